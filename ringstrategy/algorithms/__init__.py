@@ -1,1 +1,6 @@
-"""algorithms"""
+"""Floor 3: what is averaged, and when; an algorithm knows nothing of Lightning."""
+
+from ringstrategy.algorithms.allreduce import AllReduce
+from ringstrategy.algorithms.base import Algorithm
+
+__all__ = ["Algorithm", "AllReduce"]

@@ -1,0 +1,3 @@
+"""The version, readable from every floor."""
+
+__version__ = "0.1.0"

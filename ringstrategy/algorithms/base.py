@@ -1,0 +1,55 @@
+"""The contract of an algorithm: what is averaged, and when."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.collectives.peers import Peers
+
+
+class Algorithm(ABC):
+    """Hyperparameters in `__init__`, runtime in `setup`; picklable and copyable before `setup`.
+
+    Order of calls in one step: `before_backward`, backward, `after_backward` (the first three perhaps several times),
+    optimizer step, `after_step`. With one rank nothing but `close` is ever called.
+    """
+
+    @abstractmethod
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """Plan for these parameters and attach to them. `sparse` names those with sparse gradients.
+
+        Raises PlanMismatchError on every rank if the ranks differ in anything that matters.
+        """
+
+    @abstractmethod
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+        """Take in parameters that the model has got since `setup`; those known already are passed over."""
+
+    @abstractmethod
+    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True) -> None:
+        """A backward pass from `loss` begins; with `sync=False` its gradients only accumulate on this rank."""
+
+    @abstractmethod
+    def after_backward(self) -> None:
+        """Gradients are final when this returns."""
+
+    @abstractmethod
+    def after_step(self) -> None:
+        """Parameters are final when this returns."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """What must survive a checkpoint: tensors and primitives only."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave; after `setup`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detach from the parameters. Idempotent, never a collective."""

@@ -1,0 +1,107 @@
+"""The contract of a codec: values to bytes of a size known beforehand, and back."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WIRE_FORMAT = 1  # of all codecs and control messages together; compared once at setup
+
+
+def derive_seed(seed: int, *indices: int) -> int:
+    """A 63-bit seed that depends on all its arguments and on nothing else (splitmix64 over them in turn)."""
+    state = seed & 0xFFFFFFFFFFFFFFFF
+    for index in indices:
+        state = (state ^ (index & 0xFFFFFFFFFFFFFFFF)) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
+
+
+class Codec(ABC):
+    """Stateless and pure: the same arguments give the same bytes, on every rank and in every rerun.
+
+    `values`, `out` and `lost` are flat floating-point tensors of one dtype and length; `wire` is a flat uint8 tensor of
+    `nbytes(len(values))`. Implementations are frozen dataclasses: equal codecs compare equal and print their arguments.
+    """
+
+    block: int = 1  # chunks and segments are cut on multiples of it
+    error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
+
+    @abstractmethod
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes on the wire for `numel` values of `dtype`."""
+
+    @abstractmethod
+    def encode(
+        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
+    ) -> None:
+        """Write `values` to `wire`, and `values - decoded` to `lost`.
+
+        A block with a NaN or an infinity decodes to something non-finite and leaves its part of `lost` untouched.
+        `offset` is the place of the first value in its bucket, so that cutting into segments changes no byte; `seed`
+        is this rank's own for this step and bucket.
+        """
+
+    @abstractmethod
+    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Write (or with `add`, add) the values in `wire` to `out`."""
+
+    def relay(
+        self,
+        wire_in: Tensor,
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """One hop of a ring: encode `values + decoded wire_in`. `values` may be used as scratch."""
+        self.decode(wire_in, values, add=True)
+        self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
+
+    def reduce(
+        self,
+        wires: Sequence[Tensor],
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """The owner's hop of `Direct`: encode the sum of `values` and then `wires`, in that order of addition."""
+        for wire in wires:
+            self.decode(wire, values, add=True)
+        self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
+
+    def prepare_(self, values: Tensor, seed: int) -> None:
+        """Transform a whole bucket before the collective (a rotation): linear, with the same seed on all ranks."""
+
+    def restore_(self, values: Tensor, seed: int) -> None:
+        """Undo `prepare_`."""
+
+    def raw(self, values: Tensor) -> Tensor | None:
+        """The bytes of `values` themselves (no copy) if they are the wire format, else None."""
+        return None
+
+    def summable(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype as which wire bytes can be added by a backend's own all-reduce, or None if they cannot."""
+        return None
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise a TypeError with the cure if values of `dtype` cannot be carried."""
+        if not dtype.is_floating_point:
+            raise TypeError(
+                f"{self} cannot carry {dtype}; pass codec=Identity() for such parameters, or make them local"
+            )
+
+    @property
+    def lossless(self) -> bool:
+        """True if decoding gives back every bit."""
+        return False

@@ -1,0 +1,76 @@
+"""The contract of a collective: a schedule by which a flat tensor becomes its sum over all peers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from itertools import pairwise
+
+from torch import Tensor
+
+from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.peers import Peers
+
+SMALLEST_SEGMENT = 1 << 16  # bytes of values; below this a message costs more than the overlap that it buys
+
+
+class Collective(ABC):
+    """A frozen dataclass of its options. Each rank encodes each element at most once."""
+
+    @abstractmethod
+    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+        """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
+
+        For a mean, scale by 1/size before. `lost` (same shape) receives, at each element that this rank encodes, what
+        encoding lost: the sum of all ranks' `lost` is what the result lacks. Blocks until done; elements where an
+        encode met a non-finite block keep their `lost`. `seed` is the same on all ranks.
+        """
+
+    def check(self, codec: Codec) -> None:
+        """Raise a ValueError with the cure if `codec` cannot travel this way."""
+
+
+def mean_(
+    values: Tensor,
+    peers: Peers,
+    collective: Collective,
+    codec: Codec,
+    *,
+    residual: Tensor | None = None,
+    seed: int = 0,
+) -> None:
+    """Average over all peers, with error feedback (Seide et al. 2014; Karimireddy et al. 2019) at every encode.
+
+    Args:
+        values: flat, already scaled by 1/size at the source; replaced by the mean, same bits on all ranks.
+        residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first,
+            then replaced by what this round loses.
+        seed: the same on all ranks, another for each step and bucket.
+    """
+    if residual is not None:
+        values.add_(residual)
+        codec.prepare_(residual, seed)  # so that an element nobody encodes comes back through restore_ as it was
+    codec.prepare_(values, seed)
+    collective.sum_(values, peers, codec, lost=residual, seed=seed)
+    codec.restore_(values, seed)
+    if residual is not None:
+        codec.restore_(residual, seed)
+
+
+def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:
+    """Cut [begin, end) into `parts` runs whose inner edges lie whole blocks from `begin`; some may be empty."""
+    blocks = -(-(end - begin) // block)
+    edges = [min(begin + blocks * part // parts * block, end) for part in range(parts + 1)]
+    return list(pairwise(edges))
+
+
+def cut_chunks(values: Tensor, size: int, segments: int, block: int) -> list[list[tuple[int, int]]]:
+    """One chunk a rank, each cut into the same number of segments: at most `segments`, none needlessly small."""
+    nbytes = values.numel() * values.element_size() // size
+    segments = max(1, min(segments, nbytes // SMALLEST_SEGMENT))
+    return [cut(begin, end, segments, block) for begin, end in cut(0, values.numel(), size, block)]
+
+
+def check_segments(segments: int) -> None:
+    """Raise unless it is a whole number of at least 1."""
+    if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
+        raise ValueError(f"segments is how many pieces of a chunk are in flight: a whole number >= 1, got {segments!r}")

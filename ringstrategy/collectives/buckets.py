@@ -1,0 +1,325 @@
+"""Gather gradients into flat buffers by a plan that never changes, and scatter the means back.
+
+A dense bucket is one flat buffer. Where the buffer's dtype is the gradient's, gradients become views of it and the
+mean needs no copy back; 16-bit gradients are widened into a float32 buffer, since no sum is taken in 16 bits. A sparse
+gradient is a bucket of its own and stays sparse.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.agree import exchange
+from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.peers import Peers, Waitable
+
+FIRST_BUCKET_BYTES = 1 << 20  # the first gradients of a backward should not wait for 25 MB of company
+_WIDENED = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a bucket; `view` has the parameter's shape and strides."""
+
+    name: str
+    parameter: Parameter
+    view: Tensor
+    residual: Tensor | None = None
+
+    def release(self) -> None:
+        """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
+        if self.holds_gradient():
+            self.parameter.grad = self.view.clone()
+
+    def holds_gradient(self) -> bool:
+        """Is the parameter's gradient this view?"""
+        grad = self.parameter.grad
+        return (
+            grad is not None
+            and not grad.is_sparse
+            and grad.dtype == self.view.dtype
+            and grad.data_ptr() == self.view.data_ptr()
+            and grad.stride() == self.view.stride()
+        )
+
+
+class Bucket(ABC):
+    """Some parameters whose gradients travel together."""
+
+    def __init__(self, index: int, slots: list[Slot]) -> None:
+        self.index, self.slots = index, slots
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """Elements that the last exchange averaged."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Everything that must be equal on all ranks, one line a fact."""
+
+    @abstractmethod
+    def pack(self, size: int) -> None:
+        """Gather the gradients, scaled by 1/size. A missing one counts as zeros, a frozen one stays its own."""
+
+    @abstractmethod
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """Start the exchange of what `pack` gathered, once the ranks have `agreed`."""
+
+    @abstractmethod
+    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+        """Make the means the parameters' gradients, except where no rank `used` the parameter: there None stays None."""
+
+
+class DenseBucket(Bucket):
+    """One flat buffer.
+
+    Args:
+        index: place in the order of launches.
+        parameters: of one device and dtype of sums, with their names.
+        dtype: of the buffer.
+        codec: for all of them.
+        feedback: keep a residual of the buffer's size.
+    """
+
+    def __init__(
+        self, index: int, parameters: list[tuple[str, Parameter]], dtype: torch.dtype, codec: Codec, feedback: bool
+    ) -> None:
+        numel = sum(parameter.numel() for _, parameter in parameters)
+        device = parameters[0][1].device
+        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        self.residual = torch.zeros_like(self.buffer) if feedback else None
+        self.codec = codec
+        slots, offset = [], 0
+        for name, parameter in parameters:
+            slots.append(
+                Slot(
+                    name,
+                    parameter,
+                    _view_like(self.buffer, offset, parameter),
+                    None if self.residual is None else _view_like(self.residual, offset, parameter),
+                )
+            )
+            offset += parameter.numel()
+        super().__init__(index, slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer."""
+        return self.buffer.numel()
+
+    def describe(self) -> str:
+        """The bucket's line, then one for each parameter."""
+        lines = [f"bucket {self.index}: {self.numel} x {self.buffer.dtype} through {self.codec}"]
+        lines += [
+            f"  {slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} strides {slot.view.stride()}"
+            for slot in self.slots
+        ]
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def pack(self, size: int) -> None:
+        """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
+        scale = 1 / size
+        for slot in self.slots:
+            parameter, view = slot.parameter, slot.view
+            grad = parameter.grad
+            if not parameter.requires_grad:
+                slot.release()
+                view.zero_()
+            elif grad is None:
+                view.zero_()
+            elif grad.is_sparse:
+                raise TypeError(
+                    f"parameter {slot.name} got a sparse gradient, but no module that owns it has `sparse=True`: "
+                    "set that attribute so that the gradient can travel sparse, or use a dense layer"
+                )
+            elif slot.holds_gradient():
+                view.mul_(scale)
+            elif grad.dtype == view.dtype:
+                torch.mul(grad.detach(), scale, out=view)
+                parameter.grad = view
+            else:
+                view.copy_(grad)
+                view.mul_(scale)
+
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """See `Bucket.launch`."""
+
+        def work() -> None:
+            agreed.wait()
+            mean_(self.buffer, peers, collective, self.codec, residual=self.residual, seed=seed)
+
+        return peers.submit(work, where)
+
+    @torch.no_grad()
+    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+        """See `Bucket.unpack`."""
+        for slot in self.slots:
+            parameter, view = slot.parameter, slot.view
+            if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
+                if slot.residual is not None:
+                    slot.residual.add_(view, alpha=1 / size)  # nobody takes what was delivered: each keeps its share
+            elif parameter.dtype == view.dtype:
+                if not slot.holds_gradient():
+                    parameter.grad = view
+            elif parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter).copy_(view)
+            else:
+                parameter.grad.copy_(view)
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient: rows and their indices go to everyone, and everyone adds them in rank order. Exact."""
+
+    def __init__(self, index: int, name: str, parameter: Parameter) -> None:
+        super().__init__(index, [Slot(name, parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))])
+        self._indices = torch.empty(0)
+        self._values = torch.empty(0)
+        self._mean: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rows of all ranks, after equal indices were added up."""
+        return 0 if self._mean is None else self._mean.values().numel()
+
+    def describe(self) -> str:
+        """One line."""
+        slot = self.slots[0]
+        return f"bucket {self.index}: sparse\n  {slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype}"
+
+    @torch.no_grad()
+    def pack(self, size: int) -> None:
+        """See `Bucket.pack`."""
+        name, parameter = self.slots[0].name, self.slots[0].parameter
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse:
+            raise TypeError(f"parameter {name} got a dense gradient, but its module has `sparse=True`: set it to False")
+        if grad is None:
+            self._indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            self._values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+        else:
+            rows = grad.detach().coalesce()
+            if rows.sparse_dim() != 1:
+                raise TypeError(f"the gradient of {name} is sparse in {rows.sparse_dim()} dimensions; only rows can be")
+            self._indices, self._values = rows.indices().contiguous(), (rows.values() / size).contiguous()
+
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """How many rows each rank has, then the rows."""
+        counts: list[Tensor] = []
+
+        def count() -> None:
+            agreed.wait()
+            own = torch.tensor([self._indices.shape[1]]).view(torch.uint8)
+            counts.append(exchange(peers.control, own)().view(torch.int64).view(-1))
+
+        counted = peers.control.submit(count, where)
+
+        def work() -> None:
+            counted.wait()
+            self._exchange(peers, [int(rows) for rows in counts[0]])
+
+        return peers.submit(work, where)
+
+    def _exchange(self, peers: Peers, counts: list[int]) -> None:
+        shape = self._values.shape[1:]
+        indices = [self._indices.new_empty(1, rows) for rows in counts]
+        values = [self._values.new_empty(rows, *shape) for rows in counts]
+        indices[peers.rank], values[peers.rank] = self._indices, self._values
+        handles = []
+        for distance in range(1, peers.size):
+            target, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
+            for tensors in (indices, values):
+                sent, arriving = tensors[peers.rank], tensors[source]
+                handles.append(
+                    peers.post(
+                        {target: sent.view(-1).view(torch.uint8)} if sent.numel() else {},
+                        {source: arriving.view(-1).view(torch.uint8)} if arriving.numel() else {},
+                    )
+                )
+        for handle in handles:
+            handle.wait()
+        whole = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
+        )
+        self._mean = whole.coalesce()
+
+    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+        """See `Bucket.unpack`."""
+        slot = self.slots[0]
+        if slot.parameter.requires_grad and (slot.parameter.grad is not None or used(slot)):
+            slot.parameter.grad = self._mean
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are summed: float32 for 16-bit ones, else their own."""
+    return torch.float32 if dtype in _WIDENED else dtype
+
+
+def plan(
+    parameters: Mapping[str, Parameter],
+    sparse: frozenset[str],
+    codec_of: Callable[[str, Parameter], Codec],
+    feedback_of: Callable[[Codec], bool],
+    capacity: int,
+    first_index: int,
+) -> list[Bucket]:
+    """Cut the parameters into buckets, in reverse order of registration: about the order in which backward fills them.
+
+    Args:
+        parameters: with their names, in order of registration.
+        sparse: names of those whose gradients are sparse.
+        codec_of: the codec for a parameter; parameters share a bucket only if device, dtype of sums and codec agree.
+        feedback_of: does a bucket of this codec keep a residual?
+        capacity: bytes of a buffer; a parameter larger than this has a bucket of its own.
+        first_index: index of the first bucket, > 0 for those that are appended to a plan.
+    """
+    groups: dict[tuple[torch.device, torch.dtype, Codec], list[tuple[str, Parameter]]] = {}
+    closed: list[tuple[int, list[tuple[str, Parameter]], Codec | None]] = []
+    place_of = {name: place for place, name in enumerate(reversed(list(parameters)))}
+    limits: dict[tuple[torch.device, torch.dtype, Codec], int] = {}
+
+    def close(key: tuple[torch.device, torch.dtype, Codec]) -> None:
+        members = groups.pop(key)
+        closed.append((place_of[members[-1][0]], members, key[2]))
+        limits[key] = capacity
+
+    for name, parameter in reversed(list(parameters.items())):
+        if name in sparse:
+            closed.append((place_of[name], [(name, parameter)], None))
+            continue
+        codec = codec_of(name, parameter)
+        dtype = sums_dtype(parameter.dtype)
+        codec.check(dtype)
+        key = (parameter.device, dtype, codec)
+        held = sum(member.numel() for _, member in groups.get(key, [])) * dtype.itemsize
+        limit = limits.get(key, min(capacity, FIRST_BUCKET_BYTES) if first_index == 0 else capacity)
+        if held and held + parameter.numel() * dtype.itemsize > limit:
+            close(key)
+        groups.setdefault(key, []).append((name, parameter))
+    for key in list(groups):
+        close(key)
+
+    buckets: list[Bucket] = []
+    # by the last to fill: a bucket is launched when it and all before it are full
+    for index, (_, members, member_codec) in enumerate(sorted(closed, key=lambda item: item[0]), start=first_index):
+        if member_codec is None:
+            buckets.append(SparseBucket(index, *members[0]))
+        else:
+            dtype = sums_dtype(members[0][1].dtype)
+            buckets.append(DenseBucket(index, members, dtype, member_codec, feedback_of(member_codec)))
+    return buckets
+
+
+def _view_like(buffer: Tensor, offset: int, parameter: Parameter) -> Tensor:
+    strides = torch.empty_like(
+        parameter, device="meta"
+    ).stride()  # the parameter's own if it is dense, e.g. channels_last
+    return buffer.as_strided(parameter.shape, strides, offset)

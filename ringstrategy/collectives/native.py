@@ -1,0 +1,39 @@
+"""The backend's own all-reduce, for codecs whose wire bytes it can add."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.peers import Peers
+
+
+@dataclass(frozen=True)
+class Native(Collective):
+    """gloo's or NCCL's all-reduce; with `Cast` it sums in the 16-bit dtype. Its bytes cannot be counted: None."""
+
+    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+        """See `Collective.sum_`."""
+        if peers.size == 1 or values.numel() == 0:
+            return
+        dtype = codec.summable(values.dtype)
+        assert dtype is not None, "checked at construction"
+        if codec.raw(values) is not None:
+            peers.all_reduce_(values)
+            return
+        nbytes = codec.nbytes(values.numel(), values.dtype)
+        wire = peers.scratch("native.wire", nbytes, values.device)[:nbytes]
+        codec.encode(values, wire, lost=lost, seed=seed)
+        peers.all_reduce_(wire.view(dtype))
+        codec.decode(wire, values)
+
+    def check(self, codec: Codec) -> None:
+        """The backend adds numbers, not blocks of codes."""
+        if codec.summable(torch.float32) is None:
+            raise ValueError(
+                f"a backend's all-reduce cannot add what {codec} encodes; pass collective=Ring() or Direct()"
+            )

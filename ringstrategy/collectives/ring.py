@@ -1,0 +1,112 @@
+"""Ring all-reduce in two phases, pipelined in segments (Patarasuk and Yuan 2009)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
+from ringstrategy.collectives.peers import Handle, Peers
+
+
+@dataclass(frozen=True)
+class Ring(Collective):
+    """Each rank sends 2 (N-1)/N of the encoded values, to its successor only, whatever N is.
+
+    Values are cut into N chunks. Reduce-scatter, steps s = 0..N-2: rank r encodes its partial sum of chunk r-s and
+    sends it on; then it owns the whole sum of chunk r+1. All-gather: the owner encodes it once, reads its own bytes
+    back, and the bytes travel round verbatim, so that all ranks decode the same.
+
+    Args:
+        segments: pieces of a chunk in flight at once: while one is on the wire, another is encoded or added.
+            More hide more work, in smaller messages.
+    """
+
+    segments: int = 4
+
+    def __post_init__(self) -> None:
+        check_segments(self.segments)
+
+    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+        """See `Collective.sum_`."""
+        rank, size = peers.rank, peers.size
+        if size == 1 or values.numel() == 0:
+            return
+        chunks = cut_chunks(values, size, self.segments, codec.block)
+        count = len(chunks[0])
+        seed = derive_seed(seed, rank)
+        in_place = codec.raw(values) is not None
+        after, before = (rank + 1) % size, (rank - 1) % size
+
+        # Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory
+        # is written again, because a handle covers the send and the receive that were posted together.
+        stride = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
+        stride = -(-stride // 16) * 16
+        leaving = _wires(peers, "ring.leaving", count, stride, values)
+        filling = _wires(peers, "ring.filling", count, stride, values)
+
+        def piece(chunk: int, k: int) -> tuple[Tensor, int, int]:
+            begin, end = chunks[chunk % size][k]
+            return values[begin:end], begin, codec.nbytes(end - begin, values.dtype)
+
+        def send(wire: Tensor, arriving: Tensor) -> Handle:
+            # the successor cuts the same chunks, so it skips the same empty messages
+            return peers.post({after: wire} if wire.numel() else {}, {before: arriving} if arriving.numel() else {})
+
+        def hop(chunk: int, k: int, *, add: bool) -> Tensor:
+            """The wire that leaves: this rank's partial sum of a segment, after adding what arrived."""
+            part, begin, nbytes = piece(chunk, k)
+            if in_place:
+                if add:
+                    codec.decode(filling[k][:nbytes], part, add=True)
+                return _raw(codec, part)
+            wire = leaving[k][:nbytes]
+            rest = None if lost is None else lost[begin : begin + part.numel()]
+            if add:
+                codec.relay(filling[k][:nbytes], part, wire, lost=rest, seed=seed, offset=begin)
+            else:
+                codec.encode(part, wire, lost=rest, seed=seed, offset=begin)
+            return wire
+
+        def landing(chunk: int, k: int) -> Tensor:
+            """Where a finished segment arrives."""
+            part, _, nbytes = piece(chunk, k)
+            return _raw(codec, part) if in_place else filling[k][:nbytes]
+
+        handles: list[Handle] = []
+        for k in range(count):
+            handles.append(send(hop(rank, k, add=False), filling[k][: piece(rank - 1, k)[2]]))
+        for step in range(1, size - 1):
+            for k in range(count):
+                handles[k].wait()
+                wire = hop(rank - step, k, add=True)
+                handles[k] = send(wire, filling[k][: piece(rank - step - 1, k)[2]])
+        for k in range(count):
+            handles[k].wait()
+            wire = hop(rank + 1, k, add=True)
+            handles[k] = send(wire, landing(rank, k))
+            if not in_place:
+                codec.decode(wire, piece(rank + 1, k)[0])
+        for step in range(1, size):
+            for k in range(count):
+                handles[k].wait()
+                part = piece(rank + 1 - step, k)[0]
+                wire = landing(rank + 1 - step, k)
+                filling[k], leaving[k] = leaving[k], filling[k]
+                if step < size - 1:
+                    handles[k] = send(wire, landing(rank - step, k))
+                if not in_place:
+                    codec.decode(wire, part)
+
+
+def _raw(codec: Codec, part: Tensor) -> Tensor:
+    wire = codec.raw(part)
+    assert wire is not None
+    return wire
+
+
+def _wires(peers: Peers, name: str, count: int, stride: int, values: Tensor) -> list[Tensor]:
+    whole = peers.scratch(name, count * stride, values.device)
+    return [whole[k * stride : (k + 1) * stride] for k in range(count)]

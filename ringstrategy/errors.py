@@ -1,0 +1,22 @@
+"""What can go wrong between ranks, named so that a user knows which rank, and what to do."""
+
+
+class PlanMismatchError(RuntimeError):
+    """The ranks were built from different arguments, or from different models. Raised on every rank."""
+
+
+class PeerLostError(RuntimeError):
+    """A peer died, left, or stayed silent beyond the timeout. Raised on every survivor.
+
+    Attributes:
+        rank: the rank that was lost, or -1 when it could not be found out.
+        host: the host name of that rank, as it gave it at setup.
+    """
+
+    def __init__(self, rank: int, host: str, where: str, cause: str) -> None:
+        self.rank, self.host, self.where, self.cause = rank, host, where, cause
+        who = f"rank {rank} (host {host})" if rank >= 0 else "a peer that could not be named"
+        super().__init__(f"lost {who} {where}: {cause}")
+
+    def __reduce__(self) -> tuple[type, tuple[int, str, str, str]]:  # a spawned child hands it to its parent
+        return type(self), (self.rank, self.host, self.where, self.cause)

@@ -1,0 +1,312 @@
+"""The Lightning strategy: one process a device, and an algorithm that averages."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from ringstrategy.algorithms.allreduce import AllReduce
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.collectives.peers import Peers, connect
+from ringstrategy.collectives.stats import Stats
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.accelerators import Accelerator
+
+_BUFFER_BUCKET_BYTES = 250 * 2**20
+
+
+class RingStrategy(DDPStrategy):
+    """Data parallelism whose averaging is an `Algorithm` of this package; everything else is as with `ddp`.
+
+    The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
+
+    Args:
+        algorithm: what is averaged, and when; copied, so that one object may be given to many trainers.
+        accelerator: see Lightning's `DDPStrategy`, as for the other arguments not named here.
+        parallel_devices: see `DDPStrategy`.
+        cluster_environment: see `DDPStrategy`.
+        checkpoint_io: see `DDPStrategy`.
+        precision_plugin: see `DDPStrategy`.
+        process_group_backend: "gloo" or "nccl"; None: gloo on CPUs, NCCL on GPUs. "gloo" works on GPUs too.
+        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
+        start_method: "popen", "spawn", "fork" or "forkserver".
+        broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward.
+
+    Attributes:
+        stats: what was sent, and how long training waited (`Stats`); totals over all fits of this strategy.
+    """
+
+    strategy_name = "ring"
+
+    def __init__(
+        self,
+        algorithm: Algorithm | None = None,
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        broadcast_buffers: bool = True,
+        **unknown: Any,
+    ) -> None:
+        if unknown:
+            raise TypeError(_unknown_arguments(unknown))
+        if algorithm is not None and not isinstance(algorithm, Algorithm):
+            raise TypeError(
+                f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
+                + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
+            )
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {timeout}")
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self.algorithm: Algorithm = AllReduce() if algorithm is None else copy.deepcopy(algorithm)
+        self.stats = Stats()
+        self._broadcast_buffers = broadcast_buffers
+        self._peers: Peers | None = None
+        self._accumulating = False
+        self._resume: Mapping[str, Any] | None = None
+        self._batch = ""
+
+    def __repr__(self) -> str:
+        """The algorithm, and whose strategy this is: a `pytorch_lightning` Trainer prints it when it refuses us."""
+        return f"RingStrategy({self.algorithm}), a strategy for `from lightning.pytorch import Trainer`"
+
+    # Launching
+
+    def _configure_launcher(self) -> None:
+        for device in self.parallel_devices or []:
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(
+                    f"RingStrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'"
+                )
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = _StatsLauncher(self, start_method=self._start_method)
+
+    # Setting up
+
+    def configure_ddp(self) -> None:
+        """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
+        module = self.lightning_module
+        assert module is not None
+        if self.world_size > 1:
+            self._attach(module)
+        _sync_module_states(module)
+        if self.world_size > 1 and self._resume is not None:
+            self.algorithm.load_state_dict(self._resume)
+        self._resume = None
+
+    def _attach(self, module: LightningModule) -> None:
+        assert self._timeout is not None
+        self._peers = connect(self.root_device, self._timeout, self.stats)
+        self.algorithm.setup(dict(module.named_parameters()), self._peers, sparse=_sparse_parameters(module))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Refuse what cannot work."""
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS) and self.world_size > 1:
+                raise ValueError(
+                    "LBFGS decides from each rank's own loss how often to evaluate, so ranks would wait for each other "
+                    "for ever: use another optimizer, or devices=1"
+                )
+
+    # One step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Take in parameters that the model has got since setup."""
+        self._batch = f"before the forward of batch {batch_idx}"
+        module = self.lightning_module
+        if batch_idx == 0 and self._peers is not None:
+            assert module is not None
+            self.algorithm.adopt(dict(module.named_parameters()), sparse=_sparse_parameters(module))
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward, after rank 0's buffers went to all."""
+        if self._broadcast_buffers and not self._accumulating and self._peers is not None:
+            self._send_buffers()
+        return super().training_step(*args, **kwargs)
+
+    def _send_buffers(self) -> None:
+        assert self.lightning_module is not None
+        buffers = [buffer.detach() for buffer in self.lightning_module.buffers() if buffer.numel()]
+        if buffers:
+            with self._naming_lost_peers():
+                world = dist.group.WORLD
+                assert world is not None
+                dist._broadcast_coalesced(world, buffers, _BUFFER_BUCKET_BYTES, 0)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradients of a backward in here only accumulate: zero bytes are sent."""
+        before, self._accumulating = self._accumulating, True
+        try:
+            yield
+        finally:
+            self._accumulating = before
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward, and the end of the exchange: hooks after this see averaged gradients."""
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self.algorithm.before_backward(loss, sync=not self._accumulating)
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        self.algorithm.after_backward()
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The optimizer's step, then the algorithm's."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self._peers is not None:
+            self.algorithm.after_step()
+        return output
+
+    # Collectives that stay exact
+
+    @contextmanager
+    def _naming_lost_peers(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except dist.DistError as error:
+            raise self._explained(error) from error
+        except RuntimeError as error:
+            if "gloo" not in str(error):  # gloo throws plain RuntimeErrors that name its source files
+                raise
+            raise self._explained(error) from error
+
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        return error if self._peers is None else self._peers.explain(error, self._batch or "while setting up")
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As `ddp`."""
+        with self._naming_lost_peers():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As `ddp`."""
+        with self._naming_lost_peers():
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """As `ddp`: exact, never through a codec."""
+        with self._naming_lost_peers():
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As `ddp`."""
+        with self._naming_lost_peers():
+            return super().all_gather(tensor, group, sync_grads)
+
+    # Checkpoints
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        """Add the algorithm's state, under the key `ringstrategy`."""
+        if self._peers is not None:
+            checkpoint["ringstrategy"] = self.algorithm.state_dict()
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        """Keep the algorithm's state for `setup`, which comes later."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resume = checkpoint.get("ringstrategy")
+        return checkpoint
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one goes; no collective."""
+        super().on_exception(exception)
+        if self._peers is not None:
+            self._peers.abort(f"{type(exception).__name__}: {exception}"[:500])
+
+    def teardown(self) -> None:
+        """Join the communication thread, remove the hooks. No collective."""
+        self.algorithm.close()
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
+        super().teardown()
+
+
+class _StatsLauncher(_MultiProcessingLauncher):
+    """Brings the statistics of local rank 0 back to the process that called `fit`."""
+
+    def __init__(self, strategy: RingStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+        super().__init__(strategy, start_method)
+        self._ring = strategy
+
+    def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
+        return {**super().get_extra_results(trainer), "ringstrategy_stats": self._ring.stats}
+
+    def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
+        self._ring.stats = extra.pop("ringstrategy_stats")
+        super().update_main_process_results(trainer, extra)
+
+
+def _sparse_parameters(module: Module) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse: weights of modules with `sparse=True`, such as Embedding."""
+    weights: set[Parameter] = {
+        parameter
+        for part in module.modules()
+        if getattr(part, "sparse", False) is True
+        for parameter in part.parameters(recurse=False)
+    }
+    return frozenset(name for name, parameter in module.named_parameters() if parameter in weights)
+
+
+def _unknown_arguments(unknown: dict[str, Any]) -> str:
+    own = [name for name in inspect.signature(RingStrategy.__init__).parameters if name not in ("self", "unknown")]
+    inner = [name for name in inspect.signature(AllReduce.__init__).parameters if name != "self"]
+    hints = []
+    for name in unknown:
+        if name in inner:
+            hints.append(f"{name!r} belongs to the algorithm: RingStrategy(AllReduce({name}=...))")
+        elif name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
+            hints.append(f"{name!r} is torch DDP's; here a codec does that: RingStrategy(AllReduce(codec=...))")
+        else:
+            close = difflib.get_close_matches(name, own, 1)
+            hints.append(f"{name!r} is unknown" + (f", did you mean {close[0]!r}?" if close else ""))
+    return f"RingStrategy: {'; '.join(hints)}. It takes {', '.join(own)}"

@@ -1,0 +1,122 @@
+"""One pool of worker processes for all multi-process tests: each task is a function run on N ranks with a world of its own.
+
+Processes are forked from a server that has imported torch, lightning and ringstrategy once, and are reused: a task
+costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its pass.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+LIMIT = 60.0  # seconds for one task
+LARGEST = 8
+_LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS")
+
+
+class RankFailed(AssertionError):
+    """A rank raised; carries its traceback."""
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["lightning.pytorch", "ringstrategy"])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+        """`function(*args)` on ranks 0..size-1, with the environment set as a launcher would; returns all results."""
+        outcomes = self.outcomes(size, function, *args, limit=limit)
+        for rank, (result, error) in enumerate(outcomes):
+            if error is not None:
+                raise RankFailed(f"rank {rank}:\n{error}")
+            outcomes[rank] = (result, None)
+        return [result for result, _ in outcomes]
+
+    def outcomes(
+        self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT
+    ) -> list[tuple[Any, str | None]]:
+        """As `__call__`, but a rank that raised gives (None, its traceback)."""
+        while len(self._workers) < size:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        task = (function.__module__, function.__qualname__, args)
+        for rank in range(size):
+            self._workers[rank][1].send((rank, size, port, list(sys.path), os.getcwd(), task))
+        waiting = {self._workers[rank][1]: rank for rank in range(size)}
+        outcomes: dict[int, tuple[Any, str | None]] = {}
+        while waiting:
+            ready = wait(list(waiting), timeout=limit)
+            if not ready:
+                stuck = sorted(waiting.values())
+                self.close()
+                raise TimeoutError(f"ranks {stuck} did not finish {task[1]} within {limit:.0f} s; others: {outcomes}")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    outcomes[rank] = connection.recv()
+                except EOFError:
+                    outcomes[rank] = (None, "the process died")
+        if any(
+            not process.is_alive() or error == "the process died"
+            for (process, _), (_, error) in zip(self._workers, outcomes.values(), strict=False)
+        ):
+            self.close()
+        return [outcomes[rank] for rank in range(size)]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def _serve(connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, size, port, path, folder, (module, name, args) = connection.recv()
+        except EOFError:
+            return
+        sys.path[:] = path
+        os.chdir(folder)
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            LOCAL_RANK=str(rank),
+            NODE_RANK="0",
+            OMP_NUM_THREADS="1",
+        )
+        try:
+            function: Any = importlib.import_module(module)
+            for part in name.split("."):
+                function = getattr(function, part)
+            outcome = (function(*args), None)
+        except BaseException:
+            outcome = (None, traceback.format_exc())
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            for variable in _LAUNCHER_VARIABLES:
+                os.environ.pop(variable, None)
+        connection.send(outcome)

@@ -1,0 +1,560 @@
+"""The algorithm on real processes over gloo, with torch DDP as the oracle; different data on every rank."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import Toy
+from pool import Pool
+from torch import Tensor, nn
+
+from ringstrategy import AllReduce, Cast, Codec, Direct, Identity, Native, PlanMismatchError, Ring, Stats
+from ringstrategy.collectives.peers import connect
+
+SIZES = [2, 3, 4, 5, 8]
+MINUTE = timedelta(seconds=60)
+
+
+class Net(nn.Module):
+    """Odd shapes, a tied weight, a scalar, an empty and a channels-last parameter."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.convolution = nn.Conv2d(1, 3, 3).to(memory_format=torch.channels_last)
+        self.wide = nn.Linear(12, 513)
+        self.back = nn.Linear(513, 7, bias=False)
+        self.tied = nn.Linear(7, 7)
+        self.also_tied = nn.Linear(7, 7)
+        self.also_tied.weight = self.tied.weight
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.back(self.wide(self.convolution(x).flatten(1)).tanh()) * self.scale
+        return self.also_tied(self.tied(y).tanh()).pow(2).mean() + self.empty.sum()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def start(algorithm: AllReduce, module: nn.Module, **kwargs: Any) -> tuple[Any, Stats]:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=MINUTE)
+    stats = Stats()
+    peers = connect(torch.device("cpu"), MINUTE, stats)
+    try:
+        algorithm.setup(dict(module.named_parameters()), peers, **kwargs)
+    except BaseException:
+        peers.close()
+        raise
+    return peers, stats
+
+
+def backward(algorithm: AllReduce, loss: Tensor, *, sync: bool = True) -> None:
+    algorithm.before_backward(loss, sync=sync)
+    loss.backward()
+    algorithm.after_backward()
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
+
+
+def train(
+    algorithm: AllReduce, steps: int, *, set_to_none: bool = True
+) -> tuple[list[Tensor], list[list[Tensor]], Stats]:
+    module = Net()
+    peers, stats = start(algorithm, module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        backward(algorithm, module(batch(peers.rank, step)))
+        history.append([g.clone() for g in gradients(module).values() if g is not None])
+        optimizer.step()
+    algorithm.close()
+    peers.close()
+    return [p.detach().clone() for p in module.parameters()], history, stats
+
+
+def train_ddp(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    module = nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    history = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        module(batch(dist.get_rank(), step)).backward()
+        history.append([g.clone() for g in gradients(module).values() if g is not None])
+        optimizer.step()
+    return [p.detach().clone() for p in module.parameters()], history
+
+
+def mean_in_float64(size: int, step: int) -> list[Tensor]:
+    total = None
+    for rank in range(size):
+        module = Net()
+        module(batch(rank, step)).backward()
+        mine = [p.grad.double() for p in module.parameters() if p.grad is not None]
+        total = mine if total is None else [a + b for a, b in zip(total, mine, strict=True)]
+    assert total is not None
+    return [t / size for t in total]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(bucket_mb=0.01),
+        AllReduce(collective=Direct(), bucket_mb=0.01),
+        AllReduce(collective=Native()),
+        AllReduce(Cast("bf16")),
+        AllReduce(Toy(), bucket_mb=0.01),
+        AllReduce(Toy(), Direct()),
+    ],
+    ids=str,
+)
+def test_replicas_stay_identical_and_near_the_mean(ranks: Pool, size: int, algorithm: AllReduce) -> None:
+    results = ranks(size, train, algorithm, 3)
+    parameters, history, stats = results[0]
+    for others, other_history, _ in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
+        assert all(
+            torch.equal(a, b) for s, t in zip(history, other_history, strict=True) for a, b in zip(s, t, strict=True)
+        )
+    exact = mean_in_float64(size, 0)
+    largest = max(e.abs().max() for e in exact if e.numel())
+    error = max((a - e).abs().max() / largest for a, e in zip(history[0], exact, strict=True) if e.numel())
+    bound = {Identity(): 1e-6, Cast("bf16"): 2e-2, Toy(): 2.0}[algorithm.codec]
+    assert error < bound
+    assert stats.steps == 3
+    assert stats.values_averaged == 3 * sum(p.numel() for p in parameters)
+    if isinstance(algorithm.collective, Native):
+        assert stats.bytes_sent is None
+    else:
+        assert stats.bytes_sent is not None
+        assert stats.bytes_sent > 0
+
+
+def test_two_ranks_equal_ddp_bit_for_bit(ranks: Pool) -> None:
+    ours, our_history, _ = ranks(2, train, AllReduce(), 5)[0]
+    theirs, their_history = ranks(2, train_ddp, 5)[0]
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(a, b) for s, t in zip(our_history, their_history, strict=True) for a, b in zip(s, t, strict=True)
+    )
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zeroed_gradients_stay_views_or_become_them_again(ranks: Pool, set_to_none: bool) -> None:
+    parameters = ranks(3, _train_and_watch, set_to_none)
+    expected = ranks(3, train, AllReduce(), 4)
+    assert all(torch.equal(a, b) for a, b in zip(parameters[0], expected[0][0], strict=True))
+
+
+def _train_and_watch(set_to_none: bool) -> list[Tensor]:
+    return train(AllReduce(), 4, set_to_none=set_to_none)[0]
+
+
+def _feedback_sum(feedback: bool) -> tuple[Tensor, Tensor]:
+    """Mean gradients over many steps, delivered and exact."""
+    algorithm = AllReduce(Toy(), error_feedback=feedback)
+    weight = nn.Parameter(torch.zeros(203))
+    module = nn.ParameterDict({"weight": weight})
+    peers, _ = start(algorithm, module)
+    delivered, local = torch.zeros(203), torch.zeros(203)
+    direction = torch.randn(203, generator=torch.Generator().manual_seed(peers.rank))
+    for _ in range(50):
+        weight.grad = None
+        backward(algorithm, (weight * direction).sum())
+        assert weight.grad is not None
+        delivered += weight.grad / 50
+        local = direction
+    algorithm.close()
+    peers.close()
+    return delivered, local
+
+
+def test_feedback_is_kept_between_steps(ranks: Pool) -> None:
+    errors = []
+    for feedback in (False, True):
+        results = ranks(4, _feedback_sum, feedback)
+        exact = torch.stack([local for _, local in results]).mean(0)
+        errors.append((results[0][0] - exact).norm())
+    assert 0 < errors[1] < 0.2 * errors[0]
+
+
+# Accumulation and repeated backwards
+
+
+def _accumulate() -> tuple[list[int], Tensor, Tensor]:
+    algorithm, module = AllReduce(), Net()
+    peers, stats = start(algorithm, module)
+    sent = []
+    for micro in range(3):
+        before = stats.bytes_sent or 0
+        backward(algorithm, module(batch(peers.rank, micro)) / 3, sync=micro == 2)
+        sent.append((stats.bytes_sent or 0) - before)
+    accumulated = module.wide.weight.grad
+    assert accumulated is not None
+    accumulated = accumulated.clone()
+    alone, mean = Net(), torch.zeros(())
+    for rank in range(peers.size):
+        for micro in range(3):
+            (alone(batch(rank, micro)) / (3 * peers.size)).backward()
+    assert alone.wide.weight.grad is not None
+    mean = alone.wide.weight.grad
+    algorithm.close()
+    peers.close()
+    return sent, accumulated, mean
+
+
+def test_accumulation_sends_nothing_until_the_last_micro_batch(ranks: Pool) -> None:
+    for sent, accumulated, mean in ranks(3, _accumulate):
+        assert sent[:2] == [0, 0]
+        assert sent[2] > 0
+        assert torch.allclose(accumulated, mean, atol=1e-6)
+
+
+def _twice() -> tuple[Tensor, Tensor]:
+    algorithm, module = AllReduce(), Net()
+    peers, _ = start(algorithm, module)
+    backward(algorithm, module(batch(peers.rank, 0)))
+    backward(algorithm, module(batch(peers.rank, 1)))
+    assert module.wide.weight.grad is not None
+    result = module.wide.weight.grad.clone()
+    exact = torch.zeros_like(result)
+    for step in (0, 1):
+        for rank in range(peers.size):
+            alone = Net()
+            alone(batch(rank, step)).backward()
+            assert alone.wide.weight.grad is not None
+            exact += alone.wide.weight.grad / peers.size
+    algorithm.close()
+    peers.close()
+    return result, exact
+
+
+def test_a_second_backward_averages_the_sum(ranks: Pool) -> None:
+    for result, exact in ranks(4, _twice):
+        assert torch.allclose(result, exact, atol=1e-6)
+
+
+# Unused, frozen, local, sparse
+
+
+class Branches(nn.Module):
+    """Uses the branches that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(5))
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        return torch.stack([self.branches[i](x).pow(2).sum() for i in which]).sum()
+
+
+def which(rank: int, step: int) -> list[int]:
+    """Branch 4 is never used, branch 3 by rank 1 in odd steps only, others by turns."""
+    used = [0, 1 + (rank + step) % 2]
+    return [*used, 3] if rank == 1 and step % 2 else used
+
+
+def _unused(ours: bool, find: bool) -> list[dict[str, Tensor | None]]:
+    module = Branches()
+    history = []
+    if ours:
+        algorithm = AllReduce(bucket_mb=2e-5, find_unused_parameters=find)
+        peers, _ = start(algorithm, module)
+        rank = peers.rank
+    else:
+        dist.init_process_group("gloo", timeout=MINUTE)
+        wrapped = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+        rank = dist.get_rank()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+    for step in range(4):
+        optimizer.zero_grad()
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        if ours:
+            backward(algorithm, module(x, which(rank, step)))
+        else:
+            wrapped(x, which(rank, step)).backward()
+        history.append(gradients(module))
+        optimizer.step()
+    history.append({name: p.detach().clone() for name, p in module.named_parameters()})
+    if ours:
+        algorithm.close()
+        peers.close()
+    return history
+
+
+@pytest.mark.parametrize("find", [False, True])
+def test_unused_parameters_as_under_ddp(ranks: Pool, find: bool) -> None:
+    ours, theirs = ranks(2, _unused, True, find), ranks(2, _unused, False, find)
+    assert ours[0][0]["branches.4.weight"] is None
+    assert ours[0][0]["branches.3.weight"] is None
+    assert ours[0][1]["branches.3.weight"] is not None
+    for mine, reference in zip(ours, theirs, strict=True):
+        for step, expected in zip(mine, reference, strict=True):
+            for name, value in expected.items():
+                assert (value is None) == (step[name] is None), name
+                assert value is None or torch.equal(value, step[name]), name
+
+
+def _unfreeze() -> tuple[list[Tensor], list[int]]:
+    algorithm, module = AllReduce(bucket_mb=0.01), Net()
+    module.wide.requires_grad_(False)
+    peers, _ = start(algorithm, module)
+    plans = [len(algorithm._buckets)]
+    backward(algorithm, module(batch(peers.rank, 0)))
+    assert module.wide.weight.grad is None
+    buffers = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
+    module.wide.requires_grad_(True)
+    module.zero_grad()
+    backward(algorithm, module(batch(peers.rank, 1)))
+    plans.append(len(algorithm._buckets))
+    assert [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets][: len(buffers)] == buffers
+    result = [g for g in gradients(module).values() if g is not None]
+    algorithm.close()
+    peers.close()
+    return result, plans
+
+
+def test_parameters_that_unfreeze_append_buckets(ranks: Pool) -> None:
+    for result, (before, after) in ranks(3, _unfreeze):
+        assert after > before
+        for mine, exact in zip(result, mean_in_float64(3, 1), strict=True):
+            assert torch.allclose(mine.double(), exact, atol=1e-6)
+
+
+def _unfreeze_on_one_rank() -> str:
+    algorithm, module = AllReduce(), Net()
+    module.wide.requires_grad_(False)
+    peers, _ = start(algorithm, module)
+    backward(algorithm, module(batch(peers.rank, 0)))
+    if peers.rank == 1:
+        module.wide.requires_grad_(True)
+    with pytest.raises(PlanMismatchError) as caught:
+        backward(algorithm, module(batch(peers.rank, 1)))
+    algorithm.close()
+    peers.close()
+    return str(caught.value)
+
+
+def test_unfreezing_on_one_rank_is_an_error_on_all(ranks: Pool) -> None:
+    for message in ranks(3, _unfreeze_on_one_rank):
+        assert "rank 1 has" in message
+
+
+def _toggle() -> dict[str, Tensor | None]:
+    """As a GAN: a gradient kept from a first backward must survive a second one in which its parameter is frozen."""
+    algorithm, module = AllReduce(), Branches()
+    peers, stats = start(algorithm, module)
+    x = torch.full((1, 3), 1.0 + peers.rank)
+    module.branches[1].requires_grad_(False)
+    backward(algorithm, module(x, [0]))
+    kept = gradients(module)["branches.0.weight"]
+    assert kept is not None
+    module.branches[0].requires_grad_(False)
+    module.branches[1].requires_grad_(True)
+    backward(algorithm, module(x, [1]))
+    after = gradients(module)
+    assert after["branches.0.weight"] is not None
+    assert torch.equal(kept, after["branches.0.weight"])
+    algorithm.close()
+    peers.close()
+    return after
+
+
+def test_toggling_keeps_the_other_gradients(ranks: Pool) -> None:
+    results = ranks(3, _toggle)
+    for name, value in results[0].items():
+        assert all((value is None and r[name] is None) or torch.equal(value, r[name]) for r in results)
+    assert results[0]["branches.1.weight"] is not None
+    assert results[0]["branches.2.weight"] is None
+
+
+def _local(by_attribute: bool) -> tuple[Tensor, Tensor]:
+    module = Net()
+    if by_attribute:
+        module.wide.weight.ring_local = True  # type: ignore[attr-defined]
+    algorithm = AllReduce(local=None if by_attribute else lambda name, parameter: name == "wide.weight")
+    peers, _ = start(algorithm, module)
+    backward(algorithm, module(batch(peers.rank, 0)))
+    algorithm.close()
+    peers.close()
+    assert module.wide.weight.grad is not None
+    assert module.back.weight.grad is not None
+    return module.wide.weight.grad, module.back.weight.grad
+
+
+@pytest.mark.parametrize("by_attribute", [True, False])
+def test_local_parameters_are_never_averaged(ranks: Pool, by_attribute: bool) -> None:
+    results = ranks(2, _local, by_attribute)
+    assert torch.equal(results[0][1], results[1][1])
+    for rank, (own, _) in enumerate(results):
+        alone = Net()
+        alone(batch(rank, 0)).backward()
+        assert torch.equal(own, alone.wide.weight.grad)
+
+
+def _sparse(codec: Codec) -> tuple[list[Tensor], bool]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
+    algorithm = AllReduce(codec)
+    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
+    means = []
+    for step in range(3):
+        module.zero_grad()
+        # rank 2 has no rows at all in step 1, and other ranks have different numbers of them
+        rows = torch.arange(0 if (peers.rank, step) == (2, 1) else 2 + peers.rank) * (step + 1)
+        backward(algorithm, module(rows).pow(2).sum() + 0 * module[1].weight.sum())
+        assert module[0].weight.grad is not None
+        means.append(module[0].weight.grad)
+    algorithm.close()
+    peers.close()
+    return [m.to_dense() for m in means], all(m.is_sparse and m.is_coalesced() for m in means)
+
+
+@pytest.mark.parametrize("codec", [Identity(), Cast("fp16")], ids=str)
+def test_sparse_gradients_stay_sparse_and_exact(ranks: Pool, codec: Codec) -> None:
+    results = ranks(3, _sparse, codec)
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+    for step in range(3):
+        alone.zero_grad()
+        for rank in range(3):
+            rows = torch.arange(0 if (rank, step) == (2, 1) else 2 + rank) * (step + 1)
+            (alone(rows).pow(2).sum() / 3).backward()
+        for means, sparse in results:
+            assert sparse
+            assert torch.equal(means[step], results[0][0][step])
+            assert torch.allclose(means[step], alone[0].weight.grad, atol=1e-6)
+
+
+def _mixed_dtypes(codec: Codec) -> list[Tensor]:
+    module = nn.ParameterDict(
+        {
+            "sixteen": nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
+            "thirty_two": nn.Parameter(torch.ones(5)),
+            "sixty_four": nn.Parameter(torch.ones(5, dtype=torch.float64)),
+        }
+    )
+    algorithm = AllReduce(codec)
+    peers, _ = start(algorithm, module)
+    weight = torch.arange(5.0) + 1.0001 * peers.rank
+    for _ in range(2):
+        module.zero_grad()
+        backward(algorithm, sum((p * weight.to(p.dtype)).sum().double() for p in module.values()))  # type: ignore[arg-type]
+    algorithm.close()
+    peers.close()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in module.values())
+    return [module[name].grad for name in ("sixteen", "thirty_two", "sixty_four")]
+
+
+def test_mixed_dtypes(ranks: Pool) -> None:
+    results = ranks(3, _mixed_dtypes, Identity())
+    weights = [torch.arange(5.0) + 1.0001 * rank for rank in range(3)]
+    for half, single, double in results:
+        assert torch.equal(half, torch.stack([w.bfloat16().float() / 3 for w in weights]).sum(0).bfloat16())
+        assert torch.allclose(single, torch.stack(weights).mean(0), rtol=1e-6)
+        assert torch.allclose(double, torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
+
+
+# Errors
+
+
+def _differing(what: str) -> str:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    odd = dist.get_rank() == 2
+    module: nn.Module = Net()
+    algorithm = AllReduce()
+    if odd and what == "model":
+        module.back = nn.Linear(513, 7)
+    if odd and what == "codec":
+        algorithm = AllReduce(Cast("fp16"))
+    if odd and what == "collective":
+        algorithm = AllReduce(collective=Ring(3))
+    if odd and what == "shape":
+        module.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(PlanMismatchError) as caught:
+        start(algorithm, module)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["model", "codec", "collective", "shape"])
+def test_ranks_that_differ_are_named_on_every_rank(ranks: Pool, what: str) -> None:
+    messages = ranks(4, _differing, what)
+    assert len(set(messages)) == 1
+    assert "rank 2 has" in messages[0]
+    assert "rank 1" not in messages[0]
+
+
+def _unmanaged_backward() -> str:
+    module = Net()
+    peers, _ = start(AllReduce(), module)
+    with pytest.raises(RuntimeError) as caught:
+        module(batch(0, 0)).backward()
+    peers.close()
+    return str(caught.value)
+
+
+def test_a_backward_behind_our_back_is_an_error(ranks: Pool) -> None:
+    assert all("manual_backward" in message for message in ranks(2, _unmanaged_backward))
+
+
+def _stepwise_loss() -> None:
+    module = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    algorithm = AllReduce()
+    peers, _ = start(algorithm, module)
+    with pytest.raises(TypeError, match="sparse=True"):
+        backward(algorithm, module(torch.tensor([1])).sum())
+    peers.abort("test")
+    algorithm.close()
+    peers.close()
+
+
+def test_undeclared_sparse_gradients_are_not_densified(ranks: Pool) -> None:
+    ranks(2, _stepwise_loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cure"),
+    [
+        ({"codec": "int8"}, TypeError, "Identity"),
+        ({"codec": Identity}, TypeError, "Identity"),
+        ({"collective": "ring"}, TypeError, "Ring"),
+        ({"error_feedback": "yes"}, TypeError, "None"),
+        ({"bucket_mb": 0}, ValueError, "> 0"),
+        ({"bucket_mb": "25"}, ValueError, "> 0"),
+        ({"local": "wide"}, TypeError, "function"),
+        ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
+    ],
+)
+def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        AllReduce(**arguments)
+
+
+def _complex() -> None:
+    module = nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
+    with pytest.raises(TypeError, match=r"Identity\(\)"):
+        start(AllReduce(Cast("fp16")), module)
+    algorithm = AllReduce()
+    peers, _ = start(algorithm, module)
+    backward(algorithm, (module["z"] * (1 + peers.rank)).abs().sum())
+    assert module["z"].grad is not None
+    assert torch.allclose(module["z"].grad, torch.tensor(1.5 + 0j))
+    algorithm.close()
+    peers.close()
+
+
+def test_a_codec_that_cannot_carry_a_dtype_says_so(ranks: Pool) -> None:
+    ranks(2, _complex)

@@ -1,0 +1,207 @@
+"""Every collective through every codec, in one process, against a mean in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fakes import FakePeers, Toy, on_all_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ringstrategy.codecs import Cast, Codec, Identity, derive_seed
+from ringstrategy.collectives import Collective, Direct, Native, Ring, mean_
+from ringstrategy.collectives.base import cut, cut_chunks
+
+SIZES = [1, 2, 3, 4, 5, 8]
+COLLECTIVES = [Ring(1), Ring(), Ring(7), Direct(1), Direct(3), Native()]
+CODECS = [Identity(), Cast("float16"), Cast(torch.bfloat16), Toy()]
+BOUNDS = {Identity(): 1e-6, Cast("float16"): 2e-3, Cast("bfloat16"): 2e-2, Toy(): 1.0}  # worst element, of the largest
+PAIRS = [
+    (collective, codec)
+    for collective in COLLECTIVES
+    for codec in CODECS
+    if not (isinstance(collective, Native) and isinstance(codec, Toy))
+]
+
+
+def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank), dtype=torch.float64).to(dtype)
+
+
+def averaged(size: int, numel: int, collective: Collective, codec: Codec) -> list[torch.Tensor]:
+    def one(peers: FakePeers) -> torch.Tensor:
+        values = data(peers.rank, numel) / size
+        mean_(values, peers, collective, codec, seed=3)
+        return values
+
+    return on_all_ranks(size, one)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("collective", "codec"), PAIRS, ids=str)
+def test_all_ranks_hold_the_same_bits_of_the_mean(size: int, collective: Collective, codec: Codec) -> None:
+    numel = 70_001
+    results = averaged(size, numel, collective, codec)
+    exact = torch.stack([data(rank, numel).double() for rank in range(size)]).mean(0)
+    assert all(torch.equal(result, results[0]) for result in results)
+    error = ((results[0] - exact).abs().max() / exact.abs().max()).item()
+    if size == 1:
+        assert torch.equal(results[0], data(0, numel))
+    elif codec == Identity():
+        assert error < BOUNDS[codec]
+    else:
+        assert 0 < error < BOUNDS[codec]
+
+
+@pytest.mark.parametrize("numel", [0, 1, 2, 3, 4, 5, 7, 8, 9, 31, 33])
+@pytest.mark.parametrize(("collective", "codec"), PAIRS, ids=str)
+def test_awkward_lengths(numel: int, collective: Collective, codec: Codec) -> None:
+    for size in (2, 3, 5, 8):
+        results = averaged(size, numel, collective, codec)
+        exact = torch.stack([data(rank, numel).double() for rank in range(size)]).mean(0)
+        assert all(torch.equal(result, results[0]) for result in results)
+        largest = max(data(rank, numel).abs().max().item() for rank in range(size)) if numel else 1.0
+        assert torch.allclose(results[0].double(), exact, atol=BOUNDS[codec] * largest, rtol=0)
+
+
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+def test_what_was_delivered_and_what_was_lost_make_the_true_sum(size: int, collective: Collective) -> None:
+    numel = 1003
+
+    def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
+        values, lost = data(peers.rank, numel), torch.full((numel,), 1e9)
+        collective.sum_(values, peers, Toy(), lost=lost, seed=5)
+        return values, lost
+
+    results = on_all_ranks(size, one)
+    total = results[0][0].double() + sum(lost.double() for _, lost in results)
+    exact = sum(data(rank, numel).double() for rank in range(size))
+    assert (results[0][0] - exact).abs().max() > 0.1  # the toy loses a lot
+    assert (total - exact).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+def test_feedback_repairs_every_rounding(collective: Collective) -> None:
+    size, numel, steps = 4, 203, 60
+
+    def one(peers: FakePeers) -> list[torch.Tensor]:
+        sums = []
+        for residual in (None, torch.zeros(numel)):
+            total = torch.zeros(numel)
+            for step in range(steps):
+                values = data(peers.rank, numel) / size
+                mean_(values, peers, collective, Toy(), residual=residual, seed=derive_seed(1, step))
+                total += values
+            sums.append(total / steps)
+        return sums
+
+    without, with_feedback = on_all_ranks(size, one)[0]
+    exact = torch.stack([data(rank, numel) for rank in range(size)]).mean(0)
+    assert (with_feedback - exact).norm() < 0.15 * (without - exact).norm()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=str)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_non_finite_value_of_one_rank_is_non_finite_on_all(
+    collective: Collective, codec: Codec, poison: float
+) -> None:
+    if isinstance(collective, Native) and isinstance(codec, Toy):
+        pytest.skip("refused at construction, as another test shows")
+
+    def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
+        values, residual = data(peers.rank, 50) / 3, torch.full((50,), 0.25)
+        if peers.rank == 1:
+            values[17] = poison
+        mean_(values, peers, collective, codec, residual=residual, seed=0)
+        return values, residual
+
+    for values, residual in on_all_ranks(3, one):
+        assert not values[17].isfinite()
+        assert values[:16].isfinite().all()
+        assert residual.isfinite().all()
+
+
+@pytest.mark.parametrize("collective", [Ring(1), Ring(3), Direct(1), Direct(4)], ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_bytes_are_those_that_the_codec_names(collective: Collective, codec: Codec) -> None:
+    size, numel = 4, 4096 * 40
+
+    def one(peers: FakePeers) -> tuple[int | None, int | None]:
+        collective.sum_(data(peers.rank, numel), peers, codec)
+        return peers.stats.bytes_sent, peers.stats.bytes_received
+
+    expected = 2 * (size - 1) * codec.nbytes(numel // size, torch.float32)
+    assert on_all_ranks(size, one) == [(expected, expected)] * size
+
+
+def test_native_bytes_cannot_be_counted() -> None:
+    def one(peers: FakePeers) -> int | None:
+        Native().sum_(data(peers.rank, 10), peers, Identity())
+        return peers.stats.bytes_sent
+
+    assert on_all_ranks(2, one) == [None, None]
+
+
+@pytest.mark.parametrize("segments", [1, 2, 5])
+def test_segments_change_no_bit(segments: int) -> None:
+    numel = 300_007
+    for family in (Ring, Direct):
+        assert torch.equal(averaged(3, numel, family(segments), Toy())[0], averaged(3, numel, family(), Toy())[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=str)
+def test_identity_carries_other_dtypes(collective: Collective, dtype: torch.dtype) -> None:
+    def one(peers: FakePeers) -> torch.Tensor:
+        values = data(peers.rank, 11, torch.float64).to(dtype) * (1j if dtype.is_complex else 1)
+        collective.sum_(values, peers, Identity())
+        return values
+
+    results = on_all_ranks(3, one)
+    exact = sum(data(rank, 11, torch.float64).to(dtype) * (1j if dtype.is_complex else 1) for rank in range(3))
+    assert torch.allclose(results[0], exact)
+    assert torch.equal(results[0], results[2])
+
+
+@given(
+    begin=st.integers(0, 3).map(lambda b: b * 8),
+    length=st.integers(0, 200),
+    parts=st.integers(1, 9),
+    block=st.sampled_from([1, 2, 8]),
+)
+@settings(max_examples=200, deadline=None)
+def test_cutting_covers_all_and_keeps_blocks_whole(begin: int, length: int, parts: int, block: int) -> None:
+    runs = cut(begin, begin + length, parts, block)
+    assert len(runs) == parts
+    assert [i for run in runs for i in range(*run)] == list(range(begin, begin + length))
+    assert all(start % block == 0 or start == begin + length for start, _ in runs)
+    sizes = [end - start for start, end in runs]
+    assert max(sizes) - min(sizes) < 2 * block
+
+
+def test_small_chunks_are_not_cut_into_tiny_messages() -> None:
+    assert len(cut_chunks(torch.empty(1000), 4, segments=8, block=1)[0]) == 1
+    assert len(cut_chunks(torch.empty(10_000_000), 4, segments=8, block=1)[0]) == 8
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, "4", True])
+@pytest.mark.parametrize("family", [Ring, Direct])
+def test_bad_segments_are_refused(family: type, bad: object) -> None:
+    with pytest.raises(ValueError, match="segments"):
+        family(segments=bad)
+
+
+def test_native_refuses_what_a_backend_cannot_add() -> None:
+    with pytest.raises(ValueError, match=r"pass collective=Ring\(\)"):
+        Native().check(Toy())
+    Native().check(Cast("bf16"))
+
+
+def test_cast_refuses_other_dtypes() -> None:
+    for bad in ("int8", torch.float32, 16):
+        with pytest.raises(ValueError, match="float16"):
+            Cast(bad)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"Identity\(\)"):
+        Cast("float16").check(torch.complex64)
