@@ -98,7 +98,7 @@ class RingStrategy(DDPStrategy):
         self._peers: Peers | None = None
         self._accumulating = False
         self._resume: Mapping[str, Any] | None = None
-        self._batch = ""
+        self._place = "while setting up"
 
     def __repr__(self) -> str:
         """The algorithm, and whose strategy this is: a `pytorch_lightning` Trainer prints it when it refuses us."""
@@ -118,6 +118,11 @@ class RingStrategy(DDPStrategy):
 
     # Setting up
 
+    def setup(self, trainer: Trainer) -> None:
+        """As `ddp`, but the module stays unwrapped."""
+        super().setup(trainer)
+        self._resume = None  # a checkpoint loaded for validation is none to resume from
+
     def configure_ddp(self) -> None:
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
         module = self.lightning_module
@@ -127,7 +132,6 @@ class RingStrategy(DDPStrategy):
         _sync_module_states(module)
         if self.world_size > 1 and self._resume is not None:
             self.algorithm.load_state_dict(self._resume)
-        self._resume = None
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
@@ -148,7 +152,7 @@ class RingStrategy(DDPStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take in parameters that the model has got since setup."""
-        self._batch = f"before the forward of batch {batch_idx}"
+        self._place = f"near batch {batch_idx}"
         module = self.lightning_module
         if batch_idx == 0 and self._peers is not None:
             assert module is not None
@@ -218,7 +222,7 @@ class RingStrategy(DDPStrategy):
             raise self._explained(error) from error
 
     def _explained(self, error: RuntimeError) -> RuntimeError:
-        return error if self._peers is None else self._peers.explain(error, self._batch or "while setting up")
+        return error if self._peers is None else self._peers.explain(error, self._place)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`."""

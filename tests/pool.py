@@ -1,4 +1,4 @@
-"""One pool of worker processes for all multi-process tests: each task is a function run on N ranks with a world of its own.
+"""One pool of worker processes for all multi-process tests: a task is a function run on N ranks, a world of its own.
 
 Processes are forked from a server that has imported torch, lightning and ringstrategy once, and are reused: a task
 costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its pass.

@@ -356,7 +356,7 @@ def test_unfreezing_on_one_rank_is_an_error_on_all(ranks: Pool) -> None:
 def _toggle() -> dict[str, Tensor | None]:
     """As a GAN: a gradient kept from a first backward must survive a second one in which its parameter is frozen."""
     algorithm, module = AllReduce(), Branches()
-    peers, stats = start(algorithm, module)
+    peers, _ = start(algorithm, module)
     x = torch.full((1, 3), 1.0 + peers.rank)
     module.branches[1].requires_grad_(False)
     backward(algorithm, module(x, [0]))
