@@ -190,6 +190,34 @@ def test_feedback_is_kept_between_steps(ranks: Pool) -> None:
     assert 0 < errors[1] < 0.2 * errors[0]
 
 
+# Order of launches
+
+
+def _launches() -> tuple[list[str], list[str]]:
+    """Ranks run their branches in different orders, so gradients get ready in different orders."""
+    module = Branches()
+    algorithm = AllReduce(bucket_mb=1e-6)
+    peers, _ = start(algorithm, module)
+    submit, launched, ready = peers.submit, [], []
+    peers.submit = lambda work, where: (launched.append(where), submit(work, where))[1]
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+    order = [0, 1, 2, 3, 4] if peers.rank == 0 else [4, 2, 0, 1, 3]
+    x = torch.ones(1, 3)
+    for branch in order:
+        x = module.branches[branch](x).sum() * torch.ones(1, 3)
+    backward(algorithm, x.sum())
+    algorithm.close()
+    peers.close()
+    return [where for where in launched if "in bucket" in where], ready
+
+
+def test_buckets_launch_in_index_order_not_in_order_of_readiness(ranks: Pool) -> None:
+    (first, first_ready), (second, second_ready) = ranks(2, _launches)
+    assert first_ready != second_ready
+    assert first == second == [f"at step 0, in bucket {index} of 10" for index in range(10)]
+
+
 # Accumulation and repeated backwards
 
 

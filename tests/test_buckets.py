@@ -1,0 +1,84 @@
+"""The plan: every parameter once, in reverse order, within the size, the same from the same arguments."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from ringstrategy.codecs import Cast, Codec, Identity
+from ringstrategy.collectives.buckets import FIRST_BUCKET_BYTES, Bucket, DenseBucket, plan
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def planned(
+    parameters: dict[str, nn.Parameter], capacity: int, *, sparse: frozenset[str] = frozenset(), first_index: int = 0
+) -> list[Bucket]:
+    def codec_of(name: str, parameter: nn.Parameter) -> Codec:
+        return Identity() if parameter.dim() < 2 else Cast("bf16")
+
+    return plan(parameters, sparse, codec_of, lambda codec: False, capacity, first_index)
+
+
+shapes = st.lists(st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=25)
+
+
+@given(shapes=shapes, capacity=st.integers(1, 5000))
+@settings(max_examples=150, deadline=None)
+def test_every_parameter_has_one_place(shapes: list[tuple[list[int], torch.dtype]], capacity: int) -> None:
+    parameters = {f"p{i}": nn.Parameter(torch.empty(shape, dtype=dtype)) for i, (shape, dtype) in enumerate(shapes)}
+    buckets = planned(parameters, capacity)
+    assert [bucket.index for bucket in buckets] == list(range(len(buckets)))
+    assert sorted(slot.name for bucket in buckets for slot in bucket.slots) == sorted(parameters)
+    last_places = []
+    for bucket in buckets:
+        assert isinstance(bucket, DenseBucket)
+        filled = torch.zeros_like(bucket.buffer)
+        bucket.buffer.zero_()
+        for slot in bucket.slots:
+            assert slot.view.shape == slot.parameter.shape
+            assert bucket.buffer.dtype == (slot.parameter.dtype if slot.parameter.dtype.itemsize > 2 else torch.float32)
+            slot.view.add_(1)
+        filled += bucket.buffer
+        assert torch.equal(filled, torch.ones_like(filled))  # no gap, no overlap
+        full = [slot for slot in bucket.slots if slot.parameter.numel()]
+        assert bucket.buffer.nbytes <= capacity or len(full) == 1
+        places = [list(parameters).index(slot.name) for slot in bucket.slots]
+        assert places == sorted(places, reverse=True)
+        last_places.append(places[-1])
+    assert last_places == sorted(last_places, reverse=True)  # in the order in which backward fills them
+    again = planned(parameters, capacity)
+    assert [bucket.describe() for bucket in again] == [bucket.describe() for bucket in buckets]
+
+
+def test_the_first_bucket_is_small_and_a_large_parameter_is_alone() -> None:
+    parameters = {f"p{i}": nn.Parameter(torch.empty(1000, 100)) for i in range(40)}
+    parameters["huge"] = nn.Parameter(torch.empty(4000, 1000))
+    first, *others = planned(parameters, 4 * 2**20)
+    assert [slot.name for slot in first.slots] == ["huge"]
+    parameters.pop("huge")
+    first, *others = planned(parameters, 4 * 2**20)
+    assert isinstance(first, DenseBucket)
+    assert first.buffer.nbytes <= FIRST_BUCKET_BYTES
+    assert all(isinstance(b, DenseBucket) and b.buffer.nbytes > FIRST_BUCKET_BYTES for b in others[:-1])
+    appended = planned(parameters, 4 * 2**20, first_index=7)
+    assert appended[0].index == 7
+    assert isinstance(appended[0], DenseBucket)
+    assert appended[0].buffer.nbytes > FIRST_BUCKET_BYTES
+
+
+def test_views_keep_the_strides_of_dense_parameters() -> None:
+    channels_last = nn.Parameter(torch.empty(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    expanded = nn.Parameter(torch.empty(1, 6).expand(5, 6))
+    [bucket] = planned({"a": channels_last, "b": expanded}, 1 << 20)
+    b, a = bucket.slots
+    assert a.view.stride() == channels_last.stride()
+    assert b.view.is_contiguous()
+
+
+def test_sparse_parameters_have_buckets_of_their_own() -> None:
+    parameters = {name: nn.Parameter(torch.empty(10, 2)) for name in "abc"}
+    buckets = planned(parameters, 1 << 20, sparse=frozenset("b"))
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["b"], ["c", "a"]]
