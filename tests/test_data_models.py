@@ -1,0 +1,167 @@
+"""The app's data are the same on every rank and in every run; its models learn."""
+
+import math
+from functools import partial
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DistributedSampler
+
+from ringstrategy.data.digits import Digits
+from ringstrategy.data.regression import COEFFICIENTS, MEANS, Regression
+from ringstrategy.data.stdlib_text import StdlibText, read_stdlib_text
+from ringstrategy.models.cnn import CNN
+from ringstrategy.models.gpt import GPT
+from ringstrategy.models.linear import Linear
+from ringstrategy.models.mlp import MLP
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def ready(data):
+    data.setup("fit")
+    return data
+
+
+def rows(images):
+    return {image.numpy().tobytes() for image in images}
+
+
+def gradient_descent(x, y, epochs, lr):
+    """Plain gradient descent of the mean squared error, from zero: the slow twin of the whole machinery."""
+    weights = np.zeros(x.shape[1])
+    for _ in range(epochs):
+        weights -= lr * 2 / len(x) * x.T @ (x @ weights - y)
+    return weights
+
+
+def test_digits_split_follows_its_seed_only():
+    first = ready(Digits())
+    torch.manual_seed(123)
+    again, other = ready(Digits()), ready(Digits(seed=1))
+    for part, size in (("training", 1437), ("validation", 360)):
+        images, labels = getattr(first, part).tensors
+        assert images.shape == (size, 1, 8, 8)
+        assert 0 <= images.min() < images.max() == 1
+        assert torch.equal(images, getattr(again, part).tensors[0])
+        assert torch.equal(labels, getattr(again, part).tensors[1])
+        assert not torch.equal(labels, getattr(other, part).tensors[1])
+    # two of the 1,797 images could be alike, but none is
+    assert rows(first.training.tensors[0]).isdisjoint(rows(first.validation.tensors[0]))
+
+
+def test_stdlib_text_is_python_cut_at_the_asked_size():
+    text = read_stdlib_text(300_000)
+    assert text.dtype == torch.uint8
+    assert len(text) == 300_000
+    assert b"import" in bytes(text.tolist())
+    assert torch.equal(text[:1000], read_stdlib_text(1000))
+
+
+def test_stdlib_text_windows():
+    options = {"context": 32, "windows": 100, "max_bytes": 20_000, "validation_bytes": 4000}
+    first, again, other = (ready(StdlibText(**options, seed=seed)) for seed in (0, 0, 1))
+    assert len(first.training) == 100
+    assert torch.equal(first.training.starts, again.training.starts)
+    assert not torch.equal(first.training.starts, other.training.starts)
+    for part in (first.training, first.validation):
+        for index in (0, len(part) - 1):  # the last one must not run over the end
+            window, following = part[index]
+            assert window.shape == following.shape == (32,)
+            assert torch.equal(window[1:], following[:-1])
+    assert torch.equal(torch.cat([first.training.text, first.validation.text]), read_stdlib_text(20_000))
+    with pytest.raises(ValueError, match="does not fit"):
+        StdlibText(context=4000, max_bytes=20_000, validation_bytes=4000)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_share_the_windows_out(ranks):
+    windows = ready(StdlibText(context=32, windows=30, max_bytes=20_000, validation_bytes=4000)).training
+    shares = [list(DistributedSampler(windows, ranks, rank)) for rank in range(ranks)]
+    assert sorted(index for share in shares for index in share) == list(range(30))
+
+
+def test_regression_rows():
+    data = Regression()
+    x = data.rows.numpy()
+    assert x.shape == (1000, 4)
+    np.testing.assert_allclose(x.mean(0), MEANS, atol=0.15)
+    np.testing.assert_allclose(x.std(0), 1, atol=0.1)
+    np.testing.assert_allclose(data.targets.numpy(), x @ np.array(COEFFICIENTS), rtol=1e-5, atol=1e-5)
+
+
+def test_regression_is_gradient_descent(tmp_path):
+    data, model = Regression(), Linear()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=400,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(model, data)
+    assert trainer.global_step == 400
+    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=400, lr=0.01)
+    np.testing.assert_allclose(model.weights.detach().numpy(), expected, rtol=1e-5)
+    assert 0 < np.abs(expected - COEFFICIENTS).max() < 0.5  # it moved, and had not yet arrived: 400 epochs matter
+
+
+def overfit(model, batch, steps):
+    model.log = lambda *args, **kwargs: None  # no trainer
+    optimizer = model.configure_optimizers()
+    losses = []
+    for _ in range(steps):
+        loss = model.training_step(batch, 0)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("model_class", [MLP, CNN])
+def test_classifiers_learn_a_batch_by_heart(model_class):
+    torch.manual_seed(0)
+    model = model_class()
+    images, labels = ready(Digits()).training[:16]
+    assert model(images).shape == (16, 10)
+    losses = overfit(model, (images, labels), steps=100)
+    assert losses[0] == pytest.approx(math.log(10), abs=0.3)
+    assert losses[-1] < 0.05
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt_learns_a_batch_by_heart(tied):
+    torch.manual_seed(0)
+    adamw = partial(torch.optim.AdamW, lr=5e-3)
+    model = GPT(context=16, width=32, layers=2, heads=2, tied=tied, optimizer=adamw)
+    assert (model.head.weight is model.byte_embedding.weight) == tied
+    text = torch.tensor(list(b"def ring(values): return values "))
+    batch = (torch.stack([text[:16], text[8:24]]), torch.stack([text[1:17], text[9:25]]))
+    assert model(batch[0]).shape == (2, 16, 256)
+    losses = overfit(model, batch, steps=60)
+    assert losses[0] == pytest.approx(math.log(256), abs=0.3)
+    assert losses[-1] < 0.5
+
+
+def test_gpt_does_not_look_ahead():
+    model = GPT(context=16, width=32, layers=2, heads=2)
+    window = torch.randint(256, (1, 16))
+    changed = window.clone()
+    changed[0, 10] ^= 1
+    before, after = model(window), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10], after[:, 10])
+
+
+def test_gpt_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="width must be a multiple of heads"):
+        GPT(width=32, heads=3)
+    with pytest.raises(ValueError, match="longer than context=16"):
+        GPT(context=16, width=32, heads=2)(torch.zeros(1, 17, dtype=torch.int64))
