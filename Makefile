@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine, set-up included: `make train` and `make test`.
+# ARGS goes to the command: make train ARGS="strategy=ring_fp16 data=stdlib_text model=gpt"; make test ARGS="-k ring -x"
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+py := $(VENV)/bin/python
+installed := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint format types bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+
+train: $(installed)  ## train on real data, 2 processes over the ring
+	"$(VENV)/bin/ringstrategy-train" $(ARGS)
+
+test: $(installed)  ## run the tests
+	"$(py)" -m pytest $(ARGS)
+
+lint: $(installed)  ## ruff: rules and format
+	"$(py)" -m ruff check .
+	"$(py)" -m ruff format --check .
+
+format: $(installed)  ## let ruff mend what it can
+	"$(py)" -m ruff check --fix .
+	"$(py)" -m ruff format .
+
+types: $(installed)  ## mypy
+	"$(py)" -m mypy
+
+bench: $(installed)  ## the ring beside gloo's all-reduce on loopback, a minute
+	"$(py)" benchmarks/collectives.py $(or $(ARGS),--hosts 4 --rate loopback --mb 16 --rounds 3)
+
+clean:  ## remove the environment, builds and outputs
+	rm -rf "$(VENV)" build dist outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp holds the checkout it was made for: an environment moved or copied with its folder is installed again.
+ifneq ($(shell cat "$(installed)" 2>/dev/null),$(CURDIR))
+.PHONY: $(installed)
+endif
+
+$(installed): $(py) pyproject.toml constraints.txt
+	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@printf '%s\n' "$(CURDIR)" > "$@"
+
+$(py):
+	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here: say which Python to use, make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "ringstrategy needs Python 3.10 or newer, and $(PYTHON) is $$("$(PYTHON)" -V 2>&1): make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) cannot make environments; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	"$(PYTHON)" -m venv --clear "$(VENV)"
