@@ -13,7 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ringstrategy.report import Summary, byte_count, milliseconds, number, read_summary
+from ringstrategy.report import Summary, byte_count, number, read_summary
 
 COLUMNS = (
     "job",
@@ -65,19 +65,30 @@ def _rows(folder: Path, began: float) -> list[Summary]:
 
 def _print(rows: list[Summary], folder: Path) -> None:
     table = Table(
-        title=f"sweep in {folder}", caption="time, bytes and waiting are those of rank 0", box=box.SIMPLE_HEAD
+        title=f"sweep in {folder}",
+        caption="time, bytes and waiting are those of rank 0",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
-    for heading in ("job", "strategy", "overrides", "final metric", "time a step", "bytes a step", "exposed ms"):
-        table.add_column(heading, overflow="fold")
+    for heading in (
+        "job",
+        "strategy",
+        "overrides",
+        "final metric",
+        "ms\na step",
+        "bytes\na step",
+        "exposed ms\na step",
+    ):
+        table.add_column(heading, no_wrap=heading != "overrides", overflow="fold")
     for row in rows:
-        failed = row["status"] == "failed"
+        failed, seconds = row["status"] == "failed", row["seconds_per_step"]
         overrides = [text for text in row["overrides"] if not text.startswith("strategy=") and not _in_all(text, rows)]
         table.add_row(
             row["job"],
             row["strategy"],
             " ".join(overrides),
             "FAILED" if failed else f"{row['metric']} {number(row['final_metric'])}",
-            milliseconds(row["seconds_per_step"]),
+            number(seconds and 1000 * seconds),
             byte_count(row["bytes_sent_per_step"]),
             number(row["exposed_ms_per_step"]),
             style="red" if failed else None,
