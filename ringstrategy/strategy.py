@@ -97,6 +97,7 @@ class RingStrategy(DDPStrategy):
         self._broadcast_buffers = broadcast_buffers
         self._peers: Peers | None = None
         self._accumulating = False
+        self._buffers_due = True
         self._resume: Mapping[str, Any] | None = None
         self._place = "while setting up"
 
@@ -130,6 +131,7 @@ class RingStrategy(DDPStrategy):
         if self.world_size > 1:
             self._attach(module)
         _sync_module_states(module)
+        self._buffers_due = True
         if self.world_size > 1 and self._resume is not None:
             self.algorithm.load_state_dict(self._resume)
 
@@ -159,9 +161,10 @@ class RingStrategy(DDPStrategy):
             self.algorithm.adopt(dict(module.named_parameters()), sparse=_sparse_parameters(module))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Forward, after rank 0's buffers went to all."""
-        if self._broadcast_buffers and not self._accumulating and self._peers is not None:
+        """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
+        if self._broadcast_buffers and self._buffers_due and self._peers is not None:
             self._send_buffers()
+        self._buffers_due = not self._accumulating
         return super().training_step(*args, **kwargs)
 
     def _send_buffers(self) -> None:
@@ -247,8 +250,8 @@ class RingStrategy(DDPStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        """Add the algorithm's state, under the key `ringstrategy`."""
-        if self._peers is not None:
+        """Add the algorithm's state, under the key `ringstrategy`; after training too."""
+        if self.world_size > 1:
             checkpoint["ringstrategy"] = self.algorithm.state_dict()
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, installed as `ringstrategy.kernels`; torch and triton only. Importing this package imports neither."""
+"""GPU kernels in Triton, installed as `ringstrategy.kernels`. Importing this imports neither torch nor triton."""

@@ -97,7 +97,8 @@ class AllReduce(Algorithm):
         self._peers, self._step = peers, 0
         self.adopt(parameters, sparse=sparse)
         self._append_unfrozen()
-        agree(peers.control, self._plan_text)
+        plan_text = self._plan_text
+        peers.finish([peers.control.submit(lambda: agree(peers.control, plan_text), "while the ranks compare plans")])
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""

@@ -2,7 +2,8 @@
 
 A transport only says "the connection to my neighbour closed", and the neighbour may have closed it because *its*
 neighbour died. So whoever leaves in good order writes why, before its sockets close; a peer whose connection closes
-without a word is the one that died, and the first to see it publishes its rank for those who only see the cascade.
+without a word is the one that died. The first to know publishes its rank. Ranks that are no neighbours of the lost one
+wait for bytes that will never come, and a wait in gloo cannot be interrupted: they look into the store while they wait.
 """
 
 from __future__ import annotations
@@ -32,21 +33,39 @@ class Lifeline:
     def __init__(self, store: dist.Store, rank: int, hosts: list[str]) -> None:
         self._store, self._rank, self._hosts = store, rank, hosts
         self._left = False
+        self._heard_at: float | None = None
 
     def leave(self, cause: str) -> None:
         """Write why this rank goes, once. Call it before its connections close."""
-        if self._left:
-            return
-        self._left = True
-        with contextlib.suppress(RuntimeError):  # the store is gone with its host: the others see that for themselves
-            self._store.set(f"left/{self._rank}", cause)
+        if not self._left:
+            self._left = True
+            with contextlib.suppress(RuntimeError):  # the store is gone with its host: the others see for themselves
+                self._store.set(f"left/{self._rank}", cause)
 
-    def witness(self) -> None:
-        """Write that this rank is alive and goes only because a connection of its own broke."""
+    def fail(self, cause: str) -> None:
+        """Leave because of an error of this rank's own, and have all the others stop."""
+        if not self._left:
+            self.leave(cause)
+            with contextlib.suppress(RuntimeError):
+                self._publish(self._rank, f"it stopped with {cause}")
+
+    def news(self, where: str) -> PeerLostError | None:
+        """The error to raise if some other rank has published a loss; not before this one had time to see it itself."""
+        try:
+            if not self._store.check(["lost"]):
+                return None
+            self._heard_at = self._heard_at or time.monotonic()
+            if time.monotonic() < self._heard_at + GRACE_SECONDS / 2:
+                return None
+            rank, cause = self._store.get("lost").decode().split(" ", 1)
+        except RuntimeError as error:
+            return self.explain(error, None, where)
         self.leave(_WITNESS)
+        return PeerLostError(int(rank), self._hosts[int(rank)], where, f"{cause}, says another rank")
 
     def explain(self, error: BaseException, peer: int | None, where: str) -> PeerLostError:
-        """The error to raise for `error`, seen while talking to `peer` (None: to everybody), after `witness`."""
+        """The error to raise for `error`, seen while talking to `peer` (None: to everybody)."""
+        self.leave(_WITNESS)
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         try:
             rank, cause = self._culprit(peer, timed_out)

@@ -24,6 +24,7 @@ from ringstrategy.collectives.worker import Ticket, Work, Worker
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 
 _CLOSE_SECONDS = 30.0
+_CLOSE_SECONDS_AFTER_ERROR = 2.0  # gloo lets go of a broken exchange only when the other process has ended
 _LAST_WORDS = "the end of its training (do all ranks have the same number of batches?)"
 
 
@@ -103,7 +104,7 @@ class Peers(ABC):
         return error
 
     def abort(self, cause: str) -> None:
-        """Leave in good order after an error: say why, then close the connections. Never blocks, never a collective."""
+        """After an error of this rank's own: tell the others why they must stop. Never blocks, never a collective."""
 
     @abstractmethod
     def close(self) -> None:
@@ -132,7 +133,7 @@ class GlooPeers(Peers):
         self._lifeline = lifeline
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
-        self._aborted = False
+        self._broken = False
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start; receives first, so that bytes land in place."""
@@ -175,27 +176,26 @@ class GlooPeers(Peers):
             finally:
                 self.stats.communication_seconds += time.perf_counter() - begin
 
-        return self._worker.submit(guarded)
+        def look_around() -> None:
+            lost = self._lifeline.news(where)
+            if lost is not None:
+                self._broken = True
+                raise lost
+
+        return self._worker.submit(guarded, look_around)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Say that we noticed, close our connections so that the neighbours notice too, then find the culprit."""
+        """Find the culprit."""
         if isinstance(error, PeerLostError | PlanMismatchError):
             return error
+        self._broken = True
         peer, cause = (error.peer, error.error) if isinstance(error, TransportError) else (None, error)
-        self._lifeline.witness()
-        self._disconnect()
         return self._lifeline.explain(cause, peer, where)
 
     def abort(self, cause: str) -> None:
-        """Last words, then closed sockets."""
-        self._lifeline.leave(cause)
-        self._disconnect()
-
-    def _disconnect(self) -> None:
-        group = self._group
-        if group is not None and not self._aborted:
-            self._aborted = True
-            group._get_backend(torch.device("cpu")).abort()
+        """Publish."""
+        self._broken = True
+        self._lifeline.fail(cause)
 
     def close(self) -> None:
         """End the thread, then the group."""
@@ -203,7 +203,9 @@ class GlooPeers(Peers):
         worker, self._worker = self._worker, None
         group, self._group = self._group, None
         if worker is not None:
-            worker.close(_CLOSE_SECONDS)
+            limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
+            if not worker.close(limit) and not self._broken:
+                raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._scratch.clear()

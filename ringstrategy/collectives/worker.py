@@ -7,18 +7,25 @@ import threading
 from collections.abc import Callable
 
 Work = Callable[[], None]
+_IDLE_SECONDS = 1.0
 
 
 class Ticket:
-    """A piece of work handed in; `wait` returns when it is done, and raises what it raised."""
+    """A piece of work handed in; `wait` returns when it is done, and raises what it raised.
 
-    def __init__(self) -> None:
+    Args:
+        while_waiting: called once a second by whoever waits; may raise to end the wait.
+    """
+
+    def __init__(self, while_waiting: Callable[[], None]) -> None:
+        self._while_waiting = while_waiting
         self._done = threading.Event()
         self._error: BaseException | None = None
 
     def wait(self) -> None:
         """Block until the work is done."""
-        self._done.wait()
+        while not self._done.wait(_IDLE_SECONDS):
+            self._while_waiting()
         if self._error is not None:
             raise self._error
 
@@ -45,18 +52,17 @@ class Worker:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work) -> Ticket:
+    def submit(self, work: Work, while_waiting: Callable[[], None]) -> Ticket:
         """Hand in; returns at once."""
-        ticket = Ticket()
+        ticket = Ticket(while_waiting)
         self._tasks.put((work, ticket))
         return ticket
 
-    def close(self, timeout: float) -> None:
-        """Finish what was handed in, then end the thread; raise if it does not end within `timeout` seconds."""
+    def close(self, timeout: float) -> bool:
+        """Finish what was handed in and end the thread; True if it has ended within `timeout` seconds."""
         self._tasks.put(None)
         self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise RuntimeError(f"the communication thread did not end within {timeout:.0f} s")
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
         error: BaseException | None = None
