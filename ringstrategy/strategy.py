@@ -48,7 +48,7 @@ class RingStrategy(DDPStrategy):
         checkpoint_io: see `DDPStrategy`.
         precision_plugin: see `DDPStrategy`.
         process_group_backend: "gloo" or "nccl"; None: gloo on CPUs, NCCL on GPUs. "gloo" works on GPUs too.
-        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
+        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default.
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward.
 
@@ -80,8 +80,13 @@ class RingStrategy(DDPStrategy):
                 f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
                 + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
             )
-        if timeout is not None and timeout <= timedelta(0):
+        timeout = default_pg_timeout if timeout is None else timeout
+        if not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout is a datetime.timedelta such as timedelta(seconds=60), got {timeout!r}")
+        if timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {timeout}")
+        if not isinstance(broadcast_buffers, bool):
+            raise TypeError(f"broadcast_buffers is True or False, got {broadcast_buffers!r}")
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,

@@ -2,8 +2,8 @@
 
 A transport only says "the connection to my neighbour closed", and the neighbour may have closed it because *its*
 neighbour died. So whoever leaves in good order writes why, before its sockets close; a peer whose connection closes
-without a word is the one that died. The first to know publishes its rank. Ranks that are no neighbours of the lost one
-wait for bytes that will never come, and a wait in gloo cannot be interrupted: they look into the store while they wait.
+without a word is the one that died. The first to know publishes its rank. All who notice disconnect, so that ranks
+that are no neighbours of the lost one notice too; those that wait for something else look into the store meanwhile.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Lifeline:
         self._store, self._rank, self._hosts = store, rank, hosts
         self._left = False
         self._heard_at: float | None = None
+        self._hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
     def leave(self, cause: str) -> None:
         """Write why this rank goes, once. Call it before its connections close."""
@@ -42,12 +43,26 @@ class Lifeline:
             with contextlib.suppress(RuntimeError):  # the store is gone with its host: the others see for themselves
                 self._store.set(f"left/{self._rank}", cause)
 
+    def witness(self) -> None:
+        """Leave because a connection of this rank's broke. Call it before its other connections close."""
+        self.leave(_WITNESS)
+
     def fail(self, cause: str) -> None:
         """Leave because of an error of this rank's own, and have all the others stop."""
         if not self._left:
             self.leave(cause)
             with contextlib.suppress(RuntimeError):
                 self._publish(self._rank, f"it stopped with {cause}")
+
+    def outlast(self) -> None:
+        """Note that this rank knows why; if the store ends with this process, wait a little for the others' notes."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"knows/{self._rank}", "")
+            lost = int(self._store.get("lost").split()[0]) if self._store.check(["lost"]) else self._rank
+            others = [f"knows/{rank}" for rank in range(len(self._hosts)) if rank not in (self._rank, lost)]
+            while self._hosts_store and others and time.monotonic() < deadline and not self._store.check(others):
+                time.sleep(_POLL_SECONDS)
 
     def news(self, where: str) -> PeerLostError | None:
         """The error to raise if some other rank has published a loss; not before this one had time to see it itself."""
@@ -60,15 +75,17 @@ class Lifeline:
             rank, cause = self._store.get("lost").decode().split(" ", 1)
         except RuntimeError as error:
             return self.explain(error, None, where)
-        self.leave(_WITNESS)
+        self.witness()
+        self.outlast()
         return PeerLostError(int(rank), self._hosts[int(rank)], where, f"{cause}, says another rank")
 
     def explain(self, error: BaseException, peer: int | None, where: str) -> PeerLostError:
         """The error to raise for `error`, seen while talking to `peer` (None: to everybody)."""
-        self.leave(_WITNESS)
+        self.witness()
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         try:
             rank, cause = self._culprit(peer, timed_out)
+            self.outlast()
         except RuntimeError:
             hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
             rank = 0 if hosts_store else -1 if peer is None else peer

@@ -7,11 +7,13 @@ memory (CUDA over gloo), and a side stream over NCCL.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -24,7 +26,8 @@ from ringstrategy.collectives.worker import Ticket, Work, Worker
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 
 _CLOSE_SECONDS = 30.0
-_CLOSE_SECONDS_AFTER_ERROR = 2.0  # gloo lets go of a broken exchange only when the other process has ended
+_CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out who was lost
+_NOBODYS_TAG = 1 << 20
 _LAST_WORDS = "the end of its training (do all ranks have the same number of batches?)"
 
 
@@ -104,7 +107,7 @@ class Peers(ABC):
         return error
 
     def abort(self, cause: str) -> None:
-        """After an error of this rank's own: tell the others why they must stop. Never blocks, never a collective."""
+        """After an error of this rank's own: tell the others why they must stop, and let go of them. No collective."""
 
     @abstractmethod
     def close(self) -> None:
@@ -179,23 +182,40 @@ class GlooPeers(Peers):
         def look_around() -> None:
             lost = self._lifeline.news(where)
             if lost is not None:
-                self._broken = True
+                self._disconnect()
                 raise lost
 
         return self._worker.submit(guarded, look_around)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Find the culprit."""
+        """Say that we noticed, disconnect so that all others notice too, then find the culprit."""
         if isinstance(error, PeerLostError | PlanMismatchError):
             return error
-        self._broken = True
         peer, cause = (error.peer, error.error) if isinstance(error, TransportError) else (None, error)
+        self._lifeline.witness()
+        self._disconnect()
         return self._lifeline.explain(cause, peer, where)
 
     def abort(self, cause: str) -> None:
-        """Publish."""
-        self._broken = True
+        """Publish, disconnect, and wait a moment for the others to read it if the store ends with this process."""
         self._lifeline.fail(cause)
+        self._disconnect()
+        self._lifeline.outlast()
+
+    def _disconnect(self) -> None:
+        """Close the group's connections: the thread stops waiting, and so do the threads at the other ends.
+
+        Gloo's own `abort` does nothing, but a wait that times out closes all connections of its group.
+        """
+        group = self._group
+        if group is None or self._broken:
+            return
+        self._broken = True
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer in range(self.size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):  # either it timed out, or this connection was closed already
+                    self._start(partial(dist.irecv, tag=_NOBODYS_TAG), nothing, peer).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """End the thread, then the group."""

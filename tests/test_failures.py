@@ -1,0 +1,405 @@
+"""Lost peers, interrupts and bad input under real trainers: an error with a name and a cure, never a hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_strategy import HERE, Net, fit, rows, run_script, shell
+from torch import Tensor, nn
+
+from ringstrategy import AllReduce, Identity, PeerLostError, PlanMismatchError, RingStrategy
+from ringstrategy.collectives.peers import connect
+
+PROMPT = 15.0  # seconds within which survivors must have noticed
+pytestmark = pytest.mark.timeout(120)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} within {seconds:.0f} s"
+        time.sleep(0.05)
+
+
+class Job:
+    """Ranks that may die: processes of their own, not the pool's. Each writes its output and its errors to a file."""
+
+    def __init__(self, folder: Path, size: int, function: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["lightning.pytorch", "ringstrategy"])
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.folder = folder
+        self.ranks = [
+            context.Process(target=_rank, args=(str(folder), rank, size, port, function, args), daemon=True)
+            for rank in range(size)
+        ]
+        for process in self.ranks:
+            process.start()
+
+    def wait(self, ranks: list[int], seconds: float = 60.0) -> list[int | None]:
+        """Exit codes of `ranks`, which must end within that time."""
+        wait_until(lambda: all(not self.ranks[r].is_alive() for r in ranks), seconds, f"ranks {ranks} ended")
+        return [self.ranks[rank].exitcode for rank in ranks]
+
+    def record(self, rank: int) -> dict[str, Any]:
+        path = self.folder / f"record{rank}.json"
+        assert path.exists(), f"rank {rank} recorded no error; it said:\n{self.output(rank)}"
+        return json.loads(path.read_text())
+
+    def output(self, rank: int) -> str:
+        return (self.folder / f"output{rank}").read_text()
+
+    def end(self) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.join()
+
+
+def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(NODE_RANK="0", OMP_NUM_THREADS="1")
+    os.chdir(folder)
+    log = os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    torch.set_num_threads(1)
+    try:
+        function(*args)
+    except BaseException as error:
+        note(f"record{rank}.json", kind=type(error).__name__, message=str(error), rank=getattr(error, "rank", None))
+        raise
+
+
+def note(path: str, **facts: Any) -> None:
+    """Write at once whole, with the time."""
+    Path(f"{path}.part").write_text(json.dumps({"time": time.time(), **facts}))
+    os.rename(f"{path}.part", path)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start(size: int, function: Callable[..., None], *args: Any) -> Job:
+        jobs.append(Job(tmp_path, size, function, *args))
+        return jobs[-1]
+
+    yield start
+    for one in jobs:
+        one.end()
+
+
+# Lost peers
+
+
+class Victim(Net):
+    """In batch 3, when the backward pass comes to its last parameter, rank `victim` gets a signal, or raises."""
+
+    def __init__(self, victim: int, how: str) -> None:
+        super().__init__()
+        self.victim, self.how = victim, how
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.global_rank == self.victim:
+            if self.how == "ValueError":
+                note("struck.json")
+                raise ValueError("this row is broken")
+            self.layers[0].weight.register_hook(self._strike)
+        return super().training_step(batch, batch_idx)
+
+    def _strike(self, gradient: Tensor) -> None:
+        time.sleep(0.3)  # until the earlier buckets are under way, and the others wait for this one
+        note("struck.json")
+        os.kill(os.getpid(), getattr(signal, self.how))
+
+
+def _with_a_victim(victim: int, how: str, timeout: float = 60.0, **options: Any) -> None:
+    strategy = RingStrategy(AllReduce(bucket_mb=1e-4), timeout=timedelta(seconds=timeout))
+    fit(strategy, Victim(victim, how), data=rows(128), max_epochs=1, **options)
+
+
+def check_survivors(job: Job, victim: int, survivors: list[int], seconds: float = PROMPT) -> list[str]:
+    """Each names the lost rank, its host and the place, soon, and ends with a code that is not 0."""
+    assert all(code == 1 for code in job.wait(survivors))
+    struck = json.loads((job.folder / "struck.json").read_text())["time"]
+    messages = []
+    for rank in survivors:
+        record = job.record(rank)
+        assert record["kind"] == PeerLostError.__name__, job.output(rank)
+        assert record["rank"] == victim, record["message"]
+        assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) at step 3, in bucket ")
+        assert record["time"] - struck < seconds
+        messages.append(record["message"])
+    return messages
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_killed_rank_is_named_by_every_survivor(job: Callable[..., Job], victim: int) -> None:
+    """Rank 0 takes the store with it."""
+    running = job(4, _with_a_victim, victim, "SIGKILL")
+    check_survivors(running, victim, [rank for rank in range(4) if rank != victim])
+    assert running.wait([victim]) == [-signal.SIGKILL]
+
+
+def test_a_rank_that_raises_is_quoted_by_the_others(job: Callable[..., Job]) -> None:
+    running = job(4, _with_a_victim, 1, "ValueError")
+    assert all(code == 1 for code in running.wait([0, 1, 2, 3]))
+    assert running.record(1)["kind"] == "ValueError"
+    for rank in (0, 2, 3):
+        record = running.record(rank)
+        assert record["kind"] == PeerLostError.__name__, running.output(rank)
+        assert record["rank"] == 1, record["message"]
+        assert "it stopped with ValueError: this row is broken" in record["message"]
+        assert record["time"] - running.record(1)["time"] < PROMPT
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout(job: Callable[..., Job]) -> None:
+    running = job(4, _with_a_victim, 2, "SIGSTOP", 4.0)
+    messages = check_survivors(running, 2, [0, 1, 3], seconds=4.0 + 8.0)
+    assert all("silent beyond the timeout" in message for message in messages)
+
+
+def _with_fewer_batches() -> None:
+    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
+    fit("ring", Net(), data=rows(mine), use_distributed_sampler=False, max_epochs=1)
+
+
+def test_a_rank_with_fewer_batches_is_named(job: Callable[..., Job]) -> None:
+    running = job(3, _with_fewer_batches)
+    codes = running.wait([0, 1, 2])
+    for rank in (0, 2):
+        assert codes[rank] == 1
+        message = running.record(rank)["message"]
+        assert message.startswith("lost rank 1 "), message
+        assert "do all ranks have the same number of batches?" in message
+
+
+def _abort_while_all_wait() -> float:
+    """Rank 0 aborts while its own thread and all others wait for bytes that nobody sends."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    peers = connect(torch.device("cpu"), timedelta(seconds=60))
+    before = threading.active_count()
+    nothing = torch.empty(8, dtype=torch.uint8)
+    ticket = peers.submit(lambda: peers.post({}, {(peers.rank + 1) % peers.size: nothing}).wait(), "in a test")
+    dist.barrier()
+    time.sleep(0.3)
+    begin = time.monotonic()
+    if peers.rank == 0:
+        peers.abort("TestError: enough")
+    with pytest.raises(PeerLostError, match="TestError: enough") as caught:
+        ticket.wait()
+    assert caught.value.rank == 0
+    peers.close()
+    assert threading.active_count() == before - 1
+    return time.monotonic() - begin
+
+
+def test_an_abort_ends_every_wait_at_once(ranks: Pool) -> None:
+    """Ranks 2 and 3 of 5 are not waiting for rank 0; the cascade must reach them."""
+    assert max(ranks(5, _abort_while_all_wait)) < 3
+
+
+# Whole jobs, as a shell starts them
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name the folder: a job's processes, and nobody else's."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_text()
+        except OSError:  # it has just ended
+            continue
+        if str(folder) in command:
+            found.append(command)
+    return found
+
+
+KILLED = """
+from test_failures import _with_a_victim
+
+_with_a_victim(2, "SIGKILL", devices=3)
+"""
+
+
+def test_a_child_killed_under_lightnings_launcher_ends_the_job(tmp_path: Path) -> None:
+    done = run_script(tmp_path, KILLED)
+    assert done.returncode != 0
+    assert (tmp_path / "struck.json").exists(), done.stderr
+    wait_until(lambda: not processes_of(tmp_path), PROMPT, "no process was left")
+
+
+ENDLESS = """
+import time
+from test_failures import Endless, fit, note, rows
+
+fit("ring", Endless(), data=rows(4096), devices=2, max_epochs=1000)
+"""
+
+
+class Endless(Net):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 5:
+            note(f"trains{self.global_rank}.json")
+
+
+@pytest.mark.parametrize("whom", ["the terminal's process group", "the first process"])
+def test_ctrl_c_ends_all_processes_cleanly(tmp_path: Path, whom: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{ENDLESS}")
+    with open(tmp_path / "stderr", "w") as stderr:
+        running = subprocess.Popen(
+            [sys.executable, str(script)], env=shell(), cwd=tmp_path, stderr=stderr, start_new_session=True
+        )
+    try:
+        trains = [tmp_path / f"trains{rank}.json" for rank in range(2)]
+        wait_until(lambda: all(path.exists() for path in trains), 60, "both ranks trained")
+        assert len(processes_of(tmp_path)) == 2
+        if whom == "the first process":
+            running.send_signal(signal.SIGINT)
+        else:
+            os.killpg(running.pid, signal.SIGINT)
+        code = running.wait(10)
+        wait_until(lambda: not processes_of(tmp_path), 10, "no process was left")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+    said = (tmp_path / "stderr").read_text()
+    assert code == 1
+    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in said
+    assert "Exception in thread" not in said
+    if whom == "the first process":  # the other one was not interrupted: it may say whom it lost, and no more
+        assert "Traceback" not in said or "it stopped with KeyboardInterrupt" in said, said
+        assert said.count("Traceback") <= 3, said
+    else:
+        assert "Traceback" not in said, said
+
+
+# Ranks that differ
+
+
+class Wider(Net):
+    def __init__(self) -> None:
+        width = 17 + (os.environ["LOCAL_RANK"] == "1")
+        super().__init__(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)))
+
+
+def _differing(what: str) -> tuple[str, float]:
+    odd = os.environ["LOCAL_RANK"] == "1"
+    strategy: Any = "ring"
+    if odd and what == "codec":
+        strategy = "ring_fp16"
+    elif odd and what == "bucket":
+        strategy = RingStrategy(AllReduce(bucket_mb=1.0))
+    begin = time.monotonic()
+    with pytest.raises(PlanMismatchError) as caught:
+        fit(strategy, Wider() if what == "model" else Net())
+    return str(caught.value), time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("model", "rank 1 has 'bucket 0: 183 x torch.float32"),
+        ("codec", "rank 1 has 'AllReduce(codec=Cast("),
+        ("bucket", "bucket_mb=1.0"),
+    ],
+)
+def test_ranks_that_differ_are_an_error_on_all(ranks: Pool, what: str, words: str) -> None:
+    for message, seconds in ranks(3, _differing, what):
+        assert "rank 2 has" not in message
+        assert words in message, message
+        assert "Give every rank the same model" in message
+        assert seconds < PROMPT
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cure"),
+    [
+        ({"tiemout": timedelta(1)}, TypeError, "did you mean 'timeout'"),
+        ({"codec": Identity()}, TypeError, r"RingStrategy\(AllReduce\(codec=...\)\)"),
+        ({"find_unused_parameters": True}, TypeError, r"RingStrategy\(AllReduce\(find_unused_parameters=...\)\)"),
+        ({"ddp_comm_hook": print}, TypeError, "here a codec does that"),
+        ({"static_graph": True}, TypeError, "'static_graph' is unknown"),
+        ({"algorithm": Identity()}, TypeError, r"AllReduce\(codec=..., collective=...\)"),
+        ({"algorithm": "allreduce"}, TypeError, r"ringstrategy.AllReduce\(\)"),
+        ({"algorithm": AllReduce}, TypeError, r"ringstrategy.AllReduce\(\)"),
+        ({"timeout": timedelta(0)}, ValueError, "positive"),
+        ({"timeout": timedelta(seconds=-1)}, ValueError, "positive"),
+        ({"timeout": 60}, TypeError, "timedelta"),
+        ({"broadcast_buffers": "no"}, TypeError, "broadcast_buffers"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused_with_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        RingStrategy(**arguments)
+
+
+def test_a_gpu_of_apple_is_refused() -> None:
+    with pytest.raises(ValueError, match="accelerator='cpu'"):
+        RingStrategy(parallel_devices=[torch.device("mps")])._configure_launcher()
+    with pytest.raises(ValueError, match="accelerator='cpu'"):
+        L.Trainer(strategy=RingStrategy(parallel_devices=[torch.device("mps")]), barebones=True)
+
+
+class Newton(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def _lbfgs() -> str:
+    with pytest.raises(ValueError, match="LBFGS") as caught:
+        fit("ring", Newton())
+    return str(caught.value)
+
+
+def _lbfgs_alone() -> None:
+    assert fit("ring", Newton(), max_epochs=1).global_step > 0
+
+
+def test_lbfgs_is_refused_unless_it_is_alone(ranks: Pool) -> None:
+    assert all("another optimizer" in message for message in ranks(2, _lbfgs))
+    ranks(1, _lbfgs_alone)
+
+
+OTHER_LIGHTNING = """
+import pytorch_lightning as pl
+import ringstrategy
+
+for strategy in ("ring", "ring_bf16_spawn", ringstrategy.RingStrategy()):
+    try:
+        pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, barebones=True)
+    except Exception as error:
+        assert "from lightning.pytorch import Trainer" in str(error), error
+        print("refused:", error)
+"""
+
+
+def test_the_other_lightning_is_told_the_right_import(tmp_path: Path) -> None:
+    done = run_script(tmp_path, OTHER_LIGHTNING)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("refused:") == 3
