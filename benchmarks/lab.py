@@ -34,7 +34,7 @@ _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _CLONE_NEWNET = 0x40000000
 _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smaller bucket makes tbf cut it up
 _BURST_SECONDS = 0.002
-_QUEUE_SECONDS = 0.05
+_QUEUE_SECONDS = 0.5
 
 
 class LabError(RuntimeError):

@@ -11,6 +11,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,21 +53,24 @@ class _Module(L.LightningModule):
 
 
 class _Clock(L.Callback):
-    """A step's time, from the end of the warm-up to the last step: by the wall, and of this thread on its core."""
+    """Times of the steps after the warm-up, each from the end of the step before to its own end."""
 
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
-        self._begin = (0.0, 0.0)
-        self.step_seconds = 0.0
-        self.step_core_seconds = 0.0
+        self._ends: list[float] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *arguments: Any) -> None:
-        if trainer.global_step == self._warmup:
-            self._begin = time.perf_counter(), time.thread_time()
-        elif trainer.global_step == trainer.max_steps:
-            steps = trainer.max_steps - self._warmup
-            self.step_seconds = (time.perf_counter() - self._begin[0]) / steps
-            self.step_core_seconds = (time.thread_time() - self._begin[1]) / steps
+        self._ends.append(time.perf_counter())
+
+    def mean_step(self) -> float:
+        """Seconds a step."""
+        ends = self._ends[self._warmup :]
+        return (ends[-1] - ends[0]) / (len(ends) - 1)
+
+    def quiet_step(self) -> float:
+        """Seconds of the 10 % point of the steps: steadier where others use the machine too."""
+        ends = self._ends[self._warmup :]
+        return statistics.quantiles((after - before for before, after in pairwise(ends)), n=10)[0]
 
 
 def _fit(strategy: Strategy | str, module: _Module, loader: DataLoader[Any], steps: int) -> tuple[_Clock, L.Trainer]:
@@ -96,7 +100,7 @@ def _measure(size: str, options: argparse.Namespace) -> None:
 
     names = list(_STRATEGIES)
     measured = {name: Measured() for name in names}
-    core_seconds: dict[str, list[float]] = {name: [] for name in names}  # steadier where others use the machine too
+    quiet: dict[str, list[float]] = {name: [] for name in names}
     weights: dict[str, Tensor] = {}
     for round_ in range(options.warmup + options.rounds):
         for place in range(len(names)):
@@ -107,16 +111,16 @@ def _measure(size: str, options: argparse.Namespace) -> None:
             if isinstance(trainer.strategy, RingStrategy):
                 measured[name].bytes_sent = trainer.strategy.stats.bytes_sent
             if round_ >= options.warmup:
-                measured[name].seconds.append(clock.step_seconds)
-                core_seconds[name].append(clock.step_core_seconds)
+                measured[name].seconds.append(clock.mean_step())
+                quiet[name].append(clock.quiet_step())
 
     truth = weights[_BASELINE].double()
     errors: dict[str, float | None] = {name: harness.relative_error(weights[name], truth) for name in names}
     pairs = [(name, _BASELINE) for name in names[1:]] + [("ring", "ddp")]
     notes = []
     for name, other in pairs:
-        notes.append("by the wall, " + _compared(name, other, measured[name].seconds, measured[other].seconds))
-        notes.append("on the core, " + _compared(name, other, core_seconds[name], core_seconds[other]))
+        notes.append("mean step, " + _compared(name, other, measured[name].seconds, measured[other].seconds))
+        notes.append("quiet steps, " + _compared(name, other, quiet[name], quiet[other]))
     cases = [Case(name, run=lambda: None, result=lambda: []) for name in names]
     description = f"{size} model, {truth.numel()} parameters, batch {batch}"
     results = harness.rows("overhead", description, cases, measured, errors, dict.fromkeys(names, True), options)

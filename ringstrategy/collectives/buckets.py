@@ -75,7 +75,7 @@ class Bucket(ABC):
 
     @abstractmethod
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
-        """Make the means the parameters' gradients, except where no rank `used` the parameter: there None stays None."""
+        """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
 
 
 class DenseBucket(Bucket):
