@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
 
 _BUFFER_BUCKET_BYTES = 250 * 2**20
+_FROM_DDP = {
+    "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "ddp_comm_state": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "ddp_comm_wrapper": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "bucket_cap_mb": "here it is RingStrategy(AllReduce(bucket_mb=...))",
+    "gradient_as_bucket_view": "leave it out, gradients always are views of the buckets",
+    "static_graph": "leave it out, nothing here depends on the graph",
+    "model_averaging_period": "leave it out, averaging of parameters is not built yet",
+}
 
 
 class RingStrategy(DDPStrategy):
@@ -143,7 +152,12 @@ class RingStrategy(DDPStrategy):
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
         self._peers = connect(self.root_device, self._timeout, self.stats)
-        self.algorithm.setup(dict(module.named_parameters()), self._peers, sparse=_sparse_parameters(module))
+        self.algorithm.setup(_shared_parameters(module), self._peers, sparse=_sparse_parameters(module))
+        trainer = module.trainer
+        self.algorithm.check(
+            scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
+            clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
+        )
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Refuse what cannot work."""
@@ -163,7 +177,7 @@ class RingStrategy(DDPStrategy):
         module = self.lightning_module
         if batch_idx == 0 and self._peers is not None:
             assert module is not None
-            self.algorithm.adopt(dict(module.named_parameters()), sparse=_sparse_parameters(module))
+            self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
@@ -174,7 +188,9 @@ class RingStrategy(DDPStrategy):
 
     def _send_buffers(self) -> None:
         assert self.lightning_module is not None
-        buffers = [buffer.detach() for buffer in self.lightning_module.buffers() if buffer.numel()]
+        ignored = _ignored(self.lightning_module)
+        named = self.lightning_module.named_buffers()
+        buffers = [buffer.detach() for name, buffer in named if buffer.numel() and name not in ignored]
         if buffers:
             with self._naming_lost_peers():
                 world = dist.group.WORLD
@@ -196,9 +212,11 @@ class RingStrategy(DDPStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self.algorithm.before_backward(loss, sync=not self._accumulating)
+        if self._peers is not None:
+            self.algorithm.before_backward(loss, sync=not self._accumulating)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        self.algorithm.after_backward()
+        if self._peers is not None:
+            self.algorithm.after_backward()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -278,9 +296,11 @@ class RingStrategy(DDPStrategy):
         """Join the communication thread, remove the hooks. No collective."""
         self.algorithm.close()
         peers, self._peers = self._peers, None
-        if peers is not None:
-            peers.close()
-        super().teardown()
+        try:
+            if peers is not None:
+                peers.close()
+        finally:
+            super().teardown()
 
 
 class _StatsLauncher(_MultiProcessingLauncher):
@@ -296,6 +316,16 @@ class _StatsLauncher(_MultiProcessingLauncher):
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         self._ring.stats = extra.pop("ringstrategy_stats")
         super().update_main_process_results(trainer, extra)
+
+
+def _ignored(module: Module) -> set[str]:
+    """Names that a module has told torch DDP to leave alone."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _shared_parameters(module: Module) -> dict[str, Parameter]:
+    ignored = _ignored(module)
+    return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
 
 
 def _sparse_parameters(module: Module) -> frozenset[str]:
@@ -316,8 +346,8 @@ def _unknown_arguments(unknown: dict[str, Any]) -> str:
     for name in unknown:
         if name in inner:
             hints.append(f"{name!r} belongs to the algorithm: RingStrategy(AllReduce({name}=...))")
-        elif name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
-            hints.append(f"{name!r} is torch DDP's; here a codec does that: RingStrategy(AllReduce(codec=...))")
+        elif name in _FROM_DDP:
+            hints.append(f"{name!r} is torch DDP's: {_FROM_DDP[name]}")
         else:
             close = difflib.get_close_matches(name, own, 1)
             hints.append(f"{name!r} is unknown" + (f", did you mean {close[0]!r}?" if close else ""))

@@ -433,6 +433,52 @@ def test_local_parameters_are_never_averaged(ranks: Pool, by_attribute: bool) ->
         assert torch.equal(own, alone.wide.weight.grad)
 
 
+def _clamped_by_a_hook() -> list[Tensor]:
+    """A user's own post-accumulate hook changes gradients; it must be done before they are sent."""
+    parameters = [nn.Parameter(torch.ones(50)) for _ in range(30)]
+    module = nn.ParameterList(parameters)
+    algorithm = AllReduce(bucket_mb=1e-4)
+    peers, _ = start(algorithm, module)
+
+    def clamp(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.clamp_(-1, 1)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(clamp)
+    for _ in range(3):
+        module.zero_grad()
+        backward(algorithm, sum((7.0 if peers.rank == 0 else 0.5) * p.sum() for p in parameters))  # type: ignore[arg-type]
+    algorithm.close()
+    peers.close()
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def test_hooks_of_the_user_come_before_the_exchange(ranks: Pool) -> None:
+    for gradients_ in ranks(2, _clamped_by_a_hook):
+        assert len(gradients_) == 30
+        assert all(torch.equal(g, torch.full((50,), 0.75)) for g in gradients_)
+
+
+def _sparse_sixteen() -> Tensor:
+    module = nn.Sequential(nn.Embedding(3, 2, sparse=True, dtype=torch.bfloat16))
+    algorithm = AllReduce()
+    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
+    scale = 1.0 if peers.rank == 0 else 2.0**-8
+    backward(algorithm, module(torch.tensor([1])).sum() * scale)
+    algorithm.close()
+    peers.close()
+    assert module[0].weight.grad is not None
+    assert module[0].weight.grad.dtype == torch.bfloat16
+    return module[0].weight.grad.to_dense()
+
+
+def test_sparse_sums_are_not_taken_in_16_bits(ranks: Pool) -> None:
+    exact = torch.tensor((1 + 7 * 2.0**-8) / 8).bfloat16()
+    for mean in ranks(8, _sparse_sixteen):
+        assert torch.equal(mean[1], torch.stack([exact, exact]))
+
+
 def _sparse(codec: Codec) -> tuple[list[Tensor], bool]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
@@ -538,6 +584,23 @@ def test_a_backward_behind_our_back_is_an_error(ranks: Pool) -> None:
     assert all("manual_backward" in message for message in ranks(2, _unmanaged_backward))
 
 
+def _swallowed() -> str:
+    module = Net()
+    algorithm = AllReduce()
+    peers, _ = start(algorithm, module)
+    algorithm.before_backward(module(batch(peers.rank, 0)))  # and then backward raised, and somebody caught it
+    with pytest.raises(RuntimeError) as caught:
+        backward(algorithm, module(batch(peers.rank, 1)))
+    peers.abort("test")
+    algorithm.close()
+    peers.close()
+    return str(caught.value)
+
+
+def test_a_backward_after_one_that_failed_is_an_error(ranks: Pool) -> None:
+    assert all("half-way" in message for message in ranks(2, _swallowed))
+
+
 def _stepwise_loss() -> None:
     module = nn.Sequential(nn.Embedding(5, 2, sparse=True))
     algorithm = AllReduce()
@@ -569,6 +632,32 @@ def test_undeclared_sparse_gradients_are_not_densified(ranks: Pool) -> None:
 def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
     with pytest.raises(error, match=cure):
         AllReduce(**arguments)
+
+
+@pytest.mark.parametrize(("scaled_loss", "clips_by_norm"), [(True, False), (False, True)])
+def test_local_parameters_refuse_what_looks_at_all_gradients(
+    ranks: Pool, scaled_loss: bool, clips_by_norm: bool
+) -> None:
+    ranks(2, _local_with_what_looks_at_all, scaled_loss, clips_by_norm)
+
+
+def _local_with_what_looks_at_all(scaled_loss: bool, clips_by_norm: bool) -> None:
+    module = Net()
+    module.scale.ring_local = True  # type: ignore[attr-defined]
+    algorithm = AllReduce(Toy())
+    peers, _ = start(algorithm, module)
+    algorithm.check(scaled_loss=False, clips_by_norm=False)
+    with pytest.raises(ValueError, match="scale"):
+        algorithm.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+    algorithm.close()
+    peers.close()
+
+
+def test_feedback_refuses_a_loss_scaler_for_now() -> None:
+    with pytest.raises(ValueError, match="error_feedback=False"):
+        AllReduce(Cast("fp16"), error_feedback=True).check(scaled_loss=True, clips_by_norm=False)
+    AllReduce(Cast("fp16"), error_feedback=True).check(scaled_loss=False, clips_by_norm=True)
+    AllReduce(Cast("fp16")).check(scaled_loss=True, clips_by_norm=True)
 
 
 def _complex() -> None:

@@ -343,7 +343,7 @@ def test_ranks_that_differ_are_an_error_on_all(ranks: Pool, what: str, words: st
         ({"codec": Identity()}, TypeError, r"RingStrategy\(AllReduce\(codec=...\)\)"),
         ({"find_unused_parameters": True}, TypeError, r"RingStrategy\(AllReduce\(find_unused_parameters=...\)\)"),
         ({"ddp_comm_hook": print}, TypeError, "here a codec does that"),
-        ({"static_graph": True}, TypeError, "'static_graph' is unknown"),
+        ({"static_graph": True}, TypeError, "'static_graph' is torch DDP's"),
         ({"algorithm": Identity()}, TypeError, r"AllReduce\(codec=..., collective=...\)"),
         ({"algorithm": "allreduce"}, TypeError, r"ringstrategy.AllReduce\(\)"),
         ({"algorithm": AllReduce}, TypeError, r"ringstrategy.AllReduce\(\)"),

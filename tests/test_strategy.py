@@ -652,6 +652,42 @@ def _layers(compiled: bool) -> Net:
     return net(*blocks, nn.Linear(6, 3))
 
 
+def _ignored_by_ddp() -> None:
+    """Names that a module has told torch DDP to leave alone are neither sent at the start nor averaged."""
+
+    def told() -> Net:
+        torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+        module = net(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        module._ddp_params_and_buffers_to_ignore = ["layers.0.weight", "layers.1.running_mean"]
+        return module
+
+    ours, theirs = fit("ring", told()), fit("ddp", told())
+    mine, reference = ours.lightning_module.state_dict(), theirs.lightning_module.state_dict()
+    for name in ("layers.0.weight", "layers.1.running_mean"):
+        assert not same_everywhere(mine[name])
+        assert not same_everywhere(reference[name])
+    assert same_everywhere(mine["layers.2.weight"])
+    assert torch.equal(mine["layers.2.weight"], reference["layers.2.weight"])
+
+
+def test_what_ddp_is_told_to_ignore_is_left_alone(ranks: Pool) -> None:
+    ranks(2, _ignored_by_ddp)
+
+
+def _local_and_clipped() -> None:
+    module = net(nn.Linear(6, 3))
+    module.layers[0].bias.ring_local = True
+    with pytest.raises(ValueError, match=r"layers\.0\.bias"):
+        fit("ring", module, gradient_clip_val=1.0)
+    fit("ring", module, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    assert same_everywhere(module.layers[0].weight)
+    assert not same_everywhere(module.layers[0].bias)
+
+
+def test_local_parameters_refuse_clipping_by_norm(ranks: Pool) -> None:
+    ranks(2, _local_and_clipped)
+
+
 def _compile() -> None:
     plain = fit(several_buckets(), _layers(False), max_epochs=1)
     blocks = fit(several_buckets(), _layers(True), max_epochs=1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
@@ -30,7 +32,8 @@ class AllReduce(Algorithm):
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
     A second backward without `zero_grad` in between averages the sum of the old mean and the new gradients: exact for
-    a lossless codec, rounded twice for a lossy one.
+    a lossless codec, rounded twice for a lossy one. Gradients are views of the buckets: keep a copy, not `p.grad`
+    itself, if you want to look at one after the next backward began.
 
     Args:
         codec: what travels instead of float32.
@@ -40,8 +43,9 @@ class AllReduce(Algorithm):
         bucket_mb: megabytes (2**20 bytes) of a bucket's buffer. Larger: fewer, longer messages, less overlap.
         find_unused_parameters: walk the graph before each backward, so that buckets with unused parameters need not
             wait for its end. The result is the same without; not for reentrant activation checkpointing.
-        local: `local(name, parameter)` is true for parameters that stay this rank's own: never averaged. So does a
-            parameter with a true attribute `ring_local`.
+        local: `local(name, parameter)` is true for parameters that are never averaged. So is a parameter with a true
+            attribute `ring_local`. When a fit, validation or test begins they too start from rank 0's, and a
+            checkpoint holds rank 0's.
     """
 
     def __init__(
@@ -76,7 +80,8 @@ class AllReduce(Algorithm):
         self._bucket_of: dict[Parameter, Bucket] = {}
         self._frozen: dict[str, Parameter] = {}
         self._sparse: frozenset[str] = frozenset()
-        self._hooks: list[RemovableHandle] = []
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._local_names: list[str] = []
         self._known: set[Parameter] = set()
         self._plan_text = ""
         self._pass: _Pass | None = None
@@ -98,7 +103,22 @@ class AllReduce(Algorithm):
         self.adopt(parameters, sparse=sparse)
         self._append_unfrozen()
         plan_text = self._plan_text
-        peers.finish([peers.control.submit(lambda: agree(peers.control, plan_text), "while the ranks compare plans")])
+        peers.control.submit(lambda: agree(peers.control, plan_text), "while the ranks compare plans").wait()
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """See `Algorithm.check`."""
+        if self._local_names and (scaled_loss or clips_by_norm):
+            what = "a loss scaler" if scaled_loss else "clipping by norm"
+            raise ValueError(
+                f"{what} looks at all gradients of a rank, so with local parameters such as {self._local_names[0]} "
+                "each rank would treat the shared ones differently: use bf16-mixed or 32-bit precision, and clip by "
+                "value or only the shared parameters (in configure_gradient_clipping)"
+            )
+        if scaled_loss and self._feeds_back(self.codec):
+            raise ValueError(
+                "error feedback does not follow a loss scaler's changes yet: pass error_feedback=False, "
+                "or use bf16-mixed"
+            )
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
@@ -109,9 +129,9 @@ class AllReduce(Algorithm):
             if isinstance(parameter, UninitializedParameter):
                 raise ValueError(f"parameter {name} has no shape yet: run one forward pass before training starts")
             self._known.add(parameter)
-            if not (
-                getattr(parameter, "ring_local", False) or (self.local is not None and self.local(name, parameter))
-            ):
+            if getattr(parameter, "ring_local", False) or (self.local is not None and self.local(name, parameter)):
+                self._local_names.append(name)
+            else:
                 self._frozen[name] = parameter
 
     def _append_unfrozen(self) -> None:
@@ -133,7 +153,10 @@ class AllReduce(Algorithm):
         for bucket in new:
             for slot in bucket.slots:
                 self._bucket_of[slot.parameter] = bucket
-                self._hooks.append(slot.parameter.register_post_accumulate_grad_hook(self._on_gradient))
+                # On the node, as torch DDP does: this fires after the user's own post-accumulate hooks, which may
+                # change the gradient. The node lives as long as somebody holds it.
+                node = _accumulator(slot.parameter)
+                self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
         lines = [f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {self._peers.size} ranks", repr(self)]
         self._plan_text = "\n".join(lines + [bucket.describe() for bucket in self._buckets])
 
@@ -146,6 +169,11 @@ class AllReduce(Algorithm):
         """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
+        if self._pass is not None:
+            raise RuntimeError(
+                "an earlier backward failed half-way, and what it had begun to exchange cannot be taken back: "
+                "let its exception end the run"
+            )
         self._accumulating = not sync
         if not sync:
             return
@@ -157,9 +185,8 @@ class AllReduce(Algorithm):
                 if parameter.requires_grad and parameter not in used:
                     self._pass.ready(parameter, self._bucket_of[parameter])
 
-    def _on_gradient(self, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Parameter, *_: Any) -> None:
         if self._pass is not None:
-            assert isinstance(parameter, Parameter)
             self._pass.ready(parameter, self._bucket_of[parameter])
         elif not self._accumulating:
             raise RuntimeError(
@@ -192,11 +219,12 @@ class AllReduce(Algorithm):
 
     def close(self) -> None:
         """Remove the hooks and forget the plan."""
-        for hook in self._hooks:
+        for _, hook in self._hooks:
             hook.remove()
         self._peers = self._pass = None
         self._buckets, self._bucket_of, self._hooks = [], {}, []
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
+        self._local_names = []
         self._accumulating = False
 
 
@@ -281,6 +309,16 @@ class _Pass:
 
         for bucket in self.active:
             bucket.unpack(used, self._peers.size)
+
+
+@torch.enable_grad()
+def _accumulator(parameter: Parameter) -> Node:
+    """The node of the graph that adds to the parameter's gradient."""
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
 
 
 def _reachable(loss: Tensor) -> set[Tensor]:

@@ -16,7 +16,7 @@ class Algorithm(ABC):
     """Hyperparameters in `__init__`, runtime in `setup`; picklable and copyable before `setup`.
 
     Order of calls in one step: `before_backward`, backward, `after_backward` (the first three perhaps several times),
-    optimizer step, `after_step`. With one rank nothing but `close` is ever called.
+    optimizer step, `after_step`. With one rank only `state_dict` and `close` are ever called.
     """
 
     @abstractmethod
@@ -24,6 +24,12 @@ class Algorithm(ABC):
         """Plan for these parameters and attach to them. `sparse` names those with sparse gradients.
 
         Raises PlanMismatchError on every rank if the ranks differ in anything that matters.
+        """
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """Raise a ValueError with the cure if this cannot be right with a loss scaler, or with clipping by norm.
+
+        Called after `setup`, when it is known which parameters are local.
         """
 
     @abstractmethod

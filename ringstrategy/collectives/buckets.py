@@ -177,7 +177,7 @@ class DenseBucket(Bucket):
 
 
 class SparseBucket(Bucket):
-    """One sparse gradient: rows and their indices go to everyone, and everyone adds them in rank order. Exact."""
+    """One sparse gradient: rows and their indices go to everyone, and everyone adds them in rank order; no codec."""
 
     def __init__(self, index: int, name: str, parameter: Parameter) -> None:
         super().__init__(index, [Slot(name, parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))])
@@ -204,12 +204,14 @@ class SparseBucket(Bucket):
             raise TypeError(f"parameter {name} got a dense gradient, but its module has `sparse=True`: set it to False")
         if grad is None:
             self._indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            self._values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+            dtype = sums_dtype(parameter.dtype)
+            self._values = torch.empty(0, *parameter.shape[1:], dtype=dtype, device=parameter.device)
         else:
             rows = grad.detach().coalesce()
             if rows.sparse_dim() != 1:
                 raise TypeError(f"the gradient of {name} is sparse in {rows.sparse_dim()} dimensions; only rows can be")
-            self._indices, self._values = rows.indices().contiguous(), (rows.values() / size).contiguous()
+            self._indices = rows.indices().contiguous()
+            self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
 
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
         """How many rows each rank has, then the rows."""
@@ -249,7 +251,7 @@ class SparseBucket(Bucket):
         whole = torch.sparse_coo_tensor(
             torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
         )
-        self._mean = whole.coalesce()
+        self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
 
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
         """See `Bucket.unpack`."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.peers import Peers
 
@@ -27,7 +27,7 @@ class Native(Collective):
             return
         nbytes = codec.nbytes(values.numel(), values.dtype)
         wire = peers.scratch("native.wire", nbytes, values.device)[:nbytes]
-        codec.encode(values, wire, lost=lost, seed=seed)
+        codec.encode(values, wire, lost=lost, seed=derive_seed(seed, peers.rank))
         peers.all_reduce_(wire.view(dtype))
         codec.decode(wire, values)
 

@@ -128,15 +128,16 @@ class _GlooHandle:
 
 
 class GlooPeers(Peers):
-    """CPU tensors over gloo, exchanged by one thread."""
+    """CPU tensors over gloo, exchanged by one thread. `timed`: its work counts as communication time."""
 
-    def __init__(self, group: dist.ProcessGroup, lifeline: Lifeline, stats: Stats) -> None:
+    def __init__(self, group: dist.ProcessGroup, lifeline: Lifeline, stats: Stats, *, timed: bool = True) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), stats)
         self._group: dist.ProcessGroup | None = group
         self._lifeline = lifeline
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken = False
+        self._timed = timed
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start; receives first, so that bytes land in place."""
@@ -177,7 +178,8 @@ class GlooPeers(Peers):
             except TransportError as error:
                 raise self.explain(error, where) from error
             finally:
-                self.stats.communication_seconds += time.perf_counter() - begin
+                if self._timed:
+                    self.stats.communication_seconds += time.perf_counter() - begin
 
         def look_around() -> None:
             lost = self._lifeline.news(where)
@@ -250,14 +252,15 @@ class _Staging:
         self._taken: list[Tensor] = []
 
     def take(self, nbytes: int) -> Tensor:
-        free = self._pool.setdefault(nbytes, [])
+        size = 1 << max(nbytes - 1, 0).bit_length()  # a power of two, so that sizes that vary share buffers
+        free = self._pool.setdefault(size, [])
         if free:
             host, copied = free.pop()
             copied.synchronize()  # its last copy to the device must have read it before gloo writes into it again
         else:
-            host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._taken.append(host)
-        return host
+        return host[:nbytes]
 
     def give_back(self) -> None:
         for host in self._taken:
@@ -325,7 +328,11 @@ class _StreamTicket:
 
 
 class NcclPeers(Peers):
-    """CUDA tensors over NCCL, on a side stream; the host never waits for the device. Control messages go over gloo."""
+    """CUDA tensors over NCCL, on a side stream. Control messages go over gloo, beside it.
+
+    The host waits for the device only to learn how many rows a sparse gradient has, and for the other ranks' hosts at
+    the first bucket of a backward and at its end.
+    """
 
     def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
         super().__init__(control.rank, control.size, control.stats)
@@ -334,6 +341,7 @@ class NcclPeers(Peers):
         self._global_ranks = dist.get_process_group_ranks(group)
         self._stream = torch.cuda.Stream(device)
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._aborted = False
 
     @property
     def control(self) -> Peers:
@@ -358,7 +366,10 @@ class NcclPeers(Peers):
         with torch.cuda.stream(self._stream):
             begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
-            work()
+            try:
+                work()
+            except dist.DistError as error:
+                raise self.explain(error, where) from error
             done.record()
         self._count_spans(("communication_seconds", begin, done))
         return _StreamTicket(done)
@@ -385,18 +396,22 @@ class NcclPeers(Peers):
     def abort(self, cause: str) -> None:
         """Last words, then NCCL's abort."""
         self._control.abort(cause)
-        if self._group is not None:
+        if self._group is not None and not self._aborted:
+            self._aborted = True
             self._group._get_backend(self._stream.device).abort()
 
     def close(self) -> None:
         """Drain the stream, then end both groups."""
         group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            torch.cuda.synchronize(self._stream.device)
-            self._count_spans()
-            dist.destroy_process_group(group)
-        self._control.close()
-        self._scratch.clear()
+        try:
+            if group is not None and dist.is_initialized():
+                if not self._aborted:
+                    self._stream.synchronize()
+                    self._count_spans()
+                dist.destroy_process_group(group)
+        finally:
+            self._control.close()
+            self._scratch.clear()
 
 
 def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None) -> Peers:
@@ -426,4 +441,6 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     if "nccl" not in dist.get_backend():
         return StagedPeers(host_group, lifeline, stats, device)
     device_group = dist.new_group(timeout=timeout, backend="nccl")
-    return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats), device)
+    # all ranks must take part in a group's first call; a ring's first messages may leave some out
+    dist.all_reduce(torch.zeros(1, device=device), group=device_group)
+    return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, timed=False), device)

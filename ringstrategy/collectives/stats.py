@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
+
+_counting = threading.Lock()  # over NCCL, control messages are counted in another thread than gradients
 
 
 @dataclass
@@ -15,7 +18,7 @@ class Stats:
         bytes_received: likewise.
         values_averaged: gradient elements averaged.
         exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.
-        communication_seconds: exchanges took this long, hidden or not.
+        communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
         steps: backward passes whose gradients were averaged.
     """
 
@@ -28,9 +31,10 @@ class Stats:
 
     def count(self, sent: int, received: int) -> None:
         """Add bytes handed to the transport."""
-        if self.bytes_sent is not None and self.bytes_received is not None:
-            self.bytes_sent += sent
-            self.bytes_received += received
+        with _counting:
+            if self.bytes_sent is not None and self.bytes_received is not None:
+                self.bytes_sent += sent
+                self.bytes_received += received
 
     def uncountable(self) -> None:
         """A collective ran whose bytes nobody can count: say None rather than a wrong number."""
