@@ -69,9 +69,11 @@ def test_two_labs_do_not_meet():
 
 @needs_namespaces
 def test_every_host_has_its_address_and_its_environment():
+    outside = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
     script = 'echo "$RANK/$WORLD_SIZE $NODE_RANK $LOCAL_RANK $MASTER_ADDR"; ip -o -4 addr show dev $GLOO_SOCKET_IFNAME'
     command = [sys.executable, LAB, "--hosts", "3", "--rate", "1gbit", "--", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == outside
     for rank in range(3):
         assert f"{rank}/3 {rank} 0 10.77.0.1" in done.stdout
         assert f"10.77.0.{rank + 1}/24" in done.stdout
