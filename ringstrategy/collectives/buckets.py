@@ -20,7 +20,7 @@ from ringstrategy.collectives.agree import exchange
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
 
-FIRST_BUCKET_BYTES = 1 << 20  # the first gradients of a backward should not wait for 25 MB of company
+FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
@@ -286,12 +286,10 @@ def plan(
     groups: dict[tuple[torch.device, torch.dtype, Codec], list[tuple[str, Parameter]]] = {}
     closed: list[tuple[int, list[tuple[str, Parameter]], Codec | None]] = []
     place_of = {name: place for place, name in enumerate(reversed(list(parameters)))}
-    limits: dict[tuple[torch.device, torch.dtype, Codec], int] = {}
 
     def close(key: tuple[torch.device, torch.dtype, Codec]) -> None:
         members = groups.pop(key)
         closed.append((place_of[members[-1][0]], members, key[2]))
-        limits[key] = capacity
 
     for name, parameter in reversed(list(parameters.items())):
         if name in sparse:
@@ -302,10 +300,12 @@ def plan(
         codec.check(dtype)
         key = (parameter.device, dtype, codec)
         held = sum(member.numel() for _, member in groups.get(key, [])) * dtype.itemsize
-        limit = limits.get(key, min(capacity, FIRST_BUCKET_BYTES) if first_index == 0 else capacity)
-        if held and held + parameter.numel() * dtype.itemsize > limit:
+        nbytes = parameter.numel() * dtype.itemsize
+        if held and held + nbytes > capacity:
             close(key)
         groups.setdefault(key, []).append((name, parameter))
+        if first_index == 0 and not closed and held + nbytes >= FIRST_BUCKET_BYTES:
+            close(key)  # the wire idles until there is a first bucket
     for key in list(groups):
         close(key)
 
