@@ -321,7 +321,6 @@ def plan(
 
 
 def _view_like(buffer: Tensor, offset: int, parameter: Parameter) -> Tensor:
-    strides = torch.empty_like(
-        parameter, device="meta"
-    ).stride()  # the parameter's own if it is dense, e.g. channels_last
+    # the parameter's own strides if it is dense, e.g. channels_last
+    strides = torch.empty_like(parameter, device="meta").stride()
     return buffer.as_strided(parameter.shape, strides, offset)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
+from ringstrategy.collectives.base import Collective, check_segments, cut_chunks, wire_stride
 from ringstrategy.collectives.peers import Handle, Peers
 
 
@@ -36,8 +36,7 @@ class Direct(Collective):
         count = len(chunks[0])
         seed = derive_seed(seed, rank)
         in_place = codec.raw(values) is not None
-        stride = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
-        stride = -(-stride // 16) * 16
+        stride = wire_stride(chunks, codec, values)
         leaving = peers.scratch("direct.leaving", size * count * stride, values.device)
         filling = peers.scratch("direct.filling", size * count * stride, values.device)
 

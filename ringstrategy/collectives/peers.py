@@ -428,9 +428,8 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
     base = dist.distributed_c10d._get_default_store()
-    generation = base.add(
-        f"ringstrategy/generation/{rank}", 1
-    )  # kept in the store: the same on all ranks of this store
+    # counted in the store, so that it is the same on all ranks of this store
+    generation = base.add(f"ringstrategy/generation/{rank}", 1)
     store = dist.PrefixStore(f"ringstrategy/{generation}", base)
     store.set(f"host/{rank}", socket.gethostname())
     hosts = [store.get(f"host/{peer}").decode() for peer in range(size)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
+from ringstrategy.collectives.base import Collective, check_segments, cut_chunks, wire_stride
 from ringstrategy.collectives.peers import Handle, Peers
 
 
@@ -42,8 +42,7 @@ class Ring(Collective):
 
         # Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory
         # is written again, because a handle covers the send and the receive that were posted together.
-        stride = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
-        stride = -(-stride // 16) * 16
+        stride = wire_stride(chunks, codec, values)
         leaving = _wires(peers, "ring.leaving", count, stride, values)
         filling = _wires(peers, "ring.filling", count, stride, values)
 
