@@ -1,0 +1,306 @@
+"""What all synchronous averaging of gradients shares: when buckets are full, launched, waited for and unpacked."""
+
+from __future__ import annotations
+
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
+from torch.utils.hooks import RemovableHandle
+
+from ringstrategy._version import __version__
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.codecs.base import WIRE_FORMAT, derive_seed
+from ringstrategy.collectives.agree import agree, exchange
+from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.buckets import Bucket, Slot
+from ringstrategy.collectives.peers import Peers, Waitable
+from ringstrategy.collectives.ring import Ring
+
+Local = Callable[[str, Parameter], bool]
+
+
+class Synchronous(Algorithm):
+    """After each backward every rank holds the same mean gradients, bit for bit; subclasses say what a bucket does.
+
+    Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
+    A second backward without `zero_grad` in between averages the sum of the old mean and the new gradients: exact for
+    a lossless codec, rounded twice for a lossy one. Gradients are views of the buckets: keep a copy, not `p.grad`
+    itself, if you want to look at one after the next backward began.
+
+    Args:
+        collective: how buckets travel.
+        bucket_mb: megabytes (2**20 bytes) of a bucket's buffer. Larger: fewer, longer messages, less overlap.
+        find_unused_parameters: walk the graph before each backward, so that buckets with unused parameters need not
+            wait for its end. The result is the same without; not for reentrant activation checkpointing.
+        local: `local(name, parameter)` is true for parameters that are never averaged. So is a parameter with a true
+            attribute `ring_local`. When a fit, validation or test begins they too start from rank 0's, and a
+            checkpoint holds rank 0's.
+    """
+
+    def __init__(
+        self, collective: Collective | None, bucket_mb: float, find_unused_parameters: bool, local: Local | None
+    ) -> None:
+        self.collective = Ring() if collective is None else collective
+        if not isinstance(self.collective, Collective):
+            raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
+        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+            raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+        if local is not None and not callable(local):
+            raise TypeError(f"local is a function (name, parameter) -> bool, got {local!r}")
+        self.bucket_mb = bucket_mb
+        self.find_unused_parameters = find_unused_parameters
+        self.local = local
+
+        self._peers: Peers | None = None
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Parameter, Bucket] = {}
+        self._frozen: dict[str, Parameter] = {}
+        self._sparse: frozenset[str] = frozenset()
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._local_names: list[str] = []
+        self._known: set[Parameter] = set()
+        self._plan_text = ""
+        self._pass: _Pass | None = None
+        self._accumulating = False
+        self._step = 0
+
+    @abstractmethod
+    def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
+        """Buckets for these parameters, indices from `first_index`: the same on all ranks."""
+
+    @property
+    def _capacity(self) -> int:
+        """Bytes of a bucket's buffer."""
+        return max(1, int(self.bucket_mb * 2**20))
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        assert self._peers is None, "close() first"
+        self._peers, self._step = peers, 0
+        self.adopt(parameters, sparse=sparse)
+        self._append_unfrozen()
+        plan_text = self._plan_text
+        peers.control.submit(lambda: agree(peers.control, plan_text), "while the ranks compare plans").wait()
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """See `Algorithm.check`."""
+        if self._local_names and (scaled_loss or clips_by_norm):
+            what = "a loss scaler" if scaled_loss else "clipping by norm"
+            raise ValueError(
+                f"{what} looks at all gradients of a rank, so with local parameters such as {self._local_names[0]} "
+                "each rank would treat the shared ones differently: use bf16-mixed or 32-bit precision, and clip by "
+                "value or only the shared parameters (in configure_gradient_clipping)"
+            )
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
+        self._sparse = self._sparse | sparse
+        for name, parameter in parameters.items():
+            if parameter in self._known:
+                continue
+            if isinstance(parameter, UninitializedParameter):
+                raise ValueError(f"parameter {name} has no shape yet: run one forward pass before training starts")
+            self._known.add(parameter)
+            if getattr(parameter, "ring_local", False) or (self.local is not None and self.local(name, parameter)):
+                self._local_names.append(name)
+            else:
+                self._frozen[name] = parameter
+
+    def _append_unfrozen(self) -> None:
+        joining = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
+        if not joining and self._plan_text:
+            return
+        assert self._peers is not None
+        for name in joining:
+            del self._frozen[name]
+        new = self.plan(joining, self._sparse, len(self._buckets))
+        self._buckets += new
+        for bucket in new:
+            for slot in bucket.slots:
+                self._bucket_of[slot.parameter] = bucket
+                # On the node, as torch DDP does: this fires after the user's own post-accumulate hooks, which may
+                # change the gradient. The node lives as long as somebody holds it.
+                node = _accumulator(slot.parameter)
+                self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
+        lines = [f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {self._peers.size} ranks", repr(self)]
+        self._plan_text = "\n".join(lines + [bucket.describe() for bucket in self._buckets])
+
+    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True) -> None:
+        """See `Algorithm.before_backward`."""
+        if self._peers is None:
+            return
+        if self._pass is not None:
+            raise RuntimeError(
+                "an earlier backward failed half-way, and what it had begun to exchange cannot be taken back: "
+                "let its exception end the run"
+            )
+        self._accumulating = not sync
+        if not sync:
+            return
+        self._append_unfrozen()
+        self._pass = _Pass(self._buckets, self._plan_text, self._peers, self.collective, self._step)
+        if self.find_unused_parameters and loss is not None:
+            used = _reachable(loss)
+            for parameter in self._bucket_of:
+                if parameter.requires_grad and parameter not in used:
+                    self._pass.ready(parameter, self._bucket_of[parameter])
+
+    def _on_gradient(self, parameter: Parameter, *_: Any) -> None:
+        if self._pass is not None:
+            self._pass.ready(parameter, self._bucket_of[parameter])
+        elif not self._accumulating:
+            raise RuntimeError(
+                "a backward pass began that the strategy does not know of, so its gradients would not be averaged: "
+                "call self.manual_backward(loss) instead of loss.backward()"
+            )
+
+    def after_backward(self) -> None:
+        """See `Algorithm.after_backward`."""
+        self._accumulating = False
+        current, self._pass = self._pass, None
+        if current is None:
+            return
+        assert self._peers is not None
+        current.finish()
+        self._step += 1
+        self._peers.stats.steps += 1
+        self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
+
+    def after_step(self) -> None:
+        """Nothing: the gradients were averaged."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, from which codecs draw their seeds."""
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        self._step = int(state["step"])
+
+    def close(self) -> None:
+        """Remove the hooks and forget the plan."""
+        for _, hook in self._hooks:
+            hook.remove()
+        self._peers = self._pass = None
+        self._buckets, self._bucket_of, self._hooks = [], {}, []
+        self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
+        self._local_names = []
+        self._accumulating = False
+
+
+class _Pass:
+    """One backward pass: which buckets are full, launched, and what the other ranks used."""
+
+    def __init__(self, buckets: list[Bucket], plan_text: str, peers: Peers, collective: Collective, step: int) -> None:
+        self._peers, self._collective, self._step = peers, collective, step
+        self._lock = threading.Lock()  # hooks of several devices fire in several threads
+        waiting = {b: {s.parameter for s in b.slots if s.parameter.requires_grad} for b in buckets}
+        self._waiting = waiting
+        self.active = [bucket for bucket in buckets if waiting[bucket]]
+        self._launched = 0
+        self._tickets: list[Waitable] = []
+        self._collect: Callable[[], Tensor] | None = None
+        self._used_anywhere: Tensor | None = None
+        # Frozen parameters may differ from pass to pass (a GAN's toggling), but not from rank to rank.
+        trained = "".join("01"[s.parameter.requires_grad] for b in buckets for s in b.slots)
+        said = f"{plan_text}\ntrained at step {step}: {trained}"
+        self._agreed = peers.control.submit(
+            lambda: agree(peers.control, said), f"at step {step}, before its first bucket"
+        )
+
+    def ready(self, parameter: Parameter, bucket: Bucket) -> None:
+        """The gradient of `parameter` is complete, or will not come."""
+        with self._lock:
+            if bucket.index < self._next_index():
+                raise RuntimeError(
+                    "a gradient grew after it was averaged: one parameter is used in several reentrant checkpoints, or "
+                    "find_unused_parameters=True met one; use torch.utils.checkpoint(..., use_reentrant=False)"
+                )
+            self._waiting[bucket].discard(parameter)
+            while self._launched < len(self.active) and not self._waiting[self.active[self._launched]]:
+                self._launch()
+
+    def _next_index(self) -> int:
+        return self.active[self._launched].index if self._launched < len(self.active) else 1 << 62
+
+    def _launch(self) -> None:
+        # index order, not readiness: all ranks must pair up
+        bucket = self.active[self._launched]
+        self._launched += 1
+        last = self._launched == len(self.active)
+        if last:
+            # Everyone tells everyone what it used, beside the last bucket, which hides it.
+            used = [s.parameter.grad is not None and s.parameter.requires_grad for b in self.active for s in b.slots]
+            self._control(lambda: self._post_used(used))
+        bucket.pack(self._peers.size)
+        self._tickets.append(
+            bucket.launch(
+                self._peers,
+                self._collective,
+                self._agreed,
+                derive_seed(0, self._step, bucket.index),
+                f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
+            )
+        )
+        if last:
+            self._told = self._control(self._collect_used)
+
+    def _control(self, work: Callable[[], None]) -> Waitable:
+        return self._peers.control.submit(work, f"at step {self._step}, after its last bucket")
+
+    def _post_used(self, used: list[bool]) -> None:
+        self._collect = exchange(self._peers.control, torch.tensor(used, dtype=torch.uint8))
+
+    def _collect_used(self) -> None:
+        assert self._collect is not None
+        self._used_anywhere = self._collect().amax(0)
+
+    def finish(self) -> None:
+        """Launch what is left, wait, and make the means the gradients."""
+        with self._lock:
+            while self._launched < len(self.active):
+                self._launch()
+        self._peers.finish([self._agreed, *self._tickets, *([self._told] if self.active else [])])
+        place = {s.parameter: i for i, s in enumerate(s for b in self.active for s in b.slots)}
+
+        def used(slot: Slot) -> bool:
+            assert self._used_anywhere is not None
+            return bool(self._used_anywhere[place[slot.parameter]])
+
+        for bucket in self.active:
+            bucket.unpack(used, self._peers.size)
+
+
+@torch.enable_grad()
+def _accumulator(parameter: Parameter) -> Node:
+    """The node of the graph that adds to the parameter's gradient."""
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def _reachable(loss: Tensor) -> set[Tensor]:
+    """The leaves that `loss` depends on."""
+    leaves: set[Tensor] = set()
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(variable)
+        stack.extend(parent for parent, _ in node.next_functions)
+    return leaves
