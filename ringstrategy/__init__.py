@@ -6,7 +6,18 @@ Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ri
 from ringstrategy._version import __version__
 from ringstrategy.algorithms import Algorithm, AllReduce
 from ringstrategy.callbacks import CommunicationMonitor
-from ringstrategy.codecs import Cast, Codec, Identity
+from ringstrategy.codecs import (
+    BlockFloat8,
+    BlockInt,
+    Cast,
+    Codec,
+    Gaussian,
+    Identity,
+    RandomK,
+    Rotated,
+    Sign,
+    TopK,
+)
 from ringstrategy.collectives import Collective, Direct, Native, Peers, Ring, Stats
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.registry import register
@@ -15,19 +26,26 @@ from ringstrategy.strategy import RingStrategy
 __all__ = [
     "Algorithm",
     "AllReduce",
+    "BlockFloat8",
+    "BlockInt",
     "Cast",
     "Codec",
     "Collective",
     "CommunicationMonitor",
     "Direct",
+    "Gaussian",
     "Identity",
     "Native",
     "PeerLostError",
     "Peers",
     "PlanMismatchError",
+    "RandomK",
     "Ring",
     "RingStrategy",
+    "Rotated",
+    "Sign",
     "Stats",
+    "TopK",
     "__version__",
 ]
 

@@ -9,13 +9,20 @@ from typing import Any
 from lightning.pytorch.strategies import StrategyRegistry
 
 from ringstrategy.algorithms import Algorithm, AllReduce
-from ringstrategy.codecs import Cast
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
+from ringstrategy.collectives import Direct
 from ringstrategy.strategy import RingStrategy
 
 STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring": lambda: AllReduce(),
     "ring_fp16": lambda: AllReduce(Cast("float16")),
     "ring_bf16": lambda: AllReduce(Cast("bfloat16")),
+    "ring_fp8": lambda: AllReduce(BlockFloat8()),
+    "ring_int8": lambda: AllReduce(BlockInt(8)),
+    "ring_int4": lambda: AllReduce(Rotated(Gaussian(4)), Direct()),
+    "ring_int2": lambda: AllReduce(Rotated(Gaussian(2)), Direct()),
+    "ring_sign": lambda: AllReduce(Rotated(Gaussian(1)), Direct()),
+    "ring_topk": lambda: AllReduce(TopK(), Direct()),
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WIRE_FORMAT = 1  # of all codecs and control messages together; compared once at setup
+WIRE_FORMAT = 2  # of all codecs and control messages together; compared once at setup
 
 
 def derive_seed(seed: int, *indices: int) -> int:
@@ -31,6 +31,9 @@ class Codec(ABC):
 
     block: int = 1  # chunks and segments are cut on multiples of it
     error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
+    hop_by_hop: bool = True  # can a partial sum be encoded again at each hop of a ring?
+    shares_seed: bool = False  # do all ranks encode with the same seed?
+    adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?
 
     @abstractmethod
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -44,7 +47,7 @@ class Codec(ABC):
 
         A block with a NaN or an infinity decodes to something non-finite and leaves its part of `lost` untouched.
         `offset` is the place of the first value in its bucket, so that cutting into segments changes no byte; `seed`
-        is this rank's own for this step and bucket.
+        is this rank's own for this step and bucket (everyone's, if `shares_seed`).
         """
 
     @abstractmethod
@@ -99,6 +102,15 @@ class Codec(ABC):
         if not dtype.is_floating_point:
             raise TypeError(
                 f"{self} cannot carry {dtype}; pass codec=Identity() for such parameters, or make them local"
+            )
+
+    def check_wire(self, wire: Tensor, values: Tensor) -> None:
+        """Raise a ValueError unless `wire` can hold just `values`: a peer's bytes are read only after this."""
+        nbytes = self.nbytes(values.numel(), values.dtype)
+        if wire.dtype != torch.uint8 or wire.shape != (nbytes,):
+            raise ValueError(
+                f"{self} needs a flat uint8 tensor of {nbytes} bytes for {values.numel()} values, "
+                f"got {wire.dtype} of shape {tuple(wire.shape)}; size it with nbytes()"
             )
 
     @property

@@ -34,7 +34,7 @@ class Direct(Collective):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
         count = len(chunks[0])
-        seed = derive_seed(seed, rank)
+        seed = seed if codec.shares_seed else derive_seed(seed, rank)
         in_place = codec.raw(values) is not None
         stride = wire_stride(chunks, codec, values)
         leaving = peers.scratch("direct.leaving", size * count * stride, values.device)

@@ -29,6 +29,11 @@ class Ring(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
+    def check(self, codec: Codec) -> None:
+        """Partial sums are encoded again at each hop."""
+        if not codec.hop_by_hop:
+            raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
+
     def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
@@ -36,7 +41,7 @@ class Ring(Collective):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
         count = len(chunks[0])
-        seed = derive_seed(seed, rank)
+        seed = seed if codec.shares_seed else derive_seed(seed, rank)
         in_place = codec.raw(values) is not None
         after, before = (rank + 1) % size, (rank - 1) % size
 

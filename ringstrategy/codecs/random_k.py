@@ -1,0 +1,77 @@
+"""Some values of each block, the same ones on all ranks, others at each step (Stich et al. 2018)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.sparse import check_k, in_blocks
+
+_HEADER = 16
+
+
+@dataclass(frozen=True)
+class RandomK(Codec):
+    """Every (block / k)-th value of each block, from a random start, in bfloat16; the rest is lost this time.
+
+    2 k bytes a block: the seed is on the wire, the places are not. All ranks choose the same places, so their sum is as
+    sparse as each of them.
+
+    Args:
+        k: values that travel, of each block; divides it.
+        block: values among which they are chosen.
+    """
+
+    k: int = 8
+    block: int = 256
+    error_feedback = True
+    hop_by_hop = False
+    shares_seed = True
+
+    def __post_init__(self) -> None:
+        check_k(self.k, self.block)
+        if self.block % self.k:
+            raise ValueError(f"RandomK takes every (block / k)-th value, so k must divide block; got {self}")
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes on the wire."""
+        return _HEADER + -(-numel // self.block) * self.k * 2
+
+    def encode(
+        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
+    ) -> None:
+        """Choose by (seed, offset); a non-finite block sends k times NaN."""
+        self.check_wire(wire, values)
+        wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset]))
+        blocks = in_blocks(values, self.block)
+        places = self._places(seed, offset, len(blocks)).to(values.device)
+        chosen = blocks.gather(1, places).to(torch.bfloat16)
+        broken = ~blocks.isfinite().all(1, keepdim=True) | ~chosen.isfinite().all(1, keepdim=True)
+        chosen.masked_fill_(broken, torch.nan)
+        wire[_HEADER:].view(torch.bfloat16).view(chosen.shape).copy_(chosen)
+        if lost is not None:
+            rest = blocks.clone()
+            rest.scatter_add_(1, places, -chosen.to(rest.dtype))
+            rest = torch.where(broken, in_blocks(lost, self.block), rest)
+            lost.copy_(rest.view(-1)[: lost.numel()])
+
+    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
+        """Scatter."""
+        self.check_wire(wire, out)
+        seed, offset = wire[:_HEADER].view(torch.int64).tolist()
+        kept = wire[_HEADER:].view(torch.bfloat16).view(-1, self.k).to(out.dtype)
+        blocks = out.new_zeros(len(kept), self.block)
+        blocks.scatter_(1, self._places(seed, offset, len(kept)).to(out.device), kept)
+        blocks.masked_fill_(kept.isnan().any(1, keepdim=True), torch.nan)
+        values = blocks.view(-1)[: out.numel()]
+        out.add_(values) if add else out.copy_(values)
+
+    def _places(self, seed: int, offset: int, blocks: int) -> Tensor:
+        """int64 (blocks, k), each in [0, block)."""
+        stride = self.block // self.k
+        number = torch.arange(offset // self.block, offset // self.block + blocks) & 0x7FFFFFFF
+        mixed = (number * 0x9E3779B1 ^ derive_seed(seed) & 0x7FFFFFFF) * 0x85EBCA77 >> 16 & 0xFFFFFF
+        return (mixed % stride)[:, None] + torch.arange(0, self.block, stride)

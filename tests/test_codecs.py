@@ -1,0 +1,455 @@
+"""Every codec's contract; the codecs are those of configs/codec, so a new YAML meets all of it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ringstrategy
+from ringstrategy import (
+    AllReduce,
+    BlockFloat8,
+    BlockInt,
+    Cast,
+    Codec,
+    Direct,
+    Gaussian,
+    Native,
+    RandomK,
+    Ring,
+    Rotated,
+    Sign,
+    TopK,
+)
+from ringstrategy.codecs.noise import add_noise_
+from ringstrategy.codecs.rotated import _butterflies, _hadamard, signs
+
+YAMLS = sorted((Path(__file__).parents[1] / "configs" / "codec").glob("*.yaml"))
+with initialize_config_module("ringstrategy.configs", version_base="1.3"):
+    BUILT = [instantiate(compose(f"codec/{path.stem}").codec) for path in YAMLS]
+FROM_YAML: list[Codec] = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others choose one by parameter
+CODECS: list[Codec] = [
+    *FROM_YAML,
+    *(BlockInt(bits) for bits in range(2, 8)),
+    *(BlockInt(bits, 64, scale="minmax") for bits in (2, 5, 8)),
+    *(BlockInt(bits, 24, rounding="stochastic") for bits in (3, 8)),
+    BlockInt(4, rounding="stochastic", scale="minmax"),
+    BlockFloat8("e5m2", 128),
+    *(Gaussian(bits) for bits in (1, 2, 7)),
+    Rotated(Sign(512)),
+    TopK(3, 1000),
+    RandomK(1, 8),
+]
+LOSSY = [codec for codec in CODECS if not codec.lossless]
+BLOCKED = [codec for codec in LOSSY if codec.block > 1]
+SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1000, 20_001]
+
+
+def data(numel: int, seed: int = 0) -> Tensor:
+    """Heavy tails, scales that change from place to place, as gradients have."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator) ** 2
+    return values * torch.linspace(1e-4, 1e-2, numel) if numel > 1 else values
+
+
+def encoded(codec: Codec, values: Tensor, lost: Tensor | None = None, seed: int = 5, offset: int = 0) -> Tensor:
+    # a wire full of rubbish: what is not written would show
+    wire = torch.randint(0, 256, (codec.nbytes(values.numel(), values.dtype),), dtype=torch.uint8)
+    codec.encode(values, wire, lost=lost, seed=seed, offset=offset)
+    return wire
+
+
+def decoded(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    codec.decode(wire, out)
+    return out
+
+
+def round_trip(codec: Codec, values: Tensor, **kwargs: int) -> Tensor:
+    return decoded(codec, encoded(codec, values, **kwargs), values.numel(), values.dtype)
+
+
+def test_all_yamls_are_met() -> None:
+    assert len(FROM_YAML) >= 10
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_arrives_and_what_was_lost_are_what_was_there(codec: Codec) -> None:
+    for numel in SIZES:
+        values = data(numel)
+        before = values.clone()
+        lost = torch.full_like(values, 3e33)
+        wire = encoded(codec, values, lost)
+        assert torch.equal(values, before), "encode changed its input"
+        arrived = decoded(codec, wire, numel)
+        assert torch.equal(arrived, round_trip(codec, values)), "feedback changed the bytes"
+        largest = torch.maximum(arrived.abs(), values.abs())
+        assert (arrived + lost - values).abs().le(largest * 2.0**-22).all()
+        if codec.lossless:
+            assert torch.equal(arrived, values)
+        elif numel >= 1000:
+            error = ((arrived - values).norm() / values.norm()).item()
+            assert 0 < error < (3 if isinstance(codec, Gaussian) else 1)  # these are not normal: unbiased, and far off
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_same_arguments_give_the_same_bytes(codec: Codec) -> None:
+    values = data(3001)
+    assert torch.equal(encoded(codec, values), encoded(codec, values))
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(codec)))
+    assert twin == codec
+    assert eval(repr(codec), {**vars(ringstrategy), "torch": torch}) == codec
+    assert torch.equal(encoded(twin, values), encoded(codec, values))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_cutting_into_segments_changes_nothing(codec: Codec) -> None:
+    values = data(20 * codec.block + 5)
+    whole = round_trip(codec, values)
+    cuts = [0, codec.block, 4 * codec.block, 17 * codec.block, values.numel()]
+    parts = [round_trip(codec, values[a:b], offset=a) for a, b in pairwise(cuts)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_adding_relaying_and_reducing_are_decoding_and_encoding(codec: Codec) -> None:
+    numel = 2 * codec.block + 3
+    inputs = [data(numel, seed) for seed in range(4)]
+    wires = [encoded(codec, values, seed=9) for values in inputs[1:]]
+    total = inputs[0].clone()
+    for wire in wires:
+        expected = total + decoded(codec, wire, numel)
+        codec.decode(wire, total, add=True)
+        assert torch.equal(total, expected)
+    for many in (False, True):
+        expected = total if many else inputs[0] + decoded(codec, wires[0], numel)
+        lost, expected_lost = torch.full((numel,), 1e9), torch.full((numel,), 2e9)
+        wire = torch.empty_like(wires[0])
+        if many:
+            codec.reduce(wires, inputs[0].clone(), wire, lost=lost, seed=3, offset=codec.block)
+        else:
+            codec.relay(wires[0], inputs[0].clone(), wire, lost=lost, seed=3, offset=codec.block)
+        assert torch.equal(wire, encoded(codec, expected, expected_lost, seed=3, offset=codec.block))
+        assert torch.equal(lost, expected_lost)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_a_non_finite_block_arrives_as_such_and_loses_nothing(codec: Codec, poison: float) -> None:
+    block = max(codec.block, 8)
+    numel = 3 * block + 5
+    for at in (block + 1, numel - 1):
+        values = data(numel)
+        values[at] = poison
+        lost = torch.full_like(values, 0.25)
+        arrived = decoded(codec, encoded(codec, values, lost), numel)
+        inside = torch.arange(numel) // codec.block == at // codec.block
+        assert not arrived[inside].isfinite().all()
+        assert arrived[~inside].isfinite().all()
+        assert lost[inside].eq(0.25).all()
+        assert not lost[~inside].eq(0.25).any()
+        if not isinstance(codec, Cast | TopK | RandomK):
+            assert not arrived[at].isfinite()
+        total = torch.zeros(numel)
+        codec.decode(encoded(codec, values), total, add=True)
+        assert torch.equal(total.isfinite(), arrived.isfinite())
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_extreme_blocks(codec: Codec) -> None:
+    numel = 2 * max(codec.block, 8)
+    assert round_trip(codec, torch.zeros(numel)).eq(0).all()
+    ordinary = data(numel)
+    for factor in (1e-42, 1e-38, 1e-20, 1e20, 1e33):
+        values = ordinary * factor
+        lost = torch.full_like(values, 1.0)
+        arrived = decoded(codec, encoded(codec, values, lost), numel)
+        if isinstance(codec, Cast) and factor > 1:
+            continue  # float16 overflows, as it says
+        assert arrived.isfinite().all()
+        largest = values.abs().max()
+        # never far outside of what was there, down to one subnormal step of the scale
+        assert arrived.abs().max() <= 4 * largest + 2.0**-120 * (largest == 0) + 127 * 2.0**-126
+        assert (arrived + lost - values).abs().max() <= largest * 2.0**-20 + 2.0**-149
+    constant = torch.full((numel,), 0.7)
+    if not isinstance(codec, TopK | RandomK):
+        assert (round_trip(codec, constant) - constant).abs().max() < 0.35
+
+
+@pytest.mark.parametrize("codec", BLOCKED, ids=str)
+@settings(max_examples=15, deadline=None)
+@given(numel=st.integers(0, 700), seed=st.integers(0, 2**32))
+def test_a_peers_bytes_are_never_trusted(codec: Codec, numel: int, seed: int) -> None:
+    size = codec.nbytes(numel, torch.float32)
+    wire = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    memory = torch.full((numel + 64,), 7.0)
+    codec.decode(wire, memory[32 : 32 + numel])
+    assert memory[:32].eq(7).all()
+    assert memory[32 + numel :].eq(7).all()
+    codec.decode(wire, memory[32 : 32 + numel], add=True)
+    for wrong in (wire.new_zeros(size + 1), wire.new_zeros(abs(size - 1)), wire.new_zeros(1, size)):
+        with pytest.raises(ValueError, match=r"flat uint8 tensor of \d+ bytes for \d+ values"):
+            codec.decode(wrong, memory[32 : 32 + numel])
+        with pytest.raises(ValueError, match="nbytes"):
+            codec.encode(memory[32 : 32 + numel], wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("codec", BLOCKED, ids=str)
+def test_other_floating_point_inputs(codec: Codec, dtype: torch.dtype) -> None:
+    values = (data(2 * codec.block + 9) * 100).to(dtype)
+    lost = torch.empty_like(values)
+    arrived = decoded(codec, encoded(codec, values, lost), values.numel(), dtype)
+    rounding = 8 * torch.finfo(dtype).eps if dtype != torch.float64 else 2.0**-22
+    total = arrived.double() + lost.double()
+    assert (total - values.double()).abs().max() <= rounding * max(arrived.abs().max(), values.abs().max())
+
+
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_integers_and_complex_numbers_are_refused(codec: Codec) -> None:
+    for dtype in (torch.int32, torch.complex64):
+        with pytest.raises(TypeError, match="Identity"):
+            codec.check(dtype)
+    codec.check(torch.float32)
+
+
+# What each promises beyond that.
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+def test_block_int_is_its_formula(bits: int) -> None:
+    """The seed's: the scale is the largest magnitude over 2**(bits-1) - 1; here in bfloat16, rounded up."""
+    codec, values = BlockInt(bits, 512), data(512)
+    highest = 2 ** (bits - 1) - 1
+    exact = values.abs().max().item() / highest
+    arrived = round_trip(codec, values)
+    scale = encoded(codec, values)[:2].view(torch.bfloat16).item()
+    assert exact <= scale <= exact * (1 + 2**-7)
+    assert torch.equal(arrived, torch.tensor([round(x / scale) * scale for x in values.tolist()]))
+    assert (arrived - values).abs().max() <= scale / 2 * (1 + 1e-6)
+    assert arrived.unique().numel() > min(highest, 50)  # uses its levels
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_minmax_spans_from_least_to_greatest(bits: int) -> None:
+    codec, values = BlockInt(bits, 256, scale="minmax"), data(256) + 3
+    arrived = round_trip(codec, values)
+    step = (values.max() - values.min()).item() / (2**bits - 1)
+    assert (arrived - values).abs().max() <= step * 0.51
+    constant = torch.full((256,), 0.3)
+    assert torch.equal(round_trip(codec, constant), constant)
+    assert arrived.unique().numel() <= 2**bits
+
+
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_are_packed_without_waste(bits: int) -> None:
+    codec: Codec = BlockInt(bits) if bits > 1 else Sign()
+    assert codec.nbytes(256 * 40, torch.float32) == 40 * (2 + 32 * bits)
+    assert codec.nbytes(256 + 9, torch.float32) == 2 * 2 + 32 * bits + 2 * bits
+    if bits > 1:
+        values = torch.arange(256) % (2**bits - 1) - (2 ** (bits - 1) - 1.0)
+        assert torch.equal(round_trip(codec, values), values)  # every code survives
+
+
+def test_packing_is_as_documented() -> None:
+    values = torch.zeros(256)
+    values[[0, 64, 128, 192]] = torch.tensor([1.0, -1.0, 1.0, 0.0])
+    wire = encoded(BlockInt(2), values)
+    assert wire[2] == 3 | 1 << 2 | 3 << 4 | 2 << 6
+    assert wire[3:].eq(2 | 2 << 2 | 2 << 4 | 2 << 6).all()
+
+
+@pytest.mark.parametrize("scale", ["absmax", "minmax"])
+def test_stochastic_rounding_is_unbiased_and_pure(scale: str) -> None:
+    codec = BlockInt(3, 256, rounding="stochastic", scale=scale)  # type: ignore[arg-type]
+    values = data(2000)
+    results = torch.stack([round_trip(codec, values, seed=seed) for seed in range(3000)])
+    assert not torch.equal(results[0], results[1])
+    spread = results.std(0)
+    step = torch.repeat_interleave(results.view(3000, -1, 250).diff(dim=0).abs().amax((0, 2)), 250)
+    # an element near a level moves rarely: of such events a few more or less are chance
+    assert (results.mean(0) - values).abs().le(5 * spread / math.sqrt(3000) + step * 12 / 3000).all()
+    assert spread.gt(0).float().mean() > 0.9
+    assert torch.equal(results[7], round_trip(codec, values, seed=7))
+    assert not torch.equal(results[7], round_trip(codec, values, seed=7, offset=256))
+
+
+def test_noise_is_uniform_and_independent_from_place_to_place() -> None:
+    seeds = 4000
+    noise = torch.zeros(seeds, 300)
+    for seed in range(seeds):
+        add_noise_(noise[seed : seed + 1], seed, 2**18 - 100)  # two keys
+    assert -0.5 <= noise.min() < -0.499
+    assert 0.5 >= noise.max() > 0.499
+    normalized = noise * math.sqrt(12)
+    correlation = normalized.T @ normalized / seeds
+    assert (correlation - torch.eye(300)).abs().max() < 6 / math.sqrt(seeds)
+    assert noise.mean(0).abs().max() < 5 / math.sqrt(12 * seeds)
+
+
+def test_noise_does_not_depend_on_where_a_period_ends() -> None:
+    codec, numel = BlockInt(4, rounding="stochastic"), 3 * 2**17
+    values = data(numel)
+    whole = round_trip(codec, values)
+    parts = [round_trip(codec, part, offset=i * 2**16) for i, part in enumerate(values.split(2**16))]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("format", ["e4m3", "e5m2"])
+def test_every_float8_code_decodes_as_torch_says(format: str) -> None:
+    codec = BlockFloat8(format)  # type: ignore[arg-type]
+    codes = torch.arange(256, dtype=torch.uint8)
+    wire = torch.cat([torch.tensor([0.5], dtype=torch.bfloat16).view(torch.uint8), codes])
+    expected = codes.view(torch.float8_e4m3fn if format == "e4m3" else torch.float8_e5m2)
+    arrived, exact = decoded(codec, wire, 256), expected.float() / 2
+    if format == "e4m3":
+        exact[[0x7F, 0xFF]] = torch.tensor([240.0, -240.0])  # no code is NaN: the scale says so
+    assert torch.equal(arrived.nan_to_num(-1), exact.nan_to_num(-1))
+
+
+def test_relative_errors_of_normal_values() -> None:
+    values = torch.randn(256 * 200, generator=torch.Generator().manual_seed(1))
+    for bits, promised in {1: 0.60, 2: 0.345, 3: 0.194, 4: 0.108, 5: 0.060, 6: 0.034, 7: 0.021}.items():
+        arrived = round_trip(Gaussian(bits), values)
+        error = ((arrived - values).norm() / values.norm()).item()
+        assert error < promised * (1.3 if bits == 1 else 1.08), (bits, error)
+        # EDEN's scale: the projection on the truth is right
+        assert abs((arrived @ values / (values @ values)).item() - 1) < 2e-3
+
+
+def test_rotation_is_the_orthonormal_hadamard_matrix() -> None:
+    values = data(256 * 3 + 10).double()
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(8):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    rotated = values.float()
+    Rotated().prepare_(rotated, 77)
+    expected = (values[:768].view(3, 256) * signs(77).double()) @ matrix / 16
+    assert (rotated[:768].double() - expected.view(-1)).abs().max() < 1e-6 * values.abs().max()
+    assert torch.equal(rotated[768:], values.float()[768:])
+    Rotated().restore_(rotated, 77)
+    assert (rotated.double() - values).abs().max() < 1e-6 * values.abs().max()
+    assert 90 < signs(77).eq(1).sum() < 166
+    assert not torch.equal(signs(77), signs(78))
+
+
+@pytest.mark.parametrize(
+    "inner", [Gaussian(1), Gaussian(4), Gaussian(7), BlockInt(2), BlockInt(8), Sign(), Sign(1024)], ids=str
+)
+def test_what_was_decoded_rotates_back_with_the_same_bits_in_any_order(inner: Codec) -> None:
+    codec = Rotated(inner)
+    values = data(256 * 64)
+    codec.prepare_(values, 3)
+    arrived = round_trip(codec, values).view(-1, 256)
+    by_products, by_additions, backwards = (torch.empty_like(arrived) for _ in range(3))
+    _hadamard(arrived, by_products)
+    _butterflies(arrived, by_additions)
+    order = torch.arange(255, -1, -1)
+    _hadamard(arrived[:, order], backwards)  # columns reversed: the same sums with other signs, in another order
+    exact = arrived.double()
+    run = 1
+    while run < 256:
+        pairs = exact.view(-1, 128 // run, 2, run)
+        exact = torch.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], 2).view(-1, 256)
+        run *= 2
+    assert torch.equal(by_products.double(), exact)
+    assert torch.equal(by_additions.double(), exact)
+    assert torch.equal(backwards[:, 0].double(), exact[:, 0])
+
+
+def test_lower_matmul_precision_does_not_reach_the_rotation() -> None:
+    values = data(256 * 8)
+    plain, guarded = values.clone(), values.clone()
+    Rotated().prepare_(plain, 1)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        Rotated().prepare_(guarded, 1)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert (plain - guarded).abs().max() <= 1e-6 * values.abs().max()
+
+
+def test_a_fresh_rotation_each_step_averages_the_error_out() -> None:
+    values, codec = data(256 * 4), Rotated(Gaussian(2))
+
+    def arrived(seed: int) -> Tensor:
+        rotated = values.clone()
+        codec.prepare_(rotated, seed)
+        rotated = round_trip(codec, rotated)
+        codec.restore_(rotated, seed)
+        return rotated
+
+    one = ((arrived(0) - values).norm() / values.norm()).item()
+    many = ((torch.stack([arrived(seed) for seed in range(400)]).mean(0) - values).norm() / values.norm()).item()
+    assert 0.3 < one < 0.4
+    assert many < 2 * one / math.sqrt(400)
+
+
+def test_top_k_sends_the_largest() -> None:
+    values = data(512)
+    arrived = round_trip(TopK(8, 256), values)
+    for block in range(2):
+        part = values[256 * block : 256 * (block + 1)]
+        chosen = part.abs().topk(8).indices.sort().values
+        assert torch.equal(arrived[256 * block : 256 * (block + 1)].nonzero().view(-1), chosen)
+        assert torch.equal(arrived[256 * block :][chosen], part[chosen].bfloat16().float())
+
+
+def test_random_k_sends_each_element_equally_often() -> None:
+    values = torch.ones(2560)
+    counts = sum(round_trip(RandomK(8, 256), values, seed=seed) for seed in range(2000))
+    assert isinstance(counts, Tensor)
+    assert abs(counts.mean().item() - 2000 * 8 / 256) < 1e-6
+    assert counts.min() > 25
+    assert counts.max() < 105
+    first, second = (round_trip(RandomK(8, 256), values * factor, seed=3) for factor in (1, 2))
+    assert torch.equal(first * 2, second)
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "words"),
+    [
+        (lambda: BlockInt(1), ValueError, "from 2 to 8"),
+        (lambda: BlockInt(9), ValueError, "from 2 to 8"),
+        (lambda: BlockInt(4.0), ValueError, "whole number"),  # type: ignore[arg-type]
+        (lambda: BlockInt(8, 0), ValueError, "multiple of 8"),
+        (lambda: BlockInt(8, 100), ValueError, "multiple of 8"),
+        (lambda: BlockInt(8, True), ValueError, "multiple of 8"),
+        (lambda: BlockInt(8, rounding="up"), ValueError, "'nearest' or 'stochastic'"),  # type: ignore[arg-type]
+        (lambda: BlockInt(8, scale="l2"), ValueError, "'absmax' or 'minmax'"),  # type: ignore[arg-type]
+        (lambda: BlockFloat8("e3m4"), ValueError, "'e4m3' or 'e5m2'"),  # type: ignore[arg-type]
+        (lambda: BlockFloat8(block=4), ValueError, "multiple of 8"),
+        (lambda: Sign(12), ValueError, "multiple of 8"),
+        (lambda: Gaussian(0), ValueError, "from 1 to 7"),
+        (lambda: Gaussian(8), ValueError, "from 1 to 7"),
+        (lambda: Rotated(Gaussian(4, 64)), ValueError, "multiple of 256"),
+        (lambda: Rotated(BlockInt(4, scale="minmax")), ValueError, "same bits on every machine"),
+        (lambda: Rotated(BlockFloat8()), ValueError, "same bits on every machine"),
+        (lambda: Rotated(Rotated()), ValueError, "same bits on every machine"),
+        (lambda: Rotated(4), TypeError, r"Gaussian\(bits=4\)"),  # type: ignore[arg-type]
+        (lambda: TopK(0), ValueError, "1 to 256"),
+        (lambda: TopK(257), ValueError, "1 to 256"),
+        (lambda: TopK(1, 0), ValueError, "1 to 32768"),
+        (lambda: RandomK(7), ValueError, "divide"),
+        (lambda: AllReduce(TopK(), Ring()), ValueError, r"collective=Direct\(\)"),
+        (lambda: AllReduce(RandomK(), Ring()), ValueError, r"collective=Direct\(\)"),
+        (lambda: AllReduce(TopK()), ValueError, r"collective=Direct\(\)"),
+        (lambda: AllReduce(BlockInt(8), Native()), ValueError, r"Ring\(\) or Direct\(\)"),
+        (lambda: AllReduce(Rotated(), Native()), ValueError, r"Ring\(\) or Direct\(\)"),
+    ],
+)
+def test_bad_arguments_are_refused_at_construction(build, error, words) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(error, match=words):
+        build()
+    assert AllReduce(TopK(), Direct()).codec == TopK()
