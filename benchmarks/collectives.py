@@ -14,8 +14,23 @@ import torch.distributed as dist
 from harness import Case
 from torch import Tensor
 
-from ringstrategy import Cast, Codec, Collective, Direct, Identity, Native, Peers, Ring
-from ringstrategy.collectives import connect
+from ringstrategy import (
+    BlockFloat8,
+    BlockInt,
+    Cast,
+    Codec,
+    Collective,
+    Direct,
+    Gaussian,
+    Identity,
+    Native,
+    Peers,
+    Ring,
+    Rotated,
+    Sign,
+    TopK,
+)
+from ringstrategy.collectives import connect, mean_
 
 
 def _inputs(rank: int, numel: int) -> Tensor:
@@ -47,22 +62,36 @@ def _cases(values: Tensor, inputs: Tensor, peers: Peers, native: Peers, options:
     def limit(width: int) -> float | None:
         return harness.wire_seconds(share * width, options)
 
-    def our_case(name: str, collective: Collective, codec: Codec, width: int, peers: Peers = peers) -> Case:
+    def our_case(name: str, collective: Collective, codec: Codec, peers: Peers = peers) -> Case:
         def run() -> None:
-            collective.sum_(values, peers, codec, seed=0)
+            mean_(values, peers, collective, codec, seed=0)
 
+        width = codec.nbytes(values.numel(), values.dtype) / values.numel()
         return Case(name, run, lambda: [values], refill, lambda: peers.stats.bytes_sent, limit(width))
 
     return [
         Case("gloo fp32", gloo, lambda: [values], refill, limit_seconds=limit(4)),
         Case("gloo fp16 tensor", gloo_half, lambda: [half], refill_half, limit_seconds=limit(2)),
         Case("gloo fp16 casts", gloo_half_with_casts, lambda: [values], refill, limit_seconds=limit(2)),
-        our_case("ring identity", Ring(), Identity(), 4),
-        our_case("direct identity", Direct(), Identity(), 4),
-        our_case("native identity", Native(), Identity(), 4, native),
-        our_case("ring fp16", Ring(), Cast(torch.float16), 2),
-        our_case("ring bf16", Ring(), Cast(torch.bfloat16), 2),
-        our_case("direct fp16", Direct(), Cast(torch.float16), 2),
+        our_case("ring identity", Ring(), Identity()),
+        our_case("direct identity", Direct(), Identity()),
+        our_case("native identity", Native(), Identity(), native),
+        our_case("ring fp16", Ring(), Cast(torch.float16)),
+        our_case("ring bf16", Ring(), Cast(torch.bfloat16)),
+        our_case("direct fp16", Direct(), Cast(torch.float16)),
+        our_case("ring fp8", Ring(), BlockFloat8()),
+        our_case("ring int8", Ring(), BlockInt(8)),
+        our_case("direct int8", Direct(), BlockInt(8)),
+        our_case("ring int4", Ring(), BlockInt(4)),
+        our_case("direct int4", Direct(), BlockInt(4)),
+        our_case("ring rotated int4", Ring(), Rotated(Gaussian(4))),
+        our_case("direct rotated int4", Direct(), Rotated(Gaussian(4))),
+        our_case("ring rotated int2", Ring(), Rotated(Gaussian(2))),
+        our_case("direct rotated int2", Direct(), Rotated(Gaussian(2))),
+        our_case("ring sign", Ring(), Sign()),
+        our_case("direct sign", Direct(), Sign()),
+        our_case("direct rotated sign", Direct(), Rotated(Gaussian(1))),
+        our_case("direct topk", Direct(), TopK()),
     ]
 
 

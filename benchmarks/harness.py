@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -210,7 +211,7 @@ def rows(
     """One row a case; the first case is the baseline."""
     baseline = cases[0].name
     base = measured[baseline].seconds
-    commit = _commit()
+    revision = commit()
     return [
         Row(
             benchmark=benchmark,
@@ -232,7 +233,7 @@ def rows(
             size=size,
             device="cpu",
             torch=torch.__version__,
-            commit=commit,
+            commit=revision,
         )
         for case in cases
     ]
@@ -269,7 +270,7 @@ def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[
     write(results, options.out)
 
 
-def write(results: Sequence[Row], out: Path | None) -> None:
+def write(results: Sequence[Any], out: Path | None) -> None:
     """Append one JSON line a row, if there is a file to append to."""
     if out is None:
         return
@@ -296,7 +297,9 @@ def _interface_bytes() -> int | None:
     return None
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The checked out commit, marked if files were changed since."""
+
     def git(*command: str) -> str:
         here = Path(__file__).parent
         return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=False).stdout.strip()

@@ -84,7 +84,10 @@ class Codec(ABC):
         self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
-        """Transform a whole bucket before the collective (a rotation): linear, with the same seed on all ranks."""
+        """Transform a run of whole blocks before it is encoded (a rotation): linear, the same on all ranks.
+
+        What it does must not depend on where the run begins; `seed` is everyone's for this step and bucket.
+        """
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """Undo `prepare_`."""

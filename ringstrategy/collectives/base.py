@@ -23,6 +23,9 @@ class Collective(ABC):
         For a mean, scale by 1/size before. `lost` (same shape) receives, at each element that this rank encodes, what
         encoding lost: the sum of all ranks' `lost` is what the result lacks. Blocks until done; elements where an
         encode met a non-finite block keep their `lost`. `seed` is the same on all ranks.
+
+        The codec's `prepare_` is called on each piece before it is first encoded or added to, and `restore_` after it
+        was last decoded; on `lost` around the encode that writes it.
         """
 
     def check(self, codec: Codec) -> None:
@@ -43,17 +46,30 @@ def mean_(
     Args:
         values: flat, already scaled by 1/size at the source; replaced by the mean, same bits on all ranks.
         residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first,
-            then replaced by what this round loses.
+            then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
     """
-    if residual is not None:
+    lost = residual
+    if residual is not None and lost is not None:
         values.add_(residual)
-        codec.prepare_(residual, seed)  # so that an element nobody encodes comes back through restore_ as it was
-    codec.prepare_(values, seed)
-    collective.sum_(values, peers, codec, lost=residual, seed=seed)
-    codec.restore_(values, seed)
-    if residual is not None:
-        codec.restore_(residual, seed)
+        if residual.dtype != values.dtype:
+            lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
+            lost.copy_(residual)
+    collective.sum_(values, peers, codec, lost=lost, seed=seed)
+    if residual is not None and lost is not None and lost is not residual:
+        residual.copy_(lost)
+
+
+def prepare_lost_(codec: Codec, lost: Tensor | None, seed: int) -> None:
+    """Before an encode, so that what it leaves as it was comes back through `restore_lost_` as it was."""
+    if lost is not None:
+        codec.prepare_(lost, seed)
+
+
+def restore_lost_(codec: Codec, lost: Tensor | None, seed: int) -> None:
+    """Turn what an encode lost back into parameter space."""
+    if lost is not None:
+        codec.restore_(lost, seed)
 
 
 def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks, wire_stride
+from ringstrategy.collectives.base import (
+    Collective,
+    check_segments,
+    cut_chunks,
+    prepare_lost_,
+    restore_lost_,
+    wire_stride,
+)
 from ringstrategy.collectives.peers import Handle, Peers
 
 
@@ -34,7 +41,7 @@ class Direct(Collective):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
         count = len(chunks[0])
-        seed = seed if codec.shares_seed else derive_seed(seed, rank)
+        own_seed = seed if codec.shares_seed else derive_seed(seed, rank)
         in_place = codec.raw(values) is not None
         stride = wire_stride(chunks, codec, values)
         leaving = peers.scratch("direct.leaving", size * count * stride, values.device)
@@ -53,6 +60,14 @@ class Direct(Collective):
             begin, end = chunks[chunk][k]
             return None if lost is None else lost[begin:end]
 
+        def prepare(chunk: int, k: int) -> None:
+            codec.prepare_(part(chunk, k), seed)
+            prepare_lost_(codec, rest(chunk, k), seed)
+
+        def deliver(wire: Tensor, part: Tensor) -> None:
+            codec.decode(wire, part)
+            codec.restore_(part, seed)
+
         def post(target: int, out: Tensor, source: int, arriving: Tensor) -> Handle:
             return peers.post({target: out} if out.numel() else {}, {source: arriving} if arriving.numel() else {})
 
@@ -64,8 +79,11 @@ class Direct(Collective):
                 out = codec.raw(part(target, k))
                 if out is None:
                     out = wire(leaving, target, target, k)
-                    codec.encode(part(target, k), out, lost=rest(target, k), seed=seed, offset=chunks[target][k][0])
+                    prepare(target, k)
+                    codec.encode(part(target, k), out, lost=rest(target, k), seed=own_seed, offset=chunks[target][k][0])
                 scattered[k].append(post(target, out, source, wire(filling, source, rank, k)))
+                restore_lost_(codec, rest(target, k), seed)
+            prepare(rank, k)
 
         gathered: list[list[Handle]] = []
         for k in range(count):
@@ -79,18 +97,19 @@ class Direct(Collective):
                     codec.decode(summand, own, add=True)
             else:
                 out = wire(leaving, rank, rank, k)
-                codec.reduce(arrived, own, out, lost=rest(rank, k), seed=seed, offset=chunks[rank][k][0])
+                codec.reduce(arrived, own, out, lost=rest(rank, k), seed=own_seed, offset=chunks[rank][k][0])
             gathered.append([])
             for target, source in pairs:
                 landing = codec.raw(part(source, k))
                 gathered[k].append(
                     post(target, out, source, wire(filling, source, source, k) if landing is None else landing)
                 )
+            restore_lost_(codec, rest(rank, k), seed)
             if not in_place:
-                codec.decode(out, own)
+                deliver(out, own)
 
         for k in range(count):
             for handle, (_, source) in zip(gathered[k], pairs, strict=True):
                 handle.wait()
                 if not in_place:
-                    codec.decode(wire(filling, source, source, k), part(source, k))
+                    deliver(wire(filling, source, source, k), part(source, k))

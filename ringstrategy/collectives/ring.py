@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks, wire_stride
+from ringstrategy.collectives.base import (
+    Collective,
+    check_segments,
+    cut_chunks,
+    prepare_lost_,
+    restore_lost_,
+    wire_stride,
+)
 from ringstrategy.collectives.peers import Handle, Peers
 
 
@@ -41,7 +48,7 @@ class Ring(Collective):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
         count = len(chunks[0])
-        seed = seed if codec.shares_seed else derive_seed(seed, rank)
+        own_seed = seed if codec.shares_seed else derive_seed(seed, rank)
         in_place = codec.raw(values) is not None
         after, before = (rank + 1) % size, (rank - 1) % size
 
@@ -59,6 +66,15 @@ class Ring(Collective):
             # the successor cuts the same chunks, so it skips the same empty messages
             return peers.post({after: wire} if wire.numel() else {}, {before: arriving} if arriving.numel() else {})
 
+        def rest(chunk: int, k: int) -> Tensor | None:
+            begin, end = chunks[chunk % size][k]
+            return None if lost is None else lost[begin:end]
+
+        # Preparing and restoring a segment stand where the wire is busy with others.
+        def prepare(chunk: int, k: int) -> None:
+            codec.prepare_(piece(chunk, k)[0], seed)
+            prepare_lost_(codec, rest(chunk, k), seed)
+
         def hop(chunk: int, k: int, *, add: bool) -> Tensor:
             """The wire that leaves: this rank's partial sum of a segment, after adding what arrived."""
             part, begin, nbytes = piece(chunk, k)
@@ -67,11 +83,10 @@ class Ring(Collective):
                     codec.decode(filling[k][:nbytes], part, add=True)
                 return _raw(codec, part)
             wire = leaving[k][:nbytes]
-            rest = None if lost is None else lost[begin : begin + part.numel()]
             if add:
-                codec.relay(filling[k][:nbytes], part, wire, lost=rest, seed=seed, offset=begin)
+                codec.relay(filling[k][:nbytes], part, wire, lost=rest(chunk, k), seed=own_seed, offset=begin)
             else:
-                codec.encode(part, wire, lost=rest, seed=seed, offset=begin)
+                codec.encode(part, wire, lost=rest(chunk, k), seed=own_seed, offset=begin)
             return wire
 
         def landing(chunk: int, k: int) -> Tensor:
@@ -79,20 +94,30 @@ class Ring(Collective):
             part, _, nbytes = piece(chunk, k)
             return _raw(codec, part) if in_place else filling[k][:nbytes]
 
+        def deliver(wire: Tensor, part: Tensor) -> None:
+            codec.decode(wire, part)
+            codec.restore_(part, seed)
+
         handles: list[Handle] = []
         for k in range(count):
+            prepare(rank, k)
             handles.append(send(hop(rank, k, add=False), filling[k][: piece(rank - 1, k)[2]]))
+            restore_lost_(codec, rest(rank, k), seed)
         for step in range(1, size - 1):
             for k in range(count):
+                prepare(rank - step, k)
                 handles[k].wait()
                 wire = hop(rank - step, k, add=True)
                 handles[k] = send(wire, filling[k][: piece(rank - step - 1, k)[2]])
+                restore_lost_(codec, rest(rank - step, k), seed)
         for k in range(count):
+            prepare(rank + 1, k)
             handles[k].wait()
             wire = hop(rank + 1, k, add=True)
             handles[k] = send(wire, landing(rank, k))
+            restore_lost_(codec, rest(rank + 1, k), seed)
             if not in_place:
-                codec.decode(wire, piece(rank + 1, k)[0])
+                deliver(wire, piece(rank + 1, k)[0])
         for step in range(1, size):
             for k in range(count):
                 handles[k].wait()
@@ -102,7 +127,7 @@ class Ring(Collective):
                 if step < size - 1:
                     handles[k] = send(wire, landing(rank - step, k))
                 if not in_place:
-                    codec.decode(wire, part)
+                    deliver(wire, part)
 
 
 def _raw(codec: Codec, part: Tensor) -> Tensor:
