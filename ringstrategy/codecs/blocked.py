@@ -166,14 +166,20 @@ class Blocked(Codec):
 
     def load(self, codes: Tensor, levels: Tensor) -> None:
         """Undo `store`."""
-        small = torch.empty(levels.shape, dtype=torch.uint8)
         if self.bits == 8:
-            torch.bitwise_xor(codes, 128, out=small)
-        else:
-            for plane, shift, width in self._planes(codes, levels.shape[1]):
-                _unfold(plane, width, shift, small)
-            small.sub_(1 << (self.bits - 1))
-        levels.copy_(small.view(torch.int8))
+            levels.copy_((codes ^ 128).view(torch.int8))
+            return
+        half = 1 << (self.bits - 1)
+        planes = self._planes(codes, levels.shape[1])
+        if len(planes) == 1:
+            part = _unfold(codes, self.bits).sub_(half).view(torch.int8)
+            levels.view(part.shape[1], part.shape[0], -1).copy_(part.transpose(0, 1))
+            return
+        small = torch.zeros(levels.shape, dtype=torch.uint8)
+        for plane, shift, width in planes:
+            part = _unfold(plane, width).transpose(0, 1)
+            small.view(part.shape).add_(part, alpha=1 << shift)
+        levels.copy_(small.sub_(half).view(torch.int8))
 
     def _planes(self, codes: Tensor, length: int) -> list[tuple[Tensor, int, int]]:
         """Each plane's columns of `codes`, its lowest bit and its width."""
@@ -250,13 +256,11 @@ def _fold(part: Tensor, width: int, plane: Tensor) -> None:
         part = torch.add(part[:, :half], part[:, half:], alpha=1 << shift, out=out)
 
 
-def _unfold(plane: Tensor, width: int, shift: int, small: Tensor) -> None:
-    """Undo `_fold`: write (or add, shifted) the codes into `small`."""
-    run = plane.shape[1]
-    for i in range(8 // width):
-        target = small[:, i * run : (i + 1) * run]
-        if shift == 0:
-            torch.bitwise_right_shift(plane, i * width, out=target)
-            target.bitwise_and_((1 << width) - 1)
-        else:
-            target.add_((plane >> (i * width)) & ((1 << width) - 1), alpha=1 << shift)
+def _unfold(plane: Tensor, width: int) -> Tensor:
+    """Undo `_fold`, into (8 / width, blocks, length * width / 8): the codes at each shift, blocks side by side."""
+    return (plane >> _shifts(width)).bitwise_and_((1 << width) - 1)
+
+
+@lru_cache
+def _shifts(width: int) -> Tensor:
+    return torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1, 1)
