@@ -41,7 +41,8 @@ class Cast(Codec):
         rounded = wire.view(self.dtype)
         rounded.copy_(values)
         if lost is not None:
-            torch.where(rounded.isfinite(), values - rounded, lost, out=lost)
+            rest = values - rounded
+            torch.where(rest.abs() < torch.inf, rest, lost, out=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""
