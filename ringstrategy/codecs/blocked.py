@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -153,6 +154,46 @@ class Blocked(Codec):
             levels = padded[:, :length]
             self.reconstruct_(levels, tuple(of_tile))
             tile.add_(levels) if add else tile.copy_(levels)
+
+    def relay(
+        self,
+        wire_in: Tensor,
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """See `Codec.relay`."""
+        if values.device.type != "cuda":
+            super().relay(wire_in, values, wire_out, lost=lost, seed=seed, offset=offset)
+            return
+        self.check_wire(wire_in, values)
+        self.check_wire(wire_out, values)
+        from ringstrategy.kernels.encode import relay
+
+        relay(wire_in, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
+
+    def reduce(
+        self,
+        wires: Sequence[Tensor],
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """See `Codec.reduce`."""
+        if values.device.type != "cuda":
+            super().reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
+            return
+        for wire in (*wires, wire_out):
+            self.check_wire(wire, values)
+        from ringstrategy.kernels.encode import reduce
+
+        reduce(wires, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -69,6 +70,32 @@ class Rotated(Codec):
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """The inner codec's."""
         self.codec.decode(wire, out, add=add)
+
+    def relay(
+        self,
+        wire_in: Tensor,
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """The inner codec's."""
+        self.codec.relay(wire_in, values, wire_out, lost=lost, seed=seed, offset=offset)
+
+    def reduce(
+        self,
+        wires: Sequence[Tensor],
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        """The inner codec's."""
+        self.codec.reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""
