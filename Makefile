@@ -9,7 +9,7 @@ py := $(VENV)/bin/python
 installed := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types bench clean
+.PHONY: help train test lint format types bench gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,14 @@ types: $(installed)  ## mypy
 
 bench: $(installed)  ## the ring beside gloo's all-reduce on loopback, a minute
 	"$(py)" benchmarks/collectives.py $(or $(ARGS),--hosts 4 --rate loopback --mb 16 --rounds 3)
+
+# compute-sanitizer sees only whole allocations, so torch must not share them out
+gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanitizer if there is one, their speed
+	@"$(py)" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU that torch can use")'
+	"$(py)" -m pytest tests/test_kernels.py tests/test_kernels_compile.py
+	if command -v compute-sanitizer >/dev/null; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
+	    "$(py)" -m pytest tests/test_kernels.py -k "not more_values" --timeout 0; fi
+	"$(py)" benchmarks/kernels.py $(ARGS)
 
 clean:  ## remove the environment, builds and outputs
 	rm -rf "$(VENV)" build dist outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -43,7 +43,7 @@ class BlockFloat8(Blocked):
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """See `Blocked.measure`."""
         largest = torch.maximum(blocks.amax(1), -blocks.amin(1))
-        return (bounding_scale(largest * (1 / torch.finfo(_DTYPES[self.format]).max)),)
+        return (bounding_scale(largest, int(torch.finfo(_DTYPES[self.format]).max)),)
 
     def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
         """See `Blocked.quantize`. Levels are float8 values here."""

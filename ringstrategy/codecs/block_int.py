@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_bits, check_block
+from ringstrategy.codecs.blocked import LARGEST, Blocked, bounding_scale, check_bits, check_block
 from ringstrategy.codecs.noise import add_noise_
 
 if TYPE_CHECKING:
@@ -56,9 +56,12 @@ class BlockInt(Blocked):
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """See `Blocked.measure`."""
         least, greatest = blocks.amin(1), blocks.amax(1)
+        largest = torch.maximum(greatest, -least)
         if self.scale == "absmax":
-            return (bounding_scale(torch.maximum(greatest, -least) * (1 / self._highest)),)
-        return least, bounding_scale((greatest - least) * (1 / self._highest))
+            return (bounding_scale(largest, self._highest),)
+        spread = greatest - least
+        scale = bounding_scale(spread, self._highest)
+        return least + 0.0, torch.where(largest < LARGEST, scale, torch.nan)  # + 0.0: a least value of -0 is sent as 0
 
     def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
         """See `Blocked.quantize`."""

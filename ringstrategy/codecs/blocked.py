@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 TILE = 1 << 18  # values worked on at once: enough to hide the cost of a torch call, few enough for a core's cache
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32, so that 1 / scale is finite
+LARGEST = 1.984375 * 2.0**127  # below it, the largest code times a scale that was rounded up is finite
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
@@ -103,6 +104,9 @@ class Blocked(Codec):
         headers = self.measure(wide)
         broken = headers[-1].isnan()
         any_broken = bool(broken.any())
+        if any_broken:  # the same bytes whatever the bits of the NaN, and whatever else the block holds
+            for header in headers:
+                header.masked_fill_(broken, torch.nan if header is headers[-1] else 0.0)
         step = max(1, TILE // length)
         scratch = torch.empty(min(count, step), _round_up(length))
         if scratch.shape[1] > length:
@@ -253,12 +257,11 @@ class Blocked(Codec):
         )
 
 
-def bounding_scale(largest: Tensor) -> Tensor:
-    """Round non-negative float32 up to bfloat16, at least 2**-126; NaN where that is not finite."""
-    bits = largest.clamp(min=SMALLEST_SCALE).view(torch.int32)
+def bounding_scale(largest: Tensor, highest: int) -> Tensor:
+    """largest / highest, rounded up to bfloat16, at least 2**-126; NaN where `largest` is not below LARGEST."""
+    bits = (largest * (1 / highest)).clamp(min=SMALLEST_SCALE).view(torch.int32)
     scale = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
-    # infinity - infinity is NaN; `largest` too, since the sum above can turn a NaN's bits into a number's
-    return scale + (scale - scale) + (largest - largest)
+    return torch.where(largest < LARGEST, scale, torch.nan)
 
 
 def mean_magnitude(blocks: Tensor) -> Tensor:

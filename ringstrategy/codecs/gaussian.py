@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
 STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
 
+LARGEST_STEP = 2.0**110  # below it, all that is decoded is finite, whatever block is
+
 
 @dataclass(frozen=True)
 class Gaussian(Blocked):
@@ -41,7 +43,8 @@ class Gaussian(Blocked):
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """The step; `quantize` makes it the scale."""
         step = mean_magnitude(blocks) * (STEPS[self.bits] * math.sqrt(math.pi / 2))
-        return (torch.where(step < SMALLEST_SCALE, 0.0, step) + (step - step),)
+        step = torch.where(step < SMALLEST_SCALE, 0.0, step)
+        return (torch.where(step < LARGEST_STEP, step, torch.nan),)
 
     def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
         """See `Blocked.quantize`."""

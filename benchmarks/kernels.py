@@ -1,0 +1,289 @@
+"""The Triton kernels beside plain torch and torch.compile on one GPU, as fractions of a device copy in the same run.
+
+python benchmarks/kernels.py --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import harness
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
+from ringstrategy.codecs.blocked import Blocked
+from ringstrategy.codecs.rotated import signs
+
+_BLOCK = 256
+_TENSORS = 300  # that pack gathers
+_CODECS: dict[str, Blocked] = {
+    "int8": BlockInt(8),
+    "int4": BlockInt(4),
+    "int4 stochastic": BlockInt(4, rounding="stochastic"),
+    "e4m3": BlockFloat8(),
+    "gaussian4": Gaussian(4),
+    "sign": Sign(),
+}
+_TWINS = {"int8": 8, "int4": 4}  # codecs that are also written in plain torch, below
+
+
+@dataclass
+class Case:
+    """One way of doing one piece of work."""
+
+    work: str
+    way: str  # "triton", "eager", "compiled" or, for the device copy, "copy"
+    bytes_moved: int  # that must be read and written at least
+    run: Callable[[], object]
+    result: Tensor  # that `run` writes
+
+
+@dataclass
+class Row:
+    """One line of a results file."""
+
+    benchmark: str
+    case: str
+    baseline: str
+    elements: int
+    bytes_moved: int
+    seconds_median: float
+    seconds: list[float]  # on the device, one entry a round
+    gigabytes_per_second: float
+    fraction_of_copy: float  # of the bytes a second of a device copy in the same rounds
+    ratio: float | None  # median over the rounds of eager torch / this case, so 2 is twice as fast
+    error: float | None  # share of the results that are not the eager twin's; None without one
+    device: str
+    torch: str
+    triton: str
+    commit: str
+
+
+def torch_encode(values: Tensor, wire: Tensor, lost: Tensor, bits: int) -> None:
+    """`BlockInt(bits).encode` in plain torch, for whole blocks and 8 or 4 bits."""
+    half = 1 << (bits - 1)
+    blocks = values.view(-1, _BLOCK)
+    largest = (blocks.abs().amax(1) * (1 / (half - 1))).clamp(min=2.0**-126)
+    scale = ((largest.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    scale = (scale + (scale - scale))[:, None]
+    levels = (blocks * scale.reciprocal()).round().nan_to_num(0.0)
+    torch.sub(blocks, levels * scale, out=lost.view(-1, _BLOCK))
+    codes = (levels + half).to(torch.uint8)
+    if bits == 4:
+        codes = codes[:, : _BLOCK // 2] | codes[:, _BLOCK // 2 :] << 4
+    headers = 2 * len(blocks)
+    wire[:headers].view(torch.bfloat16).copy_(scale[:, 0])
+    wire[headers:].copy_(codes.view(-1))
+
+
+def torch_decode_add(wire: Tensor, out: Tensor, bits: int) -> None:
+    """`BlockInt(bits).decode(add=True)` in plain torch, for whole blocks and 8 or 4 bits."""
+    headers = 2 * (out.numel() // _BLOCK)
+    scale = wire[:headers].view(torch.bfloat16).float()[:, None]
+    codes = wire[headers:].view(len(scale), -1)
+    if bits == 4:
+        codes = torch.cat([codes & 15, codes >> 4], 1)
+    out.view(-1, _BLOCK).add_((codes.float() - (1 << (bits - 1))) * scale)
+
+
+def torch_relay(wire_in: Tensor, values: Tensor, wire: Tensor, lost: Tensor, bits: int) -> None:
+    """One hop of a ring in plain torch; the sum is left in `values`."""
+    torch_decode_add(wire_in, values, bits)
+    torch_encode(values, wire, lost, bits)
+
+
+def torch_rotate(values: Tensor, flips: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """The rotation as a matrix product."""
+    torch.matmul(values.view(-1, _BLOCK) * flips, matrix, out=out.view(-1, _BLOCK))
+
+
+def torch_pack(tensors: list[Tensor], flat: Tensor, residual: Tensor) -> None:
+    """Gather, scale and add in plain torch."""
+    torch.cat(tensors, out=flat)
+    flat.mul_(0.25).add_(residual)
+
+
+def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
+    """All cases over the same buffers, and what makes the buffers as they were."""
+    from ringstrategy.kernels.buckets import Places, pack
+    from ringstrategy.kernels.decode import decode
+    from ringstrategy.kernels.encode import encode, relay
+    from ringstrategy.kernels.rotate import rotate_
+
+    original, other = torch.randn(n, device=device), torch.randn(n, device=device)
+    values, lost, out = (torch.empty_like(original) for _ in range(3))
+    cases = [Case("copy", "copy", 8 * n, partial(out.copy_, values), out)]
+
+    def add(work: str, nbytes: int, result: Tensor, **ways: Callable[[], object]) -> None:
+        cases.extend(Case(work, way, nbytes, run, result) for way, run in ways.items())
+
+    for name, codec in _CODECS.items():
+        fmt, size = codec.kernel_format(), codec.nbytes(n, values.dtype)
+        payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+        encode(other, payload, fmt)
+        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, wire, fmt, lost=lost))
+        add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, fmt, add=True))
+        add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(relay, payload, values, wire, fmt, lost=lost))
+        if name in _TWINS:
+            bits = _TWINS[name]
+            for way, made in (("eager", _plain), ("compiled", _compiled)):
+                encoded = partial(made(torch_encode), values, wire, lost, bits)
+                decoded = partial(made(torch_decode_add), payload, out, bits)
+                relayed = partial(made(torch_relay), payload, values, wire, lost, bits)
+                add(f"encode {name}", 8 * n + size, wire, **{way: encoded})
+                add(f"decode {name}", 8 * n + size, out, **{way: decoded})
+                add(f"relay {name}", 8 * n + 2 * size, wire, **{way: relayed})
+
+    flips = signs(1).to(device)
+    matrix = torch.eye(_BLOCK, device=device).view(-1)
+    rotate_(matrix, torch.ones_like(flips))
+    matrix = matrix.view(_BLOCK, _BLOCK)
+    add("rotate", 8 * n, values, triton=partial(rotate_, values, flips))
+    for way, made in (("eager", _plain), ("compiled", _compiled)):
+        add("rotate", 8 * n, out, **{way: partial(made(torch_rotate), values, flips, matrix, out)})
+
+    for name, length, dtype in (
+        ("pack", n // _TENSORS // 64 * 64, torch.float32),
+        ("pack odd sizes", n // _TENSORS | 1, torch.float32),
+        ("pack bfloat16", n // _TENSORS // 64 * 64, torch.bfloat16),
+    ):
+        tensors = [part.to(dtype, copy=True) for part in original.split(length)]
+        places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
+        nbytes = (dtype.itemsize + 8) * n
+        packed = partial(pack, places, tensors, out, scale=0.25, residual=other)
+        add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out, other))
+
+    def reset() -> None:
+        values.copy_(original)
+        out.zero_()
+
+    return cases, reset
+
+
+def _plain(function: Callable[..., None]) -> Callable[..., None]:
+    return function
+
+
+@lru_cache
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(function, dynamic=False)
+
+
+def _errors(cases: Sequence[Case], reset: Callable[[], object]) -> dict[tuple[str, str], float | None]:
+    """Share of each case's results that are not those of the eager twin; floats may differ by rounding."""
+    truth: dict[str, Tensor] = {}
+    results = {}
+    for case in sorted(cases, key=lambda case: case.way != "eager"):
+        reset()
+        case.run()
+        if case.way == "eager":
+            truth[case.work] = case.result.clone()
+        if case.work in truth:
+            near = torch.isclose(case.result.float(), truth[case.work].float(), rtol=1e-5, atol=1e-5)
+            same = near if case.result.is_floating_point() else case.result == truth[case.work]
+            results[case.work, case.way] = 1 - same.float().mean(dtype=torch.float64).item()
+        else:
+            results[case.work, case.way] = None
+    return results
+
+
+def _seconds(cases: Sequence[Case], reset: Callable[[], object], options: argparse.Namespace) -> list[list[float]]:
+    """Device time of each case in each counted round, all cases once a round in rotated order."""
+    seconds: list[list[float]] = [[] for _ in cases]
+    for round_ in range(options.warmup + options.rounds):
+        for place in range(len(cases)):
+            index = (place + round_) % len(cases)
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            reset()  # writes more than the caches hold at the larger sizes, and hides the time of the launch
+            start.record()
+            cases[index].run()
+            end.record()
+            end.synchronize()
+            if round_ >= options.warmup:
+                seconds[index].append(start.elapsed_time(end) / 1e3)
+    return seconds
+
+
+def _measure(n: int, options: argparse.Namespace) -> list[Row]:
+    import triton
+
+    device = torch.device("cuda")
+    cases, reset = _cases(n, device)
+    cases = [case for case in cases if case.way == "copy" or harness.wanted(case.work, options)]
+    errors = _errors(cases, reset)
+    seconds = _seconds(cases, reset, options)
+    copy = 8 * n / statistics.median(seconds[0])
+    eager = {case.work: times for case, times in zip(cases, seconds, strict=True) if case.way == "eager"}
+    rows = []
+    for case, times in zip(cases, seconds, strict=True):
+        rate = case.bytes_moved / statistics.median(times)
+        base = eager.get(case.work)
+        rows.append(
+            Row(
+                benchmark="kernels",
+                case=f"{case.work}, {case.way}",
+                baseline=f"{case.work}, eager",
+                elements=n,
+                bytes_moved=case.bytes_moved,
+                seconds_median=statistics.median(times),
+                seconds=times,
+                gigabytes_per_second=rate / 1e9,
+                fraction_of_copy=rate / copy,
+                ratio=None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True)),
+                error=errors[case.work, case.way],
+                device=torch.cuda.get_device_name(device),
+                torch=torch.__version__,
+                triton=triton.__version__,
+                commit=harness._commit(),
+            )
+        )
+    return rows
+
+
+def _report(rows: Sequence[Row]) -> None:
+    table = Table(title=f"kernels: {rows[0].elements:,} float32 on {rows[0].device}", title_justify="left")
+    table.add_column("case", no_wrap=True)
+    for heading in ("median us", "GB/s", "of copy", "x eager", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.case,
+            f"{1e6 * row.seconds_median:.1f}",
+            f"{row.gigabytes_per_second:.0f}",
+            f"{row.fraction_of_copy:.0%}",
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+            "-" if row.error is None else f"{row.error:.1e}",
+        )
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    """Measure every size."""
+    parser = argparse.ArgumentParser(description="Speed of the Triton kernels on one GPU.")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="millions (2**20) of float32")
+    parser.add_argument("--rounds", type=int, default=30, help="counted rounds; each runs every case once")
+    parser.add_argument("--warmup", type=int, default=5, help="rounds that are not counted")
+    parser.add_argument("--cases", help="only cases whose name contains one of these, comma-separated")
+    parser.add_argument("--out", type=Path, help="append one JSON row a case to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit(
+            "benchmarks/kernels.py measures a GPU, and torch sees none here: run it where torch.cuda.is_available()"
+        )
+    for size in options.sizes:
+        rows = _measure(size << 20, options)
+        _report(rows)
+        harness.write(rows, options.out)
+
+
+if __name__ == "__main__":
+    main()

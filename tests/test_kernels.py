@@ -1,0 +1,475 @@
+"""The Triton kernels against the torch codecs: natively on a GPU, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import ringstrategy.kernels
+import torch
+
+from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
+from ringstrategy.codecs.gaussian import STEPS
+from ringstrategy.codecs.rotated import signs
+
+pytest.importorskip("triton", reason="triton is only for Linux")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    # lightning has imported triton by now, so it is too late to set it
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
+
+from ringstrategy.kernels import formats
+from ringstrategy.kernels.buckets import Places, pack, unpack
+from ringstrategy.kernels.decode import decode, mix
+from ringstrategy.kernels.encode import encode, reduce, relay
+from ringstrategy.kernels.rotate import rotate_
+
+EXACT = [
+    BlockInt(8),
+    BlockInt(7, block=24),
+    BlockInt(6, block=64),
+    BlockInt(5, block=8),
+    BlockInt(4),
+    BlockInt(3, block=1024),
+    BlockInt(2),
+    BlockInt(8, scale="minmax"),
+    BlockInt(3, scale="minmax"),
+    BlockFloat8("e4m3"),
+    BlockFloat8("e5m2"),
+]
+SUMMED = [Sign(), Sign(block=40), Gaussian(1), Gaussian(2), Gaussian(4, block=64), Gaussian(7)]
+ALL = EXACT + SUMMED
+SOME = [BlockInt(4), BlockInt(7, block=24), BlockInt(8, scale="minmax"), BlockFloat8("e4m3"), Sign(), Gaussian(3)]
+STOCHASTIC = [BlockInt(4, rounding="stochastic"), BlockInt(3, 64, "stochastic", "minmax")]
+HALVES = [torch.float16, torch.bfloat16]
+
+# numpy, of NaN and overflow, which are tested
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_rounds(monkeypatch):
+    """Triton's interpreter cuts float32 to bfloat16, where devices round to nearest even."""
+    if DEVICE.type == "cuda":
+        return
+    from triton.runtime import interpreter
+
+    def convert(data, source, target, mode):
+        if target.primitive_bitwidth == 16:
+            return torch.from_numpy(np.array(data, np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        return np.array(data, np.uint16).astype(np.uint32) << 16
+
+    monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+def sizes(block):
+    # the last: more than one program, and a short block at the end
+    return (0, 1, block - 1, block, block + 1, 3 * block + 5, max(2, 2060 // block) * block + 3)
+
+
+def heavy_tailed(numel, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
+    return values.to(dtype).to(DEVICE)
+
+
+def awkward(block, dtype=torch.float32):
+    """A block of each kind that needs thought, plain ones between, and a short one."""
+    tiny = torch.finfo(dtype).smallest_normal
+    huge = torch.finfo(dtype).max / 2
+    rows = heavy_tailed(14 * block, dtype=torch.float32).view(14, block) + 0.1
+    rows[1] = 0
+    rows[2] = -0.0
+    rows[3] = 3.25
+    rows[4] = -7e-3
+    rows[5] *= tiny / 8
+    rows[6] *= 0
+    rows[6, block // 2] = tiny / 4
+    rows[7, 3] = float("nan")
+    rows[8, block - 1] = float("inf")
+    rows[9, 0] = -float("inf")
+    rows[10] = rows[10].sign() * huge
+    rows[11, ::2] = 0
+    rows[12] = rows[12].abs() * (huge / 64 if dtype == torch.float16 else 1e30)
+    values = torch.cat([rows.view(-1), torch.tensor([2.5, float("nan"), 1.0], device=DEVICE)])
+    return values.to(dtype)
+
+
+def message(codec, numel, dtype=torch.float32, fill=0):
+    return torch.full((codec.nbytes(numel, dtype),), fill, dtype=torch.uint8, device=DEVICE)
+
+
+def random_message(codec, numel, seed):
+    generator = torch.Generator().manual_seed(seed)
+    nbytes = codec.nbytes(numel, torch.float32)
+    return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=generator).to(DEVICE)
+
+
+def by_codec(codec, values, seed=0):
+    """Bytes, loss and decoded values of the torch codec on the CPU."""
+    values = values.cpu()
+    wire = torch.zeros(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+    lost, decoded = torch.full_like(values, 77.0), torch.empty_like(values)
+    codec.encode(values, wire, lost=lost, seed=seed)
+    codec.decode(wire, decoded)
+    return wire, lost, decoded
+
+
+def by_kernel(codec, values, **options):
+    wire = message(codec, values.numel(), values.dtype)
+    lost, decoded = torch.full_like(values, 77.0), torch.empty_like(values)
+    fmt = codec.kernel_format()
+    encode(values, wire, fmt, lost=lost, **options)
+    decode(wire, decoded, fmt)
+    return wire.cpu(), lost.cpu(), decoded.cpu()
+
+
+def parts(codec, wire, numel):
+    """Scales and minima (None without) as float32, and the codes' bytes."""
+    blocks = -(-numel // codec.block)
+    minima = wire[: 4 * blocks].view(torch.float32) if len(codec.headers) == 2 else None
+    begin = 0 if minima is None else 4 * blocks
+    scales = wire[begin : begin + 2 * blocks].view(torch.bfloat16).float()
+    return scales, minima, wire[begin + 2 * blocks :]
+
+
+def broken(values, block):
+    """For each value: does its block hold something that is not finite?"""
+    padded = torch.zeros(-(-values.numel() // block) * block)
+    padded[: values.numel()] = values.cpu().float()
+    bad = ~padded.view(-1, block).isfinite().all(1)
+    return bad.repeat_interleave(block)[: values.numel()]
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours.cpu(), theirs.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("codec", EXACT, ids=str)
+def test_bytes_are_the_torch_codecs(codec):
+    for values in [heavy_tailed(numel, seed=numel) for numel in sizes(codec.block)] + [awkward(codec.block)]:
+        wire, lost, decoded = by_kernel(codec, values)
+        wire_, lost_, decoded_ = by_codec(codec, values)
+        scales, minima, codes = parts(codec, wire, values.numel())
+        scales_, minima_, codes_ = parts(codec, wire_, values.numel())
+        assert_same(scales, scales_)
+        assert_same(codes, codes_)
+        if minima is not None:
+            finite = ~scales.isnan()
+            assert_same(minima[finite], minima_[finite])
+        assert_same(lost, lost_)
+        assert_same(decoded, decoded_)
+
+
+@pytest.mark.parametrize("codec", SUMMED, ids=str)
+def test_summed_scales_agree_to_rounding(codec):
+    for values in [heavy_tailed(numel, seed=numel) for numel in sizes(codec.block)] + [awkward(codec.block)]:
+        wire, _, decoded = by_kernel(codec, values)
+        wire_, _, decoded_ = by_codec(codec, values)
+        scales, scales_ = parts(codec, wire, values.numel())[0], parts(codec, wire_, values.numel())[0]
+        torch.testing.assert_close(scales, scales_, rtol=2.0**-7, atol=0, equal_nan=True)  # one unit of the last place
+        if values.numel() == 0:
+            continue
+        step = scales_.repeat_interleave(codec.block)[: values.numel()] * 2
+        neighbour = (decoded - decoded_).abs() > step / 2
+        assert not (codec.bits == 1 and neighbour.any()), "a sign needs no sum"
+        assert neighbour.float().mean() < 0.01
+        off = (decoded - decoded_).abs() - neighbour * step * (1 + 2.0**-7)
+        assert (off.nan_to_num() <= decoded_.abs().nan_to_num() * 2.0**-7).all()
+        assert torch.equal(decoded.isnan(), decoded_.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_sent_and_lost_are_the_values(codec, dtype):
+    values = awkward(codec.block, dtype)
+    _, lost, decoded = by_kernel(codec, values)
+    dead = broken(values, codec.block) | decoded.isnan()  # a sum or a range may overflow where no value does
+    assert 0 < dead.float().mean() < 0.6
+    assert decoded[dead].isnan().all()
+    assert (lost[dead] == 77).all()
+    values = values.cpu()
+    gap = decoded.double() + lost.double() - values.double()
+    larger = torch.maximum(values.double().abs(), decoded.double().abs())
+    bound = torch.finfo(dtype).eps * (larger + torch.finfo(dtype).smallest_normal)
+    assert (gap[~dead].abs() <= bound[~dead]).all()
+    assert (lost[~dead] != 0).any()
+
+
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_lost_may_be_absent_or_the_values_themselves(codec):
+    values = heavy_tailed(2 * codec.block + 3)
+    wire, lost, _ = by_kernel(codec, values)
+    again = message(codec, values.numel())
+    encode(values, again, codec.kernel_format())
+    assert_same(again, wire)
+    encode(values, again, codec.kernel_format(), lost=values)
+    assert_same(again, wire)
+    assert_same(values, lost)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+def test_any_bytes_decode_as_by_the_codec(codec):
+    numel = 5 * codec.block + 13
+    wire = random_message(codec, numel, seed=1)
+    out, expected = torch.empty(numel, device=DEVICE), torch.empty(numel)
+    decode(wire, out, codec.kernel_format())
+    codec.decode(wire.cpu(), expected)
+    assert_same(out, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_decode_adds_and_scales(codec, dtype):
+    values = heavy_tailed(2 * codec.block + 3, dtype=dtype)
+    wire, _, _ = by_kernel(codec, values)
+    decoded = torch.empty(values.numel())
+    codec.decode(wire, decoded)
+    fmt, wire = codec.kernel_format(), wire.to(DEVICE)
+    out = values.clone()
+    decode(wire, out, fmt, add=True)
+    assert_same(out, (values.cpu().float() + decoded).to(dtype))
+    decode(wire, out, fmt, scale=1 / 3)
+    assert_same(out, (decoded * (1 / 3)).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_a_relay_is_a_decode_and_an_encode(codec, dtype):
+    fmt = codec.kernel_format()
+    for numel in (codec.block + 1, sizes(codec.block)[-1]) if dtype == torch.float32 else (3 * codec.block + 5,):
+        values, wire_in = heavy_tailed(numel, 1, dtype), by_kernel(codec, heavy_tailed(numel, 2))[0].to(DEVICE)
+        if numel == codec.block + 1:
+            wire_in = random_message(codec, numel, seed=3)
+        before, wire, lost = values.clone(), message(codec, numel), torch.full_like(values, 77.0)
+        relay(wire_in, values, wire, fmt, lost=lost)
+        assert_same(values, before)
+        decode(wire_in, values, fmt, add=True)
+        wire_, lost_, _ = by_kernel(codec, values)
+        assert_same(wire, wire_)
+        assert_same(lost, lost_)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_a_reduce_adds_in_order(codec, dtype):
+    fmt = codec.kernel_format()
+    numel = 2 * codec.block + 3
+    values = heavy_tailed(numel, 1, dtype)
+    wires = [by_kernel(codec, heavy_tailed(numel, seed) * 10.0 ** (seed - 3))[0].to(DEVICE) for seed in range(2, 5)]
+    wire, lost = message(codec, numel), torch.full_like(values, 77.0)
+    reduce(wires, values, wire, fmt, lost=lost)
+    for payload in wires:
+        decode(payload, values, fmt, add=True)
+    wire_, lost_, _ = by_kernel(codec, values)
+    assert_same(wire, wire_)
+    assert_same(lost, lost_)
+    reduce([], values, wire, fmt)
+    assert_same(wire, wire_)
+
+
+@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_mix_is_the_weighted_sum(codec):
+    numel = 4 * codec.block + 3
+    values = heavy_tailed(numel, 1)
+    wires = [by_kernel(codec, heavy_tailed(numel, seed))[0] for seed in (2, 3)]
+    weights = [0.3, 0.5, 1 / 5]
+    expected = values.cpu() * weights[0]
+    for wire, weight in zip(wires, weights[1:], strict=True):
+        decoded = torch.empty(numel)
+        codec.decode(wire, decoded)
+        expected += decoded * weight
+    out = torch.empty_like(values)
+    wires = [wire.to(DEVICE) for wire in wires]
+    mix(values, wires, weights, out, codec.kernel_format())
+    assert_same(out, expected)
+    mix(values, wires, weights, values, codec.kernel_format())
+    assert_same(values, expected)
+
+
+@pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+def test_stochastic_rounding(codec):
+    values = heavy_tailed(3 * codec.block + 3)
+    fmt, numel = codec.kernel_format(), values.numel()
+    wire, lost, _ = by_kernel(codec, values, seed=2**61 + 5)
+    assert_same(by_kernel(codec, values, seed=2**61 + 5)[0], wire)
+    assert not torch.equal(by_kernel(codec, values, seed=2**61 + 6)[0], wire)
+    assert not torch.equal(by_kernel(codec, values, seed=5)[0], wire), "all 64 bits of the seed count"
+    # cut into segments, each with its place in the bucket
+    segments, cut = [], 2 * codec.block
+    for begin, end in ((0, cut), (cut, numel)):
+        segment = message(codec, end - begin)
+        encode(values[begin:end].clone(), segment, fmt, seed=2**61 + 5, offset=begin)
+        decoded = torch.empty(end - begin, device=DEVICE)
+        decode(segment, decoded, fmt)
+        segments.append(decoded)
+    assert_same(values.cpu() - torch.cat(segments).cpu(), lost)
+
+    scales = parts(codec, wire, numel)[0].repeat_interleave(codec.block)[:numel]
+    errors = torch.empty(32, numel)
+    for seed, row in enumerate(errors):
+        lost = torch.empty_like(values)
+        encode(values, wire.to(DEVICE), fmt, lost=lost, seed=seed)
+        row.copy_(lost.cpu() / scales)
+    assert errors.abs().max() < 1 + 1e-5
+    assert errors.abs().max() > 0.9, "nearest rounding would stay below 1/2"
+    assert errors.mean(0).abs().max() < 5 * 0.5 / 32**0.5
+    assert abs(errors.mean().item()) < 5 * 0.5 / errors.numel() ** 0.5
+    # neighbours' noise is their own
+    a, b = errors[:, :-1].flatten(), errors[:, 1:].flatten()
+    assert abs((a * b).mean().item()) < 5 * 0.25 / a.numel() ** 0.5
+
+
+def test_the_tables_of_steps_agree():
+    assert formats._STEPS == STEPS
+
+
+def test_a_block_too_large_is_refused_with_words():
+    with pytest.raises(ValueError, match="choose such a block"):
+        BlockInt(8, block=8200).kernel_format()
+
+
+def test_the_largest_block():
+    codec = BlockInt(4, block=formats.LARGEST_BLOCK)
+    values = heavy_tailed(codec.block + 24)
+    assert_same(by_kernel(codec, values)[0], by_codec(codec, values)[0])
+
+
+def dense_hadamard():
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(8):
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), matrix)
+    return matrix / 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 11 * 256 + 5])
+def test_a_rotation_is_a_dense_hadamard_matrix(numel, dtype):
+    before, flips = heavy_tailed(numel, dtype=dtype), signs(7).to(DEVICE)
+    values, whole = before.clone(), numel // 256 * 256
+    rotate_(values, flips)
+    expected = before.cpu().double()
+    expected[:whole] = ((expected[:whole].view(-1, 256) * signs(7)) @ dense_hadamard()).view(-1)
+    length = expected[:whole].view(-1, 256).norm(dim=1).repeat_interleave(256)
+    eps = torch.finfo(dtype).eps
+    assert ((values.cpu().double() - expected)[:whole].abs() <= eps * length).all()
+    assert_same(values[whole:], before[whole:])
+    rotate_(values, flips, inverse=True)
+    assert ((values - before).cpu().double()[:whole].abs() <= 4 * eps * length).all()
+
+
+@pytest.mark.parametrize("codec", [Gaussian(4), Sign(), BlockInt(8)], ids=str)
+def test_decoded_values_turn_back_exactly(codec):
+    values = heavy_tailed(256 * 9 + 5)
+    flips = signs(3).to(DEVICE)
+    rotate_(values, flips)
+    decoded = by_kernel(codec, values)[2]
+    expected = decoded[: 9 * 256].view(-1, 256).double() @ dense_hadamard() * signs(3)
+    turned = decoded.to(DEVICE)
+    rotate_(turned, flips, inverse=True)
+    assert_same(turned[: 9 * 256], expected.float().view(-1))
+    assert (expected.float() == expected).all(), "no sum was rounded"
+    Rotated(codec).restore_(decoded, 3)
+    assert_same(turned, decoded)
+
+
+def tensors_of_all_kinds():
+    """Dozens of tensors, odd sizes and mixed dtypes, at aligned and odd addresses, some of them missing."""
+    generator = torch.Generator().manual_seed(5)
+    numels = [0, 1, 3, 5000, 7, 2048, 4096, 2049, 0, 17, 255, 256, 257, 6144, *range(1, 40, 3), 2500, 1]
+    dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    tensors = []
+    for i, numel in enumerate(numels):
+        store = torch.randn(numel + 8, generator=generator).to(dtypes[(i // 3) % 3]).to(DEVICE)
+        begin = 8 if i % 4 else 1  # on 16 bytes, or not
+        tensors.append(store[begin : begin + numel] if begin + numel <= numel + 8 else store[:numel])
+    tensors[4] = tensors[3].new_zeros(6, 2, 3, 5).to(memory_format=torch.channels_last)
+    tensors[4].copy_(torch.randn(6, 2, 3, 5, generator=generator))
+    return tensors
+
+
+def in_memory_order(tensor):
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+@pytest.mark.parametrize("flips", [None, signs(9)], ids=["plain", "rotated"])
+@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
+def test_pack_and_unpack(residual, flips):
+    tensors = tensors_of_all_kinds()
+    places = Places([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors], DEVICE)
+    missing = {2, 7, len(tensors) - 1}
+    given = [None if i in missing else tensor for i, tensor in enumerate(tensors)]
+    rest = None if residual is None else heavy_tailed(places.numel, dtype=residual)
+    flips = None if flips is None else flips.to(DEVICE)
+    flat = torch.full((places.numel,), 77.0, device=DEVICE)
+    pack(places, given, flat, scale=1 / 3, residual=rest, signs=flips)
+
+    columns = [
+        torch.zeros(tensor.numel(), device=DEVICE) if i in missing else in_memory_order(tensor).float() * (1 / 3)
+        for i, tensor in enumerate(tensors)
+    ]
+    expected = torch.cat(columns)
+    if rest is not None:
+        expected += rest.float()
+    if flips is not None:
+        rotate_(expected, flips)
+    assert_same(flat, expected)
+
+    back = [None if i in missing else torch.full_like(tensor, 77.0) for i, tensor in enumerate(tensors)]
+    unpack(places, flat, back, signs=flips)
+    assert_same(flat, expected)
+    if flips is not None:
+        rotate_(expected, flips, inverse=True)
+    for tensor, part in zip(back, expected.split(places.numels), strict=True):
+        if tensor is not None:
+            assert_same(in_memory_order(tensor), part.to(tensor.dtype))
+
+
+def test_pack_reads_only_its_tensors():
+    # NaN before and after each tensor, and in the bucket itself
+    store = torch.full((3, 4000), float("nan"), device=DEVICE)
+    tensors = [store[0, 4:2052], store[1, 3:1002], store[2, 8:3900]]
+    for i, tensor in enumerate(tensors):
+        tensor.fill_(i + 1.0)
+    places = Places([2048, 999, 3892], [torch.float32] * 3, DEVICE)
+    flat = torch.full((places.numel,), float("nan"), device=DEVICE)
+    pack(places, tensors, flat)
+    assert_same(flat, torch.cat(tensors))
+    unpack(places, flat * 2, tensors)
+    assert torch.nansum(store).item() == 2 * (2048 * 1 + 999 * 2 + 3892 * 3)
+    assert store.isnan().sum().item() == store.numel() - places.numel
+
+
+def test_an_empty_bucket_launches_nothing():
+    places = Places([0, 0], [torch.float32] * 2, DEVICE)
+    empty = torch.empty(0, device=DEVICE)
+    pack(places, [empty, None], empty)
+    unpack(places, empty, [empty, None])
+
+
+def test_a_tensor_with_gaps_is_refused():
+    places = Places([4], [torch.float32], DEVICE)
+    with pytest.raises(AssertionError, match="copy the tensor first"):
+        pack(places, [torch.zeros(8, device=DEVICE)[::2]], torch.zeros(4, device=DEVICE))
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs 20 GB of GPU memory")
+def test_more_values_than_32_bits_count():
+    codec, numel = BlockInt(8), 2**31 + 300
+    values = torch.zeros(numel, device=DEVICE)
+    values[-300:] = heavy_tailed(300)
+    wire = message(codec, numel)
+    encode(values, wire, codec.kernel_format(), lost=values)
+    decode(wire, values, codec.kernel_format(), add=True)
+    assert not values[:-512].any()
+    assert torch.allclose(values[-300:].cpu(), heavy_tailed(300).cpu(), rtol=0, atol=1e-6)
+
+
+def test_the_package_imports_neither_torch_nor_triton():
+    file = ringstrategy.kernels.__file__
+    code = f"import runpy, sys; runpy.run_path({file!r}); print({{'torch', 'triton'}} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

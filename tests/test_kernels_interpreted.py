@@ -1,0 +1,23 @@
+"""Runs test_kernels.py through Triton's interpreter, which must be chosen before anything imports triton."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels.py runs on the GPU")
+@pytest.mark.skipif(sys.platform != "linux", reason="triton is only for Linux")
+def test_the_kernels_without_a_gpu():
+    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
+    done = subprocess.run(
+        command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "failed" not in done.stdout

@@ -1,0 +1,210 @@
+"""Gather scattered tensors into one flat bucket and scatter them back, each in one launch, cast, scaled and rotated."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .formats import LAUNCH
+from .rotate import LENGTH, ROWS, check_signs, rotated
+from .tables import table
+
+_SPAN = ROWS * LENGTH  # elements of the bucket that a program works on
+_KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class Places:
+    """Which tensor each element of a bucket belongs to; made once, for as long as the bucket has these tensors.
+
+    Args:
+        numels: elements of each tensor, in the order of the bucket.
+        dtypes: float32, float16 or bfloat16 each.
+        device: of the bucket and the tensors.
+    """
+
+    def __init__(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        assert len(numels) == len(dtypes)
+        self.numels, self.dtypes = list(numels), list(dtypes)
+        edges = [0, *accumulate(numels)]
+        self.numel = edges[-1]
+        self.programs = -(-self.numel // _SPAN)
+        begins = [_SPAN * program for program in range(self.programs)]
+        first = [bisect_right(edges, begin) - 1 for begin in begins]
+        last = [bisect_left(edges, min(begin + _SPAN, self.numel)) for begin in begins]
+        self.edges = torch.tensor(edges, device=device)
+        self.kinds = torch.tensor([_KINDS[dtype] for dtype in dtypes], dtype=torch.int32, device=device)
+        self.ranges = torch.tensor([first, last], dtype=torch.int32, device=device)
+
+    def addresses(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Where the tensors lie, 0 for None: int64 (tensors,) on the device."""
+        assert len(tensors) == len(self.numels), f"{len(tensors)} tensors for {len(self.numels)} places"
+        for tensor, numel, dtype in zip(tensors, self.numels, self.dtypes, strict=True):
+            if tensor is not None:
+                assert (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, self.edges.device)
+                assert _is_dense(tensor), f"strides {tensor.stride()} leave gaps: copy the tensor first"
+        return table([0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.edges.device)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
+    return format is not None and tensor.is_contiguous(memory_format=format)
+
+
+@triton.jit
+def _place(addresses, edges, kinds, i, begin, SPAN: tl.constexpr):
+    # the address at which the program's first element lies or would lie in tensor i; and whether that is a multiple of
+    # 16 bytes and all of the program's elements are in the tensor
+    itemsize = tl.where(tl.load(kinds + i) == 0, 4, 2)
+    start, stop = tl.load(edges + i), tl.load(edges + i + 1)
+    address = tl.load(addresses + i)
+    place = address + (begin - start) * itemsize
+    return address, place, start - begin, stop - begin, (place % 16 == 0) & (start <= begin) & (stop >= begin + SPAN)
+
+
+@triton.jit
+def _read(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    if whole:
+        x = tl.load(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + at).to(tl.float32)
+    else:
+        mine = (at >= start) & (at < stop)
+        x = tl.where(mine, tl.load(place.to(tl.pointer_type(DTYPE)) + at, mask=mine, other=0.0).to(tl.float32), x)
+    return x
+
+
+@triton.jit
+def _write(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr):
+    at = tl.arange(0, ROWS)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    if whole:
+        tl.store(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + at, x.to(DTYPE))
+    else:
+        tl.store(place.to(tl.pointer_type(DTYPE)) + at, x.to(DTYPE), mask=(at >= start) & (at < stop))
+
+
+@triton.jit
+def _pack_kernel(addresses, edges, kinds, ranges, flat, residual, signs, n, scale, ROWS: tl.constexpr):
+    """flat = rotated(tensors * scale + residual), each operation rounded to float32.
+
+    A program owns ROWS * 256 elements of the bucket and walks over the tensors that they belong to. Reads 2 or 4
+    (tensors) and 0, 2 or 4 (residual), writes 4 bytes an element.
+    """
+    program = tl.program_id(0)
+    begin = program.to(tl.int64) * (ROWS * 256)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * 256 + tl.arange(0, 256)[None, :]
+    x = tl.zeros([ROWS, 256], tl.float32)
+    for i in range(tl.load(ranges + program), tl.load(ranges + tl.num_programs(0) + program)):
+        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, ROWS * 256)
+        if address != 0:
+            kind = tl.load(kinds + i)
+            if kind == 0:
+                x = _read(x, place, start, stop, whole, tl.float32, ROWS)
+            elif kind == 1:
+                x = _read(x, place, start, stop, whole, tl.float16, ROWS)
+            else:
+                x = _read(x, place, start, stop, whole, tl.bfloat16, ROWS)
+    x *= scale
+    left = n - begin
+    if left >= ROWS * 256:
+        if residual is not None:
+            x += tl.load(residual + begin + at).to(tl.float32)
+        if signs is not None:
+            x = rotated(x, signs, ROWS, False)
+        tl.store(flat + begin + at, x)
+    else:
+        if residual is not None:
+            x += tl.load(residual + begin + at, mask=at < left, other=0.0).to(tl.float32)
+        if signs is not None:
+            x = tl.where(row < left // 256, rotated(x, signs, ROWS, False), x)
+        tl.store(flat + begin + at, x, mask=at < left)
+
+
+@triton.jit
+def _unpack_kernel(addresses, edges, kinds, ranges, flat, signs, n, ROWS: tl.constexpr):
+    """tensors = flat, or flat rotated back, rounded to their dtypes.
+
+    Reads 4, writes 2 or 4 bytes an element; see `_pack_kernel`.
+    """
+    program = tl.program_id(0)
+    begin = program.to(tl.int64) * (ROWS * 256)
+    row = tl.arange(0, ROWS)[:, None]
+    at = row * 256 + tl.arange(0, 256)[None, :]
+    left = n - begin
+    if left >= ROWS * 256:
+        x = tl.load(flat + begin + at)
+        if signs is not None:
+            x = rotated(x, signs, ROWS, True)
+    else:
+        x = tl.load(flat + begin + at, mask=at < left, other=0.0)
+        if signs is not None:
+            x = tl.where(row < left // 256, rotated(x, signs, ROWS, True), x)
+    for i in range(tl.load(ranges + program), tl.load(ranges + tl.num_programs(0) + program)):
+        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, ROWS * 256)
+        if address != 0:
+            kind = tl.load(kinds + i)
+            if kind == 0:
+                _write(x, place, start, stop, whole, tl.float32, ROWS)
+            elif kind == 1:
+                _write(x, place, start, stop, whole, tl.float16, ROWS)
+            else:
+                _write(x, place, start, stop, whole, tl.bfloat16, ROWS)
+
+
+def pack(
+    places: Places,
+    tensors: Sequence[Tensor | None],
+    flat: Tensor,
+    *,
+    scale: float = 1.0,
+    residual: Tensor | None = None,
+    signs: Tensor | None = None,
+) -> None:
+    """Write `tensors * scale + residual`, rotated if there are `signs`, to `flat`.
+
+    Args:
+        places: of the tensors in the bucket.
+        tensors: dense, elements taken in the order of memory; None: zeros.
+        flat: float32 (places.numel,).
+        scale: rounded to float32.
+        residual: float32 or bfloat16 (places.numel,).
+        signs: of `rotate_`.
+    """
+    _check_flat(places, flat, signs)
+    if residual is not None:
+        assert (residual.shape, residual.device) == (flat.shape, flat.device)
+        assert residual.is_contiguous()
+    if places.numel == 0:
+        return
+    with torch.cuda.device_of(flat):
+        addresses = places.addresses(tensors)
+        _pack_kernel[(places.programs,)](
+            addresses, places.edges, places.kinds, places.ranges, flat, residual, signs, places.numel, float(scale),
+            ROWS, **LAUNCH,
+        )  # fmt: skip
+
+
+def unpack(places: Places, flat: Tensor, tensors: Sequence[Tensor | None], *, signs: Tensor | None = None) -> None:
+    """Write `flat` (left as it is), rotated back if there are `signs`, to the tensors that are not None. See `pack`."""
+    _check_flat(places, flat, signs)
+    if places.numel == 0:
+        return
+    with torch.cuda.device_of(flat):
+        addresses = places.addresses(tensors)
+        _unpack_kernel[(places.programs,)](
+            addresses, places.edges, places.kinds, places.ranges, flat, signs, places.numel, ROWS, **LAUNCH
+        )  # fmt: skip
+
+
+def _check_flat(places: Places, flat: Tensor, signs: Tensor | None) -> None:
+    assert (flat.shape, flat.dtype, flat.device) == ((places.numel,), torch.float32, places.edges.device)
+    assert flat.is_contiguous()
+    if signs is not None:
+        check_signs(signs, flat.device)

@@ -1,0 +1,360 @@
+"""What a blocked codec is to the kernels: its layout, and how values become codes and codes values (wire-format.md).
+
+Each codec is a pair of helpers. `quantize(tiles, exists, length, seed, place, FORMAT)` gives int32 codes and the
+headers (scale, minimum): a scale of NaN for a non-finite block, whose codes may then be anything. `dequantize(code,
+scale, minimum, FORMAT)` gives what the receiver decodes. `tiles` and `exists` are tuples of (rows, width), see
+tiles.py; `place` is that of each block among the bucket's; headers are float32 (rows, 1), exact in their dtypes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST_BLOCK = 8192  # a block lies in the registers of one program
+# 128 threads; each operation rounds, as in torch
+LAUNCH: dict[str, Any] = {"num_warps": 4 if torch.version.hip is None else 2, "enable_fp_fusion": False}
+_TILE = 512  # values of a tile, 16 bytes of float32 a thread
+
+# steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
+_STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
+
+_NAN = tl.constexpr(0x7FC00000)
+_LARGEST = tl.constexpr(0x7F7E0000)  # 1.984375 * 2^127: from here up, a scale rounded up could overflow
+_INFINITY = tl.constexpr(0x7F800000)
+_SMALLEST_NORMAL = tl.constexpr(0x00800000)
+_TO_INTEGER = tl.constexpr(
+    12582912.0
+)  # 1.5 * 2^23: adding it rounds, halves to even, and the low bits hold the integer
+_INTEGER_ZERO = tl.constexpr(0x4B400000)  # its bits
+
+
+@dataclass(frozen=True)
+class Format:
+    """A codec as one constant of the kernels; make it with `block_int`, `block_float8`, `sign` or `gaussian`.
+
+    Args:
+        block: values that share headers.
+        bits: of a code, 1 to 8.
+        quantize: a triton function, as is `dequantize`; see above.
+        unit: what the block's greatest value, range or mean is multiplied by to give its scale.
+        zero: the code of a zero.
+        stochastic: round to either side.
+        minima: a float32 minimum goes before the scales.
+    """
+
+    block: int
+    bits: int
+    quantize: Any
+    dequantize: Any
+    unit: float = 0.0
+    zero: int = 0
+    stochastic: bool = False
+    minima: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block % 8 or not 8 <= self.block <= LARGEST_BLOCK:
+            raise ValueError(
+                f"on CUDA tensors a block has 8 to {LARGEST_BLOCK} values, a multiple of 8, not {self.block}: "
+                "choose such a block, or keep the tensors on the CPU"
+            )
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of a block's headers."""
+        return 6 if self.minima else 2
+
+    @property
+    def tiles(self) -> int:
+        """Runs of a block: as many as codes of the narrowest plane share a byte, and enough loads in flight."""
+        return max(4, 8 // (self.bits & -self.bits))
+
+    @property
+    def width(self) -> int:
+        """Columns of a tile: a run, up to a power of two."""
+        return 1 << (self.block // self.tiles - 1).bit_length()
+
+    @property
+    def rows(self) -> int:
+        """Blocks of a program."""
+        return max(1, _TILE // self.width)
+
+    @property
+    def cache_key(self) -> str:
+        """What triton's cache of compiled kernels knows it by; without this, mended helpers would find old kernels."""
+        return f"{self} {self.quantize.cache_key} {self.dequantize.cache_key}"
+
+    def nbytes(self, numel: int) -> int:
+        """Bytes of a message of `numel` values."""
+        return self.header_bytes * -(-numel // self.block) + -(-numel // 8) * self.bits
+
+    def grid(self, numel: int) -> tuple[int]:
+        """Programs for `numel` values."""
+        return (-(-numel // (self.rows * self.block)),)
+
+    def align(self, numel: int) -> int:
+        """What the places of a program's codes in a message of `numel` values are multiples of, in bytes, up to 16."""
+        headers = self.header_bytes * -(-numel // self.block)
+        return math.gcd(headers, self.rows * self.block * self.bits // 8, 16)
+
+    def check(self, values: Tensor, *wires: Tensor) -> None:
+        """Assert what the kernels rely on."""
+        assert values.is_contiguous(), f"values must be flat, got strides {values.stride()}"
+        for wire in wires:
+            assert wire.dtype == torch.uint8, f"a message is uint8, not {wire.dtype}"
+            assert wire.is_contiguous(), f"a message must be flat, got strides {wire.stride()}"
+            assert wire.numel() == self.nbytes(values.numel()), f"{wire.numel()} bytes for {values.numel()} values"
+            assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
+            assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"
+
+
+def block_int(
+    bits: int,
+    block: int = 256,
+    scale: Literal["absmax", "minmax"] = "absmax",
+    rounding: Literal["nearest", "stochastic"] = "nearest",
+) -> Format:
+    """Whole numbers times the block's scale; `bits` 2 to 8, with minmax 1 to 8."""
+    stochastic = rounding == "stochastic"
+    if scale == "minmax":
+        return Format(block, bits, _to_minmax, _from_minmax, 1 / (2**bits - 1), stochastic=stochastic, minima=True)
+    half = 1 << (bits - 1)
+    return Format(block, bits, _to_absmax, _from_absmax, 1 / (half - 1), half, stochastic)
+
+
+def block_float8(format: Literal["e4m3", "e5m2"], block: int = 256) -> Format:
+    """Floats of 8 bits times the block's scale: `e4m3` as torch.float8_e4m3fn, or `e5m2`."""
+    if format == "e4m3":
+        return Format(block, 8, _to_e4m3, _from_e4m3, 1 / 448)
+    return Format(block, 8, _to_e5m2, _from_e5m2, 1 / 57344)
+
+
+def sign(block: int = 256) -> Format:
+    """One bit a value, times the block's mean magnitude."""
+    return Format(block, 1, _to_sign, _from_sign, zero=1)
+
+
+def gaussian(bits: int, block: int = 256) -> Format:
+    """Odd multiples of a scale, spaced as is best for normal values; `bits` 1 to 7."""
+    return Format(block, bits, _to_gaussian, _from_gaussian, _STEPS[bits] * math.sqrt(math.pi / 2), 1 << (bits - 1))
+
+
+@triton.jit
+def bits_of(x):
+    """Float32 as int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """Int32 as float32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def largest_magnitude(tiles):
+    """Max |x| of each row as the bits of a float32: above those of every number if there is a NaN."""
+    largest = bits_of(tiles[0]) & 0x7FFFFFFF
+    for t in tl.static_range(1, len(tiles)):
+        largest = tl.maximum(largest, bits_of(tiles[t]) & 0x7FFFFFFF)
+    return tl.max(largest, 1)[:, None]
+
+
+@triton.jit
+def bounding_scale(largest, UNIT: tl.constexpr):
+    """`largest` (bits of a float32) * UNIT, rounded up to bfloat16, at least 2^-126; NaN from _LARGEST up."""
+    up = (tl.maximum(bits_of(float_of(largest) * UNIT), _SMALLEST_NORMAL) + 0xFFFF) & -0x10000
+    return float_of(tl.where(largest < _LARGEST, up, _NAN))
+
+
+@triton.jit
+def nearest_scale(x):
+    """Float32 rounded to the nearest bfloat16, ties to even; NaN where that is not finite."""
+    bits = bits_of(x)
+    near = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+    finite = ((bits & 0x7FFFFFFF) < _INFINITY) & ((near & 0x7FFFFFFF) < _INFINITY)
+    return float_of(tl.where(finite, near, _NAN))
+
+
+@triton.jit
+def sum_rows(tiles):
+    """Sum of each row (ROWS, 1): run on run, then across."""
+    total = tiles[0]
+    for t in tl.static_range(1, len(tiles)):
+        total += tiles[t]
+    return tl.sum(total, 1)[:, None]
+
+
+@triton.jit
+def mean_magnitude(tiles, length):
+    """Mean |x| of each row's `length` values."""
+    magnitudes = ()
+    for t in tl.static_range(len(tiles)):
+        magnitudes = magnitudes + (tl.abs(tiles[t]),)
+    return tl.div_rn(sum_rows(magnitudes), tl.maximum(length, 1).to(tl.float32))
+
+
+@triton.jit
+def rounded(tiles, seed, place, STOCHASTIC: tl.constexpr):
+    """rint(v), or rint(v + r) with r uniform in [-1/2, 1/2), as int32; |v| < 2^22.
+
+    r is a function of (seed, place of the block, run, column): Philox 4x32, one call for four runs. `place` is int64
+    (ROWS, 1).
+    """
+    whole = ()
+    for first in tl.static_range(0, len(tiles), 4):
+        if STOCHASTIC:
+            column = tl.arange(0, tiles[0].shape[1])[None, :] + tl.zeros(tiles[0].shape, tl.int32)
+            low, high = place.to(tl.int32) + column * 0, (place >> 32).to(tl.int32) + column * 0
+            noise = tl.philox(seed, column, low, high, column * 0 + first)
+        for k in tl.static_range(4):
+            v = tiles[first + k]
+            if STOCHASTIC:
+                v += (noise[k] >> 8).to(tl.float32) * 2.0**-24 - 0.5
+            whole = whole + (bits_of(v + _TO_INTEGER) - _INTEGER_ZERO,)
+    return whole
+
+
+@triton.jit
+def _to_absmax(
+    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+):  # u = clamp(rint(x * (1/s)), -Q, Q) + 2^(bits-1), s = bounding(max|x| / Q)
+    scale = bounding_scale(largest_magnitude(tiles), FORMAT.unit)
+    levels = rounded(_scaled(tiles, tl.div_rn(1.0, scale)), seed, place, FORMAT.stochastic)
+    codes = ()
+    for t in tl.static_range(len(tiles)):
+        level = levels[t]
+        if FORMAT.stochastic:  # rounding to nearest stays within
+            level = tl.minimum(tl.maximum(level, 1 - (1 << (FORMAT.bits - 1))), (1 << (FORMAT.bits - 1)) - 1)
+        codes = codes + (level + (1 << (FORMAT.bits - 1)),)
+    return codes, scale, tl.zeros_like(scale)
+
+
+@triton.jit
+def _from_absmax(code, scale, minimum, FORMAT: tl.constexpr):
+    return (code - (1 << (FORMAT.bits - 1))).to(tl.float32) * scale
+
+
+@triton.jit
+def _to_minmax(
+    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+):  # u = min(rint((x - min) * (1/s)), L), s = bounding((max - min) / L)
+    low, high = tl.where(exists[0], tiles[0], float("inf")), tl.where(exists[0], tiles[0], -float("inf"))
+    for t in tl.static_range(1, len(tiles)):
+        low = tl.minimum(low, tl.where(exists[t], tiles[t], float("inf")))
+        high = tl.maximum(high, tl.where(exists[t], tiles[t], -float("inf")))
+    minimum, maximum = tl.min(low, 1)[:, None] + 0.0, tl.max(high, 1)[:, None]  # + 0.0: a minimum of -0 is sent as 0
+    spread = bits_of(maximum - minimum) & 0x7FFFFFFF
+    # minima and maxima may pass over a NaN
+    scale = bounding_scale(tl.where(largest_magnitude(tiles) < _LARGEST, spread, _NAN), FORMAT.unit)
+    shifted = ()
+    for t in tl.static_range(len(tiles)):
+        shifted = shifted + (tiles[t] - minimum,)
+    levels = rounded(_scaled(shifted, tl.div_rn(1.0, scale)), seed, place, FORMAT.stochastic)
+    codes = ()
+    for t in tl.static_range(len(tiles)):
+        codes = codes + (tl.minimum(levels[t], (1 << FORMAT.bits) - 1) if FORMAT.stochastic else levels[t],)
+    return codes, scale, tl.where(scale == scale, minimum, 0.0)
+
+
+@triton.jit
+def _from_minmax(code, scale, minimum, FORMAT: tl.constexpr):
+    return minimum + code.to(tl.float32) * scale
+
+
+@triton.jit
+def _to_e4m3(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
+    return _to_float8(tiles, FORMAT.unit, 4, 3)
+
+
+@triton.jit
+def _to_e5m2(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
+    return _to_float8(tiles, FORMAT.unit, 5, 2)
+
+
+@triton.jit
+def _to_float8(tiles, UNIT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    # integer arithmetic, ties to even: GPUs before sm_89 have no instruction for e4m3
+    scale = bounding_scale(largest_magnitude(tiles), UNIT)
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    REBIAS: tl.constexpr = 127 - ((1 << (EXPONENT - 1)) - 1)
+    # adding this power of two leaves a subnormal's code in the low bits
+    ALIGN: tl.constexpr = (REBIAS + 1 + DROPPED) << 23
+    scaled = _scaled(tiles, tl.div_rn(1.0, scale))
+    codes = ()
+    for t in tl.static_range(len(tiles)):
+        bits = bits_of(scaled[t])
+        magnitude = bits & 0x7FFFFFFF
+        half = (1 << (DROPPED - 1)) - 1 + ((magnitude >> DROPPED) & 1)
+        normal = ((magnitude + half) >> DROPPED) - (REBIAS << MANTISSA)
+        subnormal = bits_of(float_of(magnitude) + float_of(tl.full(magnitude.shape, ALIGN, tl.int32))) - ALIGN
+        code = tl.where(magnitude < ((REBIAS + 1) << 23), subnormal, normal)
+        codes = codes + (code | ((bits >> 24) & 0x80),)
+    return codes, scale, tl.zeros_like(scale)
+
+
+@triton.jit
+def _from_e4m3(code, scale, minimum, FORMAT: tl.constexpr):
+    # exponent and mantissa in the places of float32, whose bias is 120 larger; 0x7F, which nobody sends, counts as 480
+    return float_of(((code & 0x80) << 24) | ((code & 0x7F) << 20)) * 2.0**120 * scale
+
+
+@triton.jit
+def _from_e5m2(code, scale, minimum, FORMAT: tl.constexpr):
+    return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale  # a float16's upper half
+
+
+@triton.jit
+def _to_sign(tiles, exists, length, seed, place, FORMAT: tl.constexpr):  # u = x >= 0, s = mean |x|
+    scale = nearest_scale(mean_magnitude(tiles, length))
+    codes = ()
+    for t in tl.static_range(len(tiles)):
+        codes = codes + ((tiles[t] >= 0).to(tl.int32),)
+    return codes, scale, tl.zeros_like(scale)
+
+
+@triton.jit
+def _from_sign(code, scale, minimum, FORMAT: tl.constexpr):
+    return tl.where(code != 0, scale, -scale)
+
+
+@triton.jit
+def _to_gaussian(
+    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+):  # u = clamp(floor(v)) + 2^(bits-1), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
+    distance = mean_magnitude(tiles, length) * FORMAT.unit
+    tiny = distance < 2.0**-126
+    inverse = tl.div_rn(1.0, tl.where(tiny, 1.0, distance))
+    v = _scaled(tiles, tl.where(tiny, 0.0, inverse))
+    near = rounded(v, 0, 0, False)
+    codes = ()
+    squares = ()
+    products = ()
+    for t in tl.static_range(len(tiles)):
+        floor = near[t] - (near[t].to(tl.float32) > v[t]).to(tl.int32)
+        code = tl.minimum(tl.maximum(floor + (1 << (FORMAT.bits - 1)), 0), (1 << FORMAT.bits) - 1)
+        codes = codes + (code,)
+        squares = squares + (v[t] * v[t],)
+        products = products + (v[t] * (2 * code - ((1 << FORMAT.bits) - 1)).to(tl.float32),)
+    projection = tl.div_rn(sum_rows(squares), sum_rows(products))
+    scale = tl.where(tiny, 0.0, nearest_scale(distance * projection))
+    return codes, tl.where(distance < 2.0**110, scale, float("nan")), tl.zeros_like(distance)
+
+
+@triton.jit
+def _from_gaussian(code, scale, minimum, FORMAT: tl.constexpr):
+    return (2 * code - ((1 << FORMAT.bits) - 1)).to(tl.float32) * scale
+
+
+@triton.jit
+def _scaled(tiles, factor):
+    scaled = ()
+    for t in tl.static_range(len(tiles)):
+        scaled = scaled + (tiles[t] * factor,)
+    return scaled
