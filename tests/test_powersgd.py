@@ -1,0 +1,656 @@
+"""PowerSGD: replicas hold one mean, feedback loses nothing, and bad or missing gradients leave no trace."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakePeers, Toy, on_all_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import Pool
+from test_allreduce import SIZES, Branches, backward, gradients, start, which
+from torch import Tensor, nn
+
+from ringstrategy import AllReduce, Cast, Codec, Collective, Direct, Identity, Native, Ring
+from ringstrategy.algorithms.powersgd import LowRankBucket, PowerSGD, multiply, orthonormalise_
+from ringstrategy.collectives.buckets import DenseBucket, SparseBucket
+
+SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
+
+
+class _Agreed:
+    def wait(self) -> None:
+        return
+
+
+class _Rank:
+    """The algorithm's buckets on one rank of a fake network, driven as `Synchronous` drives them."""
+
+    def __init__(self, algorithm: PowerSGD, peers: FakePeers, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.algorithm, self.peers, self.parameters = algorithm, peers, dict(parameters)
+        self.buckets = algorithm.plan(self.parameters, frozenset(), 0)
+        self.steps = 0
+
+    def step(
+        self, gradients_: Mapping[str, Tensor | None], unused: frozenset[str] = frozenset()
+    ) -> dict[str, Tensor | None]:
+        """Mean gradients; `unused` names those without a gradient on all ranks."""
+        for name, parameter in self.parameters.items():
+            grad = gradients_.get(name)
+            parameter.grad = None if grad is None else grad.clone()
+        for bucket in self.buckets:
+            bucket.residuals.begin(None)
+            bucket.pack(self.peers.size)
+            bucket.launch(self.peers, self.algorithm.collective, _Agreed(), 1000 * self.steps + bucket.index, "")
+        for bucket in self.buckets:
+            bucket.residuals.end(lambda slot: slot.name not in unused)
+            bucket.unpack(lambda slot: slot.name not in unused, self.peers.size)
+        self.steps += 1
+        return {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Copies."""
+        slots = [slot for bucket in self.buckets for slot in bucket.slots]
+        return {slot.name: slot.residual.clone() for slot in slots if slot.residual is not None}
+
+    def queries(self) -> dict[str, Tensor]:
+        """Copies."""
+        return {name: query.clone() for bucket in self.buckets for name, query in bucket.state().items()}
+
+
+def _parameters(
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
+) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+
+
+def _random(rank: int, step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _sum(tensors: list[Tensor]) -> Tensor:
+    return torch.stack([tensor.double() for tensor in tensors]).sum(0)
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float = 3e-6) -> bool:
+    return bool((one.double() - other.double()).abs().max() <= tolerance * other.double().abs().max())
+
+
+def _same(results: list[dict[str, Tensor]]) -> bool:
+    return all(torch.equal(value, other[name]) for other in results[1:] for name, value in results[0].items())
+
+
+# What is delivered
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("codec", [Identity(), Cast("fp16"), Toy()], ids=str)
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+@pytest.mark.parametrize("rank", [1, 3])
+def test_replicas_are_identical_and_nothing_is_lost(size: int, codec: Codec, collective: Collective, rank: int) -> None:
+    def run(peers: FakePeers) -> list[tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
+        me = _Rank(PowerSGD(rank, codec, collective), peers, _parameters())
+        return [(me.step(_random(peers.rank, step)), me.residuals(), me.queries()) for step in range(3)]
+
+    results = on_all_ranks(size, run)
+    before = {name: [torch.zeros(shape)] * size for name, shape in SHAPES.items()}
+    for step in range(3):
+        means = [result[step][0] for result in results]
+        assert _same(means)
+        assert _same([result[step][2] for result in results])
+        assert set(results[0][step][1]) == set(SHAPES) - {"bias"}
+        for name, mean in means[0].items():
+            local = [_random(r, step)[name].double() / size for r in range(size)]
+            if name == "bias":
+                assert _close(mean, _sum(local), 1e-6)
+                continue
+            wanted = _sum(local) + _sum(before[name])
+            lacking = [result[step][1][name] for result in results]
+            assert _close(mean + _sum(lacking), wanted)
+            assert (mean - wanted).norm() > 0.1 * wanted.norm()  # much is left out, or nothing was compressed
+            before[name] = lacking
+
+
+def _twin(gradients_: list[list[Tensor]], query: Tensor) -> list[Tensor]:
+    """Algorithm 2 of the paper at any rank, in float64, for one matrix: `gradients_[step][rank]`, query (m, rank)."""
+    errors = [torch.zeros_like(gradients_[0][0])] * len(gradients_[0])
+    means = []
+    for step in gradients_:
+        corrected = [gradient + error for gradient, error in zip(step, errors, strict=True)]
+        left = torch.linalg.qr(torch.stack([matrix @ query for matrix in corrected]).mean(0))[0]
+        query = torch.stack([matrix.T @ left for matrix in corrected]).mean(0)
+        means.append(left @ query.T)
+        errors = [matrix - means[-1] for matrix in corrected]
+    return means
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, 3])
+def test_means_are_the_papers(size: int, rank: int) -> None:
+    def run(peers: FakePeers) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+        me = _Rank(PowerSGD(rank), peers, _parameters())
+        return me.queries(), [me.step(_random(peers.rank, step)) for step in range(4)]
+
+    results = on_all_ranks(size, run)
+    assert _same([first for first, _ in results])
+    queries, means = results[0]
+    assert queries["first"].shape == (rank, 30)
+    for name, query in queries.items():
+        matrices = [[_random(r, step)[name].flatten(1).double() for r in range(size)] for step in range(4)]
+        for mean, expected in zip(means, _twin(matrices, query.double().T), strict=True):
+            assert _close(mean[name].flatten(1), expected, 1e-4)
+
+
+@pytest.mark.parametrize("rank", [2, 3, 5])
+def test_a_mean_of_low_rank_arrives_whole(rank: int) -> None:
+    """Of rank 2, so columns beyond depend on those before and must not count twice."""
+
+    def run(peers: FakePeers) -> Tensor:
+        me = _Rank(PowerSGD(rank), peers, _parameters({"matrix": (40, 30)}))
+        mean = me.step({"matrix": _of_rank_two(peers.rank)})["matrix"]
+        assert mean is not None
+        assert me.residuals()["matrix"].norm() > 0.1  # ranks differ, so each lacks something, which cancels
+        return mean
+
+    exact = _sum([_of_rank_two(r) for r in range(3)]) / 3
+    for mean in on_all_ranks(3, run):
+        assert _close(mean, exact, 1e-5)
+
+
+def _of_rank_two(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(9)
+    left, right = torch.randn(40, 2, generator=generator), torch.randn(2, 30, generator=generator)
+    return left @ torch.tensor([[1.0, 0.3 * rank**2], [0.2, 2.0 - rank]]) @ right
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_feedback_delivers_in_time_what_one_step_lacks(feedback: bool) -> None:
+    steps = 120
+
+    def run(peers: FakePeers) -> Tensor:
+        me = _Rank(PowerSGD(error_feedback=feedback), peers, _parameters({"matrix": (16, 12)}))
+        total = torch.zeros(16, 12)
+        for _ in range(steps):
+            mean = me.step(_random(peers.rank, 0, {"matrix": (16, 12)}))["matrix"]
+            assert mean is not None
+            total += mean / steps
+        assert bool(me.residuals()) == feedback
+        return total
+
+    exact = _sum([_random(r, 0, {"matrix": (16, 12)})["matrix"] for r in range(3)]) / 3
+    error = (on_all_ranks(3, run)[0] - exact).norm() / exact.norm()
+    assert 0 < error < 0.15 if feedback else error > 0.5
+
+
+# What is a matrix
+
+
+def test_only_what_gets_smaller_is_compressed() -> None:
+    shapes = {"scalar": (), "bias": (50,), "row": (1, 90), "column": (90, 1), "empty": (0, 40), "small": (4, 4)}
+    shapes |= {"border": (8, 8), "beyond": (8, 7), "wide": (1, 40, 50), "matrix": (30, 40)}
+    parameters = _parameters(shapes)
+    parameters["complex"] = nn.Parameter(torch.zeros(30, 40, dtype=torch.complex64))
+    parameters["rows"] = nn.Parameter(torch.zeros(90, 40))
+    buckets = PowerSGD(2).plan(parameters, frozenset({"rows"}), 5)
+    assert [bucket.index for bucket in buckets] == list(range(5, 5 + len(buckets)))
+    kinds = {slot.name: type(bucket) for bucket in buckets for slot in bucket.slots}
+    assert {name for name, kind in kinds.items() if kind is LowRankBucket} == {"border", "wide", "matrix"}
+    assert {name for name, kind in kinds.items() if kind is SparseBucket} == {"rows"}
+    assert set(kinds) == set(parameters)
+    assert {type(b.residual) for b in buckets if isinstance(b, DenseBucket)} == {type(None)}
+    said = "\n".join(bucket.describe() for bucket in buckets)
+    assert "40 + 50" in said
+    larger = PowerSGD(9).plan(_parameters({"a": (30, 40)}), frozenset(), 0)  # 630 of 1200 elements
+    assert [type(bucket) for bucket in larger] == [DenseBucket]
+
+
+def test_buckets_are_in_the_order_in_which_backward_fills_them() -> None:
+    layers = nn.Sequential(*[nn.Linear(60, 60) for _ in range(9)])
+    buckets = PowerSGD(bucket_mb=0.03).plan(dict(layers.named_parameters()), frozenset(), 0)
+    assert [type(bucket) for bucket in buckets].count(LowRankBucket) == 5
+    last = [min(list(dict(layers.named_parameters())).index(slot.name) for slot in b.slots) for b in buckets]
+    assert last == sorted(last, reverse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_summed_and_kept_wide(dtype: torch.dtype) -> None:
+    def run(peers: FakePeers) -> tuple[Tensor, Tensor]:
+        me = _Rank(PowerSGD(), peers, _parameters({"matrix": (40, 30)}, dtype))
+        mean = me.step({"matrix": _random(peers.rank, 0)["first"].to(dtype)})["matrix"]
+        assert mean is not None
+        assert mean.dtype == dtype
+        residual = me.residuals()["matrix"]
+        assert residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        return mean, residual
+
+    results = on_all_ranks(3, run)
+    exact = _sum([_random(r, 0)["first"].to(dtype) for r in range(3)]) / 3
+    assert _same([{"mean": mean} for mean, _ in results])
+    error = (
+        results[0][0].double() + _sum([residual for _, residual in results]) - exact
+    ).abs().max() / exact.abs().max()
+    assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}[dtype]
+
+
+@pytest.mark.parametrize("how", ["channels_last", "transposed", "a view of the bucket", "not contiguous"])
+def test_memory_may_be_laid_out_in_any_order(how: str) -> None:
+    shape = (24, 3, 5, 5) if how == "channels_last" else (24, 75)
+
+    def gradient(rank: int, step: int) -> Tensor:
+        return _random(rank, step, {"weight": shape})["weight"]
+
+    def run(peers: FakePeers) -> list[tuple[Tensor, Tensor]]:
+        weight = torch.zeros(shape)
+        if how == "channels_last":
+            weight = weight.to(memory_format=torch.channels_last)
+        if how == "transposed":
+            weight = torch.zeros(shape[::-1]).T
+        parameter = nn.Parameter(weight)
+        me = _Rank(PowerSGD(), peers, {"weight": parameter})
+        history = []
+        for step in range(3):
+            grad = torch.empty_like(parameter).copy_(gradient(peers.rank, step))
+            if how == "not contiguous":
+                grad = grad.T.contiguous().T
+            if how == "a view of the bucket" and step:
+                assert parameter.grad is not None
+                kept = parameter.grad
+                assert kept.data_ptr() == me.buckets[0].slots[0].view.data_ptr()
+                kept.copy_(grad)
+            else:
+                parameter.grad = grad
+            for bucket in me.buckets:
+                bucket.residuals.begin(None)
+                bucket.pack(peers.size)
+                bucket.launch(peers, Ring(), _Agreed(), step, "")
+                bucket.residuals.end(lambda _: True)
+                bucket.unpack(lambda _: True, peers.size)
+            assert parameter.grad is not None
+            assert parameter.grad.stride() == parameter.stride()
+            history.append((parameter.grad.clone(), me.residuals()["weight"]))
+        return history
+
+    results = on_all_ranks(3, run)
+    before = torch.zeros(shape).double()
+    for step in range(3):
+        assert all(torch.equal(results[0][step][0], result[step][0]) for result in results)
+        wanted = before + _sum([gradient(r, step) for r in range(3)]) / 3
+        before = _sum([result[step][1] for result in results])
+        assert _close(results[0][step][0] + before, wanted)
+        # one outer product over the rows that were promised
+        assert torch.linalg.matrix_rank(results[0][step][0].flatten(1).double(), rtol=1e-5) == 1
+
+
+# Bad and missing gradients
+
+
+@pytest.mark.parametrize("codec", [Identity(), Cast("fp16"), Toy()], ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rank", [1, 2])
+def test_what_is_not_finite_is_seen_everywhere_and_leaves_no_trace(codec: Codec, bad: float, rank: int) -> None:
+    def run(peers: FakePeers) -> dict[str, Any]:
+        me = _Rank(PowerSGD(rank, codec), peers, _parameters())
+        for step in range(2):
+            dull = _random(peers.rank, step)
+            dull["first"][:, 7] = 0  # so q is zero where the bad value will be
+            me.step(dull)
+        assert me.queries()["first"][:, 7].abs().max() == 0 or codec == Toy()
+        residuals, queries = me.residuals(), me.queries()
+        gradients_ = _random(peers.rank, 2)
+        if peers.rank == 1:
+            gradients_["first"][3, 7] = bad
+        means = me.step(gradients_)
+        mean = means["first"]
+        assert mean is not None
+        assert not mean.isfinite().any()
+        assert torch.equal(me.residuals()["first"], residuals["first"])
+        assert torch.equal(me.queries()["first"], queries["first"])
+        if codec.block == 1:
+            assert all(value is not None and value.isfinite().all() for n, value in means.items() if n != "first")
+            assert not torch.equal(me.residuals()["second"], residuals["second"])
+        after = me.step(_random(peers.rank, 3))
+        assert all(value is not None and value.isfinite().all() for value in after.values())
+        return after
+
+    assert _same(on_all_ranks(3, run))
+
+
+def test_zeros_stay_zeros_and_their_q_stays_alive() -> None:
+    def run(peers: FakePeers) -> Tensor:
+        me = _Rank(PowerSGD(2), peers, _parameters({"matrix": (40, 30)}))
+        fresh = me.queries()["matrix"]
+        mean = me.step({"matrix": torch.zeros(40, 30)})["matrix"]
+        assert mean is not None
+        assert torch.equal(mean, torch.zeros(40, 30))
+        assert torch.equal(me.queries()["matrix"], fresh)
+        assert torch.equal(me.residuals()["matrix"], torch.zeros(40, 30))
+        one = torch.zeros(40, 30)
+        one[:, 4] = torch.arange(40.0) * (1 + peers.rank)  # all other columns are zeros, and its rank is 1
+        mean = me.step({"matrix": one})["matrix"]
+        assert mean is not None
+        later = me.queries()["matrix"]
+        assert (later[0] != 0).sum() == 1
+        assert torch.equal(later[1], fresh[1])
+        return mean
+
+    for mean in on_all_ranks(2, run):
+        assert torch.allclose(mean[:, 4], torch.arange(40.0) * 1.5)
+        assert mean[:, :4].abs().max() == 0
+
+
+@pytest.mark.parametrize("factor", [1e-18, 1e-30, 1e15])
+def test_size_does_not_matter(factor: float) -> None:
+    def run(peers: FakePeers) -> list[dict[str, Any]]:
+        me, plain = (_Rank(PowerSGD(2), peers, _parameters()) for _ in range(2))
+        for step in range(3):
+            scaled = me.step({name: g * factor for name, g in _random(peers.rank, step).items()})
+            means = plain.step(_random(peers.rank, step))
+        assert all(value is not None for value in means.values())
+        return [scaled, means]
+
+    for scaled, means in on_all_ranks(2, run):
+        assert all(_close(scaled[name].double() / factor, mean, 1e-4) for name, mean in means.items())
+
+
+def test_unused_by_some_counts_as_zeros_and_unused_by_all_changes_nothing() -> None:
+    def run(peers: FakePeers) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+        me = _Rank(PowerSGD(2, bucket_mb=1), peers, _parameters())
+        me.step(_random(peers.rank, 0))
+        residuals = [me.residuals()]
+        queries = me.queries()
+        gradients_: dict[str, Tensor | None] = {**_random(peers.rank, 1), "second": None}
+        if peers.rank == 1:
+            gradients_["first"] = None
+        means = me.step(gradients_, frozenset({"second"}))
+        residuals.append(me.residuals())
+        assert means["second"] is None
+        assert torch.equal(residuals[1]["second"], residuals[0]["second"])
+        assert torch.equal(me.queries()["second"], queries["second"])
+        return means, residuals
+
+    results = on_all_ranks(3, run)
+    assert all(torch.equal(results[0][0]["first"], means["first"]) for means, _ in results)
+    wanted = sum(_random(r, 1)["first"].double() / 3 for r in (0, 2)) + _sum([r[0]["first"] for _, r in results])
+    assert _close(results[0][0]["first"] + _sum([r[1]["first"] for _, r in results]), wanted)
+
+
+# Arithmetic
+
+
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 40)),
+    seed=st.integers(0, 99),
+    magnitude=st.sampled_from([1e-30, 1.0, 1e30]),
+)
+@settings(max_examples=80, deadline=None)
+def test_columns_become_orthonormal_or_zero(shape: tuple[int, int, int], seed: int, magnitude: float) -> None:
+    given_ = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * magnitude
+    columns = given_.clone()
+    orthonormalise_(columns)
+    for alone, matrix, before in zip(given_.clone(), columns, given_, strict=True):
+        lengths = torch.linalg.vector_norm(matrix, dim=-1)
+        kept = lengths > 0
+        gram = matrix[kept].double() @ matrix[kept].double().T
+        assert torch.allclose(gram, torch.eye(int(kept.sum())).double(), atol=1e-3)
+        assert kept.sum() == min(torch.linalg.matrix_rank(before.double()), shape[2]) or seed  # few are near the border
+        orthonormalise_(alone[None])
+        assert torch.equal(alone, matrix)  # a matrix's bits do not depend on the others beside it
+
+
+def test_dependent_columns_are_dropped_and_bad_ones_shown() -> None:
+    first = torch.arange(1.0, 9)
+    columns = torch.stack([first, -2 * first, torch.zeros(8), torch.ones(8)])[None]
+    orthonormalise_(columns)
+    assert (columns[0].abs().amax(-1) > 0).tolist() == [True, False, False, True]
+    assert abs(float(columns[0, 0] @ columns[0, 3])) < 1e-6
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        columns = torch.ones(1, 1, 8)
+        columns[0, 0, 3] = bad
+        orthonormalise_(columns)
+        assert columns.isnan().all()
+
+
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for length in (1, 7, 33, 1000):
+        generator = torch.Generator().manual_seed(length)
+        columns = torch.rand(2, 3, length, generator=generator) - 0.5  # `randn` does depend on the CPU
+        rows = torch.rand(3, length, generator=generator) - 0.5
+        orthonormalise_(columns)
+        product = torch.empty(length, length)
+        multiply(columns[0], rows, out=product)
+        digest.update(columns.numpy().tobytes() + product.numpy().tobytes())
+    states = [bucket.state() for bucket in PowerSGD(3).plan(_parameters(), frozenset(), 0)]
+    digest.update(b"".join(query.numpy().tobytes() for state in states for query in state.values()))
+    return digest.hexdigest()
+
+
+def test_bits_do_not_depend_on_the_cpus_instructions() -> None:
+    """Law 1 on mixed hosts: everything that follows a collective, with and without vectors and fused multiply-adds."""
+    here = os.path.dirname(__file__)
+    program = f"import sys; sys.path.insert(0, {here!r}); import test_powersgd as t; print(t._digest())"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == _digest()
+    assert torch.backends.cpu.get_cpu_capability() != "DEFAULT", "this CPU cannot show a difference"
+
+
+# On real processes
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
+        self.convolution = nn.Conv2d(2, 12, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return y.pow(2).mean() + self.convolution(y.view(-1, 2, 4, 6)).pow(2).mean()
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    return torch.randn(6, 48, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def _train(
+    algorithm: Any, steps: int, saved: list[Any] | None = None, begin: int = 0
+) -> tuple[list[Tensor], list[Any]]:
+    module = _Net()
+    peers, stats = start(algorithm, module)
+    if saved is not None:
+        state, residuals, weights = saved[peers.rank]
+        algorithm.load_state_dict(state)
+        assert algorithm.load_residuals(residuals) == []
+        module.load_state_dict(weights)
+    optimizer = torch.optim.SGD(module.parameters(), 0.5)
+    for step in range(begin, begin + steps):
+        optimizer.zero_grad()
+        backward(algorithm, module(_batch(peers.rank, step)))
+        optimizer.step()
+    assert stats.bytes_sent
+    kept = copy.deepcopy([algorithm.state_dict(), dict(algorithm.residuals()), module.state_dict()])
+    algorithm.close()
+    peers.close()
+    return [p.detach().clone() for p in module.parameters()], [*kept, stats.bytes_sent]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        PowerSGD(bucket_mb=0.01),
+        PowerSGD(2, Toy(), Direct(), bucket_mb=0.01),
+        PowerSGD(2, Cast("bf16"), Ring(), find_unused_parameters=True),
+    ],
+    ids=str,
+)
+def test_processes_stay_identical_with_several_buckets_in_flight(ranks: Pool, size: int, algorithm: PowerSGD) -> None:
+    results = ranks(size, _train, algorithm, 4)
+    parameters = results[0][0]
+    assert all(torch.equal(a, b) for others, _ in results[1:] for a, b in zip(parameters, others, strict=True))
+    initial = list(_Net().parameters())
+    assert all(not torch.equal(a, b) for a, b in zip(parameters, initial, strict=True))
+
+
+def test_it_sends_a_fraction(ranks: Pool) -> None:
+    compressed, whole = (ranks(2, _train, algorithm, 2)[0][1][3] for algorithm in (PowerSGD(), AllReduce()))
+    assert 0 < compressed < 0.2 * whole
+
+
+def test_factors_go_through_the_codec_and_whole_gradients_do_not() -> None:
+    def run(codec: Codec, shapes: dict[str, tuple[int, ...]]) -> int:
+        def bytes_sent(peers: FakePeers) -> int:
+            _Rank(PowerSGD(2, codec), peers, _parameters(shapes)).step(_random(peers.rank, 0, shapes))
+            assert peers.stats.bytes_sent is not None
+            return peers.stats.bytes_sent
+
+        return int(on_all_ranks(2, bytes_sent)[0])
+
+    for codec, width in ((Identity(), 4), (Cast("fp16"), 2)):
+        assert run(codec, {"matrix": (40, 30)}) == width * 2 * (40 + 30)
+        assert run(codec, {"bias": (40,)}) == 4 * 40
+
+
+@pytest.mark.parametrize("scheme", [PowerSGD(2, bucket_mb=0.01), PowerSGD(1, Toy())], ids=str)
+def test_a_resumed_run_goes_on_bit_for_bit(ranks: Pool, scheme: PowerSGD) -> None:
+    straight = [parameters for parameters, _ in ranks(3, _train, scheme, 6)]
+    halfway = [kept for _, kept in ranks(3, _train, scheme, 3)]
+    saved = [kept[:3] for kept in halfway]
+    resumed = [parameters for parameters, _ in ranks(3, _train, scheme, 3, saved, 3)]
+    assert all(
+        torch.equal(a, b) for one, two in zip(straight, resumed, strict=True) for a, b in zip(one, two, strict=True)
+    )
+    state = saved[0][0]["buckets"]
+    assert state["layers.0.weight"].shape == (scheme.rank, 48)
+    assert "layers.0.bias" not in state
+    assert all(torch.equal(state[name], other[0]["buckets"][name]) for other in saved for name in state)
+    forgotten = copy.deepcopy(saved)
+    for kept in forgotten:
+        kept[0]["buckets"] = {}
+    without = ranks(3, _train, scheme, 3, forgotten, 3)[0][0]
+    assert any(not torch.equal(a, b) for a, b in zip(straight[0], without, strict=True))
+
+
+def test_a_state_of_another_rank_is_refused() -> None:
+    bucket = PowerSGD(2).plan(_parameters({"matrix": (40, 30)}), frozenset(), 0)[0]
+    with pytest.raises(ValueError, match="resume with the rank"):
+        bucket.load_state({"matrix": torch.zeros(1, 30)})
+    bucket.load_state({"other": torch.zeros(1, 30)})
+
+
+def _unused() -> list[dict[str, Tensor | None]]:
+    module = Branches()
+    for branch in module.branches:
+        branch.weight = nn.Parameter(torch.randn(9, 9))
+        branch.bias = nn.Parameter(torch.zeros(9))
+    algorithm = PowerSGD(bucket_mb=2e-5)
+    peers, _ = start(algorithm, module)
+    history = []
+    for step in range(4):
+        module.zero_grad()
+        x = torch.randn(2, 9, generator=torch.Generator().manual_seed(10 * step + peers.rank))
+        backward(algorithm, module(x, which(peers.rank, step)))
+        history.append(gradients(module))
+    algorithm.close()
+    peers.close()
+    return history
+
+
+def test_unused_parameters_on_processes(ranks: Pool) -> None:
+    results = ranks(2, _unused)
+    for step, (mine, theirs) in enumerate(zip(*results, strict=True)):
+        for name, value in mine.items():
+            other = theirs[name]
+            assert (value is None and other is None) or (
+                value is not None and other is not None and torch.equal(value, other)
+            )
+        assert mine["branches.4.weight"] is None
+        assert (mine["branches.3.weight"] is None) == (step % 2 == 0)
+
+
+def _scaled(skip: bool) -> list[Tensor]:
+    """Two steps at loss scale 8, then one at 4; before them perhaps one that overflows and is skipped."""
+    module = nn.ParameterDict({"matrix": nn.Parameter(torch.zeros(40, 30)), "other": nn.Parameter(torch.zeros(40, 30))})
+    algorithm = PowerSGD(bucket_mb=1e-3)
+    peers, _ = start(algorithm, module)
+    means = []
+    for step, scale in enumerate([8.0, 8.0, 4.0]):
+        for overflows in [True, False] if skip and step == 1 else [False]:
+            module.zero_grad()
+            gradients_ = _random(peers.rank, step, {"matrix": (40, 30), "other": (40, 30)})
+            if overflows and peers.rank == 1:
+                gradients_["other"][0, 0] = torch.inf
+            loss = sum((module[name] * gradients_[name]).sum() for name in gradients_) * scale
+            algorithm.before_backward(loss, scale=torch.tensor(scale))
+            loss.backward()
+            algorithm.after_backward()
+            values = [p.grad for p in module.parameters() if p.grad is not None]
+            bad = not all(value.isfinite().all() for value in values)
+            assert bad == overflows
+            algorithm.after_step(set(module.parameters()), torch.tensor(bad))
+            if not bad:
+                means += [value / scale for value in values]
+    residuals = dict(algorithm.residuals())
+    means += [value for value in (residuals["matrix"], residuals["other"]) if value is not None]
+    algorithm.close()
+    peers.close()
+    return [mean.clone() for mean in means]
+
+
+def test_a_loss_scaler_changes_nothing_and_a_skipped_step_leaves_its_residuals(ranks: Pool) -> None:
+    skipped = ranks(3, _scaled, True)
+    exact = [
+        _sum([_random(r, s, dict.fromkeys(("matrix", "other"), (40, 30)))[n] for r in range(3)]) / 3
+        for s in range(3)
+        for n in ("matrix", "other")
+    ]
+    for place in (0, 1):  # everything delivered and everything lacking is everything there was
+        residuals = _sum([means[6 + place] for means in skipped])
+        delivered = _sum([skipped[0][2 * step + place] for step in range(3)])
+        assert _close(delivered + residuals, _sum([exact[2 * step + place] for step in range(3)]))
+    for mine, others in zip(ranks(3, _scaled, False)[0][:2], skipped[0][:2], strict=True):
+        assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "cure"),
+    [
+        ({"rank": 0}, ValueError, ">= 1"),
+        ({"rank": True}, ValueError, ">= 1"),
+        ({"rank": 1.5}, ValueError, ">= 1"),
+        ({"codec": "int8"}, TypeError, "Identity"),
+        ({"collective": "ring"}, TypeError, "Ring"),
+        ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
+        ({"error_feedback": None}, TypeError, "True or False"),
+        ({"bucket_mb": 0}, ValueError, "> 0"),
+    ],
+)
+def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        PowerSGD(**arguments)
+
+
+def _sparse_by_surprise() -> None:
+    module = nn.Sequential(nn.Embedding(50, 40, sparse=True))
+    algorithm = PowerSGD()
+    peers, _ = start(algorithm, module)
+    with pytest.raises(TypeError, match="sparse=True"):
+        backward(algorithm, module(torch.tensor([1])).sum())
+    peers.abort("test")
+    algorithm.close()
+    peers.close()
+
+
+def test_undeclared_sparse_gradients_are_not_densified(ranks: Pool) -> None:
+    ranks(2, _sparse_by_surprise)
