@@ -1,0 +1,480 @@
+"""What each wire does to training: real trainers on real processes with different data, one JSON row a case.
+
+python benchmarks/accuracy.py stage=rates; python benchmarks/accuracy.py; python benchmarks/accuracy.py stage=paired
+python benchmarks/accuracy.py report=true
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import math
+import multiprocessing
+import os
+import platform
+import re
+import signal
+import socket
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import harness
+import hydra
+import lightning as L
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from lab import exit_on_sigterm
+from omegaconf import DictConfig, OmegaConf
+
+from ringstrategy import Algorithm, AllReduce, Codec, RingStrategy
+from ringstrategy.algorithms.synchronous import Synchronous
+from ringstrategy.data.stdlib_text import StdlibText
+from ringstrategy.registry import STRATEGIES
+
+RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
+PRELOADED = [
+    "lightning.pytorch",
+    "sklearn.datasets",
+    "ringstrategy.algorithms.powersgd",
+    "ringstrategy.data.digits",
+    "ringstrategy.data.stdlib_text",
+    "ringstrategy.models.cnn",
+    "ringstrategy.models.gpt",
+]
+GRACE = 20.0  # seconds the other ranks get to end after one has failed
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run. All that it does follows from these fields."""
+
+    stage: str
+    name: str
+    task: str
+    optimizer: str
+    rate: float
+    seed: int
+    steps: int
+    ranks: int
+    algorithm: Algorithm
+    settings: Mapping[str, Any]  # model, data and trainer: plain, as composed
+    limit: float
+
+    @property
+    def key(self) -> str:
+        """Equal for equal cases, in any session."""
+        said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "limit"}
+        said["algorithm"] = described(self.algorithm)
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        """For the log."""
+        return f"{self.stage}: {self.task} {self.optimizer} {self.rate:g} seed {self.seed}, {self.name}"
+
+
+@dataclass
+class Outcome:
+    """What one rank saw of a case."""
+
+    curve: list[tuple[int, float]]  # (step, validation loss)
+    accuracy: float | None
+    steps: int
+    bytes_sent: int | None
+    seconds: float
+    cpu_seconds: float  # of this rank: what a case costs, whatever else runs on the machine
+    parameters: int
+    digest: str  # of all parameters' bits
+
+
+def feeds_back(algorithm: Algorithm) -> bool:
+    """Whether it keeps what its codec loses, `error_feedback=None` resolved."""
+    codec, asked = getattr(algorithm, "codec", None), getattr(algorithm, "error_feedback", None)
+    if isinstance(algorithm, AllReduce) and isinstance(codec, Codec) and codec.lossless:
+        return False
+    return bool(codec.error_feedback if asked is None and isinstance(codec, Codec) else asked)
+
+
+def described(algorithm: Algorithm) -> str:
+    """Its arguments that are not the defaults, so that a new one changes nothing; feedback as it will be."""
+    arguments = {
+        name: getattr(algorithm, name)
+        for name, parameter in inspect.signature(type(algorithm).__init__).parameters.items()
+        if name not in ("self", "error_feedback") and getattr(algorithm, name) != parameter.default
+    }
+    said = [f"{name}={value!r}" for name, value in {**arguments, "feedback": feeds_back(algorithm)}.items()]
+    return f"{type(algorithm).__name__}({', '.join(said)})"
+
+
+# The cases
+
+
+def cases(cfg: DictConfig) -> Iterator[Case]:
+    """Those of the stage, the most telling first."""
+    for task in cfg.tasks:
+        stage, options = cfg[cfg.stage][task], cfg[task]
+        for name, algorithm in _algorithms(cfg):
+            for optimizer in cfg.optimizers:
+                rates = stage[optimizer] if cfg.stage == "rates" else [options.rate[optimizer]]
+                for seed in stage.seeds if cfg.seeds is None else cfg.seeds:
+                    for rate in rates:
+                        yield Case(
+                            stage=cfg.stage,
+                            name=name,
+                            task=task,
+                            optimizer=optimizer,
+                            rate=rate,
+                            seed=seed,
+                            steps=stage.steps if cfg.steps is None else cfg.steps,
+                            ranks=cfg.ranks,
+                            algorithm=algorithm,
+                            settings=_settings(cfg, options, optimizer, rate),
+                            limit=cfg.limit,
+                        )
+
+
+def _settings(cfg: DictConfig, options: DictConfig, optimizer: str, rate: float) -> dict[str, Any]:
+    plain = OmegaConf.to_container(options, resolve=True)
+    assert isinstance(plain, dict)
+    return {
+        "model": {**plain["model"], "optimizer": {**cfg.optimizer[optimizer], "lr": rate}},
+        "data": plain["data"],
+        "gradient_clip_val": plain["gradient_clip_val"],
+        "classes": plain["classes"],
+        "validations": cfg.validations,
+        "warmup": cfg.warmup,
+        "floor": cfg.floor,
+    }
+
+
+def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+    if cfg.stage == "rates":
+        yield "fp32", AllReduce()
+        return
+    everything = _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg)
+    for name, algorithm in everything:
+        if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
+            yield name, algorithm
+
+
+def _factorial(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+    for name, node in cfg.codecs.items():
+        thing = instantiate(node)
+        for way, collective in cfg.collectives.items():
+            if isinstance(thing, Codec):
+                if way == "ring" and not thing.hop_by_hop:
+                    continue
+                for feedback in [False] if thing.lossless else [False, True]:
+                    algorithm = AllReduce(thing, instantiate(collective), error_feedback=feedback)
+                    yield _called(name, way, feedback), algorithm
+            else:
+                for feedback in (False, True):
+                    algorithm = instantiate(node, collective=collective, error_feedback=feedback)
+                    yield _called(name, way, feedback), algorithm
+
+
+def _called(name: str, way: str, feedback: bool) -> str:
+    return f"{name}, {way}{', feedback' if feedback else ''}"
+
+
+def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+    for name, make in STRATEGIES.items():
+        if isinstance(make(), Synchronous):
+            yield name, make()
+    for name, node in cfg.controls.items():
+        yield name, instantiate(node)
+
+
+# One case, on one rank
+
+
+class Schedule(L.Callback):
+    """The learning rate: linear from 0 over the first steps, then a cosine down to `floor` of its height."""
+
+    def __init__(self, steps: int, warmup: float, floor: float) -> None:
+        self.steps, self.rising, self.floor = steps, max(1, round(warmup * steps)), floor
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Set it for the step that begins."""
+        step = trainer.global_step
+        done = max(0, step - self.rising) / max(1, self.steps - self.rising)
+        cosine = self.floor + (1 - self.floor) * (1 + math.cos(math.pi * done)) / 2
+        for optimizer in trainer.optimizers:
+            for group in optimizer.param_groups:
+                group.setdefault("height", group["lr"])
+                group["lr"] = group["height"] * min((step + 1) / self.rising, cosine)
+
+
+class Observer(L.Callback):
+    """Notes every validation, and ends a run that has become NaN."""
+
+    def __init__(self) -> None:
+        self.curve: list[tuple[int, float]] = []
+        self.accuracy: float | None = None
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The metrics are means over all ranks, so all of them stop together."""
+        metrics = trainer.callback_metrics
+        self.curve.append((trainer.global_step, float(metrics["val_loss"])))
+        self.accuracy = float(metrics["val_accuracy"]) if "val_accuracy" in metrics else None
+        if not math.isfinite(self.curve[-1][1]):
+            trainer.should_stop = True
+
+
+def train(case: Case) -> Outcome:
+    """Run the case as one of its ranks; the environment says which."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    settings = case.settings
+    L.seed_everything(case.seed, workers=True, verbose=False)
+    data = instantiate(settings["data"])
+    model = instantiate(settings["model"])
+    observer = Observer()
+    strategy = RingStrategy(case.algorithm, timeout=timedelta(seconds=case.limit))
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=case.ranks,
+        max_steps=case.steps,
+        max_epochs=-1,
+        gradient_clip_val=settings["gradient_clip_val"],
+        val_check_interval=max(1, case.steps // settings["validations"]),
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Schedule(case.steps, settings["warmup"], settings["floor"]), observer],
+    )
+    trainer.fit(model, datamodule=data)
+    assert trainer.world_size == dist.get_world_size() == case.ranks
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in parameters:
+        digest.update(parameter.contiguous().view(torch.uint8).numpy().data)
+    return Outcome(
+        curve=observer.curve,
+        accuracy=observer.accuracy,
+        steps=strategy.stats.steps,
+        bytes_sent=strategy.stats.bytes_sent,
+        seconds=time.perf_counter() - began,
+        cpu_seconds=time.process_time() - cpu_began,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        digest=digest.hexdigest(),
+    )
+
+
+# The processes
+
+
+class Ranks:
+    """Processes that run one case after another; after a failure, fresh ones. Use as a context manager.
+
+    They are forked from a server that has imported everything, so the code stays what it was at the start.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOADED)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, case: Case) -> list[Outcome] | str:
+        """All ranks' outcomes, or what went wrong on the first rank that failed."""
+        while len(self._workers) < case.ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        for rank in range(case.ranks):
+            self._workers[rank][1].send((rank, port, case))
+        outcomes: dict[int, Outcome] = {}
+        failures: list[str] = []
+        waiting = {self._workers[rank][1]: rank for rank in range(case.ranks)}
+        end = time.monotonic() + case.limit
+        while waiting:
+            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+            if not ready:
+                failures.append(f"ranks {sorted(waiting.values())} had not ended after {case.limit:g} s")
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                try:
+                    outcome = connection.recv()
+                except EOFError:
+                    outcome = f"rank {rank}: the process died"
+                if isinstance(outcome, Outcome):
+                    outcomes[rank] = outcome
+                else:
+                    failures.append(outcome)
+                    end = min(end, time.monotonic() + GRACE)
+        if failures:
+            self.close()
+            # a peer that was lost is never the cause
+            return min(failures, key=lambda text: "PeerLostError" in text)
+        return [outcomes[rank] for rank in range(case.ranks)]
+
+    def close(self) -> None:
+        """End the processes."""
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers = []
+
+
+def serve(connection: Connection) -> None:
+    """What a process of `Ranks` does: cases, until the connection closes."""
+    threading.Thread(target=_end_with_driver, daemon=True).start()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
+    while True:
+        try:
+            rank, port, case = connection.recv()
+        except EOFError:
+            return
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "LOCAL_RANK": rank, "RANK": rank}
+        os.environ.update({name: str(value) for name, value in here.items()}, WORLD_SIZE=str(case.ranks))
+        outcome: Outcome | str
+        try:
+            outcome = train(case)
+        except BaseException:
+            outcome = f"rank {rank}: {traceback.format_exc()}"
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        connection.send(outcome)
+
+
+def _end_with_driver() -> None:
+    """Even one that was killed leaves no process behind."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os._exit(1)
+
+
+# Rows
+
+
+def row(case: Case, outcomes: Sequence[Outcome] | str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """One line of the results file; a case that failed or diverged is one too."""
+    algorithm = case.algorithm
+    said = {
+        "key": case.key,
+        "stage": case.stage,
+        "name": case.name,
+        "task": case.task,
+        "optimizer": case.optimizer,
+        "rate": case.rate,
+        "seed": case.seed,
+        "steps": case.steps,
+        "ranks": case.ranks,
+        "codec": repr(getattr(algorithm, "codec", None)),
+        "collective": repr(getattr(algorithm, "collective", None)),
+        "feedback": feeds_back(algorithm),
+        "algorithm": described(algorithm),
+    }
+    if isinstance(outcomes, str):
+        result: dict[str, Any] = {"status": "failed", "error": outcomes}
+    else:
+        first = outcomes[0]
+        final = first.curve[-1][1] if first.curve else math.nan
+        # a run that ends worse than the uniform guess has learnt nothing
+        diverged = not final < math.log(case.settings["classes"])
+        result = {
+            "status": "diverged" if diverged else "finished",
+            "val_loss": final if math.isfinite(final) else None,
+            "val_accuracy": first.accuracy,
+            "curve": [(step, loss if math.isfinite(loss) else None) for step, loss in first.curve],
+            "bytes_sent_per_step": None if first.bytes_sent is None else first.bytes_sent / max(1, first.steps),
+            "replicas_identical": len({outcome.digest for outcome in outcomes}) == 1,
+            "parameters": first.parameters,
+            "seconds": round(first.seconds, 2),
+            "cpu_seconds": round(sum(outcome.cpu_seconds for outcome in outcomes), 2),
+        }
+    return {**said, **result, **facts, "settings": case.settings}
+
+
+def bigram_loss(settings: Mapping[str, Any]) -> float:
+    """Nats a byte on the validation text, each guessed from the byte before by the training text's counts of pairs."""
+    data: StdlibText = instantiate(settings["data"])
+    data.setup("fit")
+    training, validation = data.training.text.long(), data.validation.text.long()
+    pairs = torch.bincount(training[:-1] * 256 + training[1:], minlength=256 * 256).view(256, 256).double() + 0.1
+    chances = pairs / pairs.sum(1, keepdim=True)
+    return -chances[validation[:-1], validation[1:]].log().mean().item()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All rows so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main(cfg: DictConfig) -> None:
+    """Train what is not yet in the file."""
+    path = RESULTS if cfg.out is None else Path(cfg.out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if cfg.report:
+        from accuracy_report import publish
+
+        publish(read_rows(path), path.parent)
+        return
+    done = {row["key"] for row in read_rows(path)}
+    todo = [case for case in cases(cfg) if case.key not in done]
+    print(f"{len(todo)} cases to train; what {path} holds is skipped", flush=True)
+    facts = {
+        "device": f"cpu, {os.cpu_count()} cores",
+        "commit": harness.commit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": L.__version__,
+    }
+    text = next((case.settings for case in todo if case.task == "text"), None)
+    bigrams = {} if text is None else {"text": bigram_loss(text)}
+    began = time.monotonic()
+    exit_on_sigterm()
+    with Ranks() as ranks:
+        for number, case in enumerate(todo, start=1):
+            new = row(case, ranks.run(case), {"bigram_loss": bigrams.get(case.task), **facts})
+            with path.open("a") as lines:
+                lines.write(json.dumps(new) + "\n")
+            result = "FAILED " + new["error"].strip().splitlines()[-1] if "error" in new else new["val_loss"]
+            if new.get("replicas_identical") is False:
+                result = f"{result} REPLICAS DIFFER"
+            spent = time.monotonic() - began
+            left = spent / number * (len(todo) - number) / 60
+            print(
+                f"{number}/{len(todo)} {case}: {new['status']} {result} ({spent:.0f} s, {left:.0f} min left)",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    hydra.main(version_base="1.3", config_path=".", config_name="accuracy")(main)()

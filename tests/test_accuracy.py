@@ -1,0 +1,115 @@
+"""The accuracy sweep trains, resumes and reports; what the numbers are, is not tested."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import accuracy  # noqa: E402
+import accuracy_report  # noqa: E402
+
+TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=2", "steps=20", "limit=60"]
+
+
+def sweep(out: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Run it in this process; all rows of the file."""
+    with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
+        accuracy.main(compose("accuracy", [*TINY, f"out={out}", *overrides]))
+    return accuracy.read_rows(out)
+
+
+def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "rows.jsonl"
+    rows = sweep(out, "wires=[fp32,int4 rotated absmax]")
+    assert [row["name"] for row in rows[:2]] == ["fp32, ring", "fp32, direct"]
+    assert len(rows) == 2 + 4
+    for row in rows:
+        assert row["status"] == "finished", row
+        assert row["replicas_identical"] is True
+        assert [step for step, _ in row["curve"]] == [5, 10, 15, 20]
+        assert row["curve"][-1][1] == row["val_loss"]
+        assert 0 < row["val_accuracy"] < 1
+        assert {"seconds", "cpu_seconds", "commit", "torch", "device", "settings"} <= set(row)
+    # both ranks' share of 21386 gradients, four bytes each, and some control messages
+    assert 4 * 21386 < rows[0]["bytes_sent_per_step"] < 4 * 21386 + 2000
+    assert rows[2]["bytes_sent_per_step"] < rows[0]["bytes_sent_per_step"] / 6
+    assert len({row["val_loss"] for row in rows}) > 2, "a wire does change what is learnt"
+    assert {row["feedback"] for row in rows[2:]} == {False, True}
+
+    assert sweep(out, "wires=[fp32]") == rows, "done before"
+    failed = sweep(out, "wires=[fp32]", "~collectives.direct", "digits.model.classes=5")[len(rows) :]
+    assert [row["status"] for row in failed] == ["failed"]
+    assert "out of bounds" in failed[0]["error"]
+    diverged = sweep(out, "wires=[fp32]", "~collectives.direct", "digits.rate.sgd=1e30")[len(rows) + 1 :]
+    assert [row["status"] for row in diverged] == ["diverged"]
+    assert json.loads(out.read_text().splitlines()[-1])["val_loss"] is None
+
+    command = [sys.executable, str(BENCHMARKS / "accuracy.py"), "report=true", f"out={out}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    report = (out.parent / "accuracy.md").read_text()
+    assert report.count("- failed: ") == report.count("- diverged: ") == 1
+    assert (out.parent / "accuracy_factorial.png").stat().st_size > 10_000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"], "Hydra leaves nothing behind"
+
+
+def made_up(name: str, loss: float | None, seed: int, **fields: Any) -> dict[str, Any]:
+    return {
+        **{"stage": "paired", "name": name, "task": "text", "optimizer": "sgd", "rate": 1.0, "seed": seed, "steps": 9},
+        **{"codec": "C()", "collective": "Ring()", "feedback": False, "algorithm": name, "ranks": 4, "parameters": 7},
+        **{"status": "finished" if loss else "diverged", "val_loss": loss, "val_accuracy": None, "bigram_loss": 2.4},
+        **{"replicas_identical": True, "bytes_sent_per_step": 1000.0 + len(name), "settings": {"classes": 256}},
+        **fields,
+    }
+
+
+def test_report_judges_what_was_promised(tmp_path: Path) -> None:
+    losses = {
+        "ring": [2.000, 2.002],
+        "ring_int8": [2.005, 2.007],  # 0.25 % more
+        "ring_int4": [2.010, 2.012],  # 0.5 %
+        "ring_int2": [2.030, 2.032],  # 1.5 %
+        "control two": [2.200, 2.202],
+        "control one": [2.001, 2.003],
+        "ring_sign": [2.1, None],
+    }
+    rows = [made_up(name, loss, seed) for name, both in losses.items() for seed, loss in enumerate(both)]
+    rows.append(made_up("ring_fp8", 2.0, 0, replicas_identical=False))
+    rows.append({**made_up("ring_fp16", 2.0, 0), "status": "failed", "error": "Traceback\nValueError: no wire"})
+    for field in ("val_loss", "parameters", "bytes_sent_per_step", "replicas_identical"):
+        del rows[-1][field]
+    accuracy_report.publish(rows, tmp_path)
+    report = (tmp_path / "accuracy.md").read_text()
+    lines = {line.split("`")[1]: line for line in report.splitlines() if line.startswith("| `")}
+    assert lines["ring_int8"].endswith("| same as fp32: promise kept |")
+    assert lines["ring_int4"].endswith("| worse: **promise broken** |")
+    assert lines["ring_int2"].endswith("| worse: promise kept |")
+    assert lines["control two"].endswith("| worse, as it must be |")
+    assert lines["control one"].endswith("| **not told from fp32** |")
+    assert "+10.00" in lines["control two"]
+    assert "(1 failed)" in lines["ring_sign"]
+    assert lines["ring_sign"].endswith("| failed |")
+    assert lines["ring_fp8"].endswith("| failed |")
+    assert "replicas differ" in report
+    assert "ValueError: no wire" in report
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("stage", ["rates", "factorial", "paired"])
+def test_every_case_is_another(stage: str) -> None:
+    with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
+        cfg = compose("accuracy", [f"stage={stage}"])
+        cases = list(accuracy.cases(cfg))
+        again = list(accuracy.cases(cfg))
+    assert len({case.key for case in cases}) == len(cases) > 10
+    assert [case.key for case in cases] == [case.key for case in again]
+    assert cases[0].task == "text"
