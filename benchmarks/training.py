@@ -24,6 +24,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import AllReduce
+from ringstrategy.algorithms.powersgd import PowerSGD
+from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.collectives import connect
 from ringstrategy.registry import STRATEGIES
 
@@ -89,7 +91,7 @@ class _Ours(_Training):
     """Our algorithm, driven as the Lightning strategy drives it."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], algorithm: AllReduce, timeout: timedelta
+        self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], algorithm: Synchronous, timeout: timedelta
     ) -> None:
         super().__init__(model, batches)
         self._peers = connect(torch.device("cpu"), timeout)
@@ -162,10 +164,11 @@ def worker(options: argparse.Namespace) -> None:
     }
     for name, make_algorithm in STRATEGIES.items():
         algorithm = make_algorithm()
-        if isinstance(algorithm, AllReduce):
+        if isinstance(algorithm, AllReduce | PowerSGD):
+            carried = factors if isinstance(algorithm, PowerSGD) else full
             makers[name] = (
                 partial(_Ours, model(), batches, algorithm, timeout),
-                algorithm.codec.nbytes(full, torch.float32),
+                algorithm.codec.nbytes(carried, torch.float32),
             )
     trainings: dict[str, _Training] = {}
     cases: list[Case] = []

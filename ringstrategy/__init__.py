@@ -4,7 +4,7 @@ Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ri
 """
 
 from ringstrategy._version import __version__
-from ringstrategy.algorithms import Algorithm, AllReduce
+from ringstrategy.algorithms import Algorithm, AllReduce, PowerSGD, SmallExact
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.codecs import (
     BlockFloat8,
@@ -39,11 +39,13 @@ __all__ = [
     "PeerLostError",
     "Peers",
     "PlanMismatchError",
+    "PowerSGD",
     "RandomK",
     "Ring",
     "RingStrategy",
     "Rotated",
     "Sign",
+    "SmallExact",
     "Stats",
     "TopK",
     "__version__",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from ringstrategy.algorithms import Algorithm, AllReduce
+from ringstrategy.algorithms import Algorithm, AllReduce, PowerSGD
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.strategy import RingStrategy
@@ -23,6 +23,7 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring_int2": lambda: AllReduce(Rotated(Gaussian(2)), Direct()),
     "ring_sign": lambda: AllReduce(Rotated(Gaussian(1)), Direct()),
     "ring_topk": lambda: AllReduce(TopK(), Direct()),
+    "ring_powersgd": lambda: PowerSGD(collective=Direct()),
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

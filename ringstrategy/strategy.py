@@ -18,6 +18,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.checkpoints import collect, remove_residuals, restore
 from ringstrategy.collectives.peers import Peers, connect
 from ringstrategy.collectives.stats import Stats
 
@@ -112,7 +114,9 @@ class RingStrategy(DDPStrategy):
         self._peers: Peers | None = None
         self._accumulating = False
         self._buffers_due = True
-        self._resume: Mapping[str, Any] | None = None
+        self._resume: tuple[_PATH, Mapping[str, Any]] | None = None
+        self._carried: dict[str, Any] | None = None
+        self._left_with_children = False
         self._place = "while setting up"
 
     def __repr__(self) -> str:
@@ -146,8 +150,8 @@ class RingStrategy(DDPStrategy):
             self._attach(module)
         _sync_module_states(module)
         self._buffers_due = True
-        if self.world_size > 1 and self._resume is not None:
-            self.algorithm.load_state_dict(self._resume)
+        if self._resume is not None:
+            self._carried = restore(self, *self._resume)
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
@@ -213,7 +217,7 @@ class RingStrategy(DDPStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._peers is not None:
-            self.algorithm.before_backward(loss, sync=not self._accumulating)
+            self.algorithm.before_backward(loss, sync=not self._accumulating, scale=self._loss_scale())
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._peers is not None:
             self.algorithm.after_backward()
@@ -229,12 +233,30 @@ class RingStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """The optimizer's step, then the algorithm's."""
+        before = self._loss_scale()
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self._peers is not None:
-            self.algorithm.after_step()
+            after = self._loss_scale()
+            # a scaler backs off when it skips, and only then
+            skipped = None if before is None or after is None else after < before
+            self.algorithm.after_step({p for group in optimizer.param_groups for p in group["params"]}, skipped)
         return output
 
+    def _loss_scale(self) -> Tensor | None:
+        """On the device, without waiting for it; not changed when the scaler's own is."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is None or self._peers is None:
+            return None
+        scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
+        return scale
+
     # Collectives that stay exact
+
+    @property
+    def alone(self) -> bool:
+        """Did this rank's run end in an exception? Then nobody answers its collectives any more."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.interrupted
 
     @contextmanager
     def _naming_lost_peers(self) -> Generator[None, None, None]:
@@ -251,17 +273,23 @@ class RingStrategy(DDPStrategy):
         return error if self._peers is None else self._peers.explain(error, self._place)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp`."""
+        """As `ddp`; nothing after an exception, so that its checkpoints hang nobody."""
+        if self.alone:
+            return
         with self._naming_lost_peers():
             super().barrier(*args, **kwargs)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As `ddp`."""
+        """As `ddp`; after an exception this rank's own object."""
+        if self.alone:
+            return obj
         with self._naming_lost_peers():
             return super().broadcast(obj, src)
 
     def reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """As `ddp`: exact, never through a codec."""
+        """As `ddp`: exact, never through a codec; after an exception this rank's own tensor."""
+        if self.alone:
+            return tensor
         with self._naming_lost_peers():
             return super().reduce(tensor, group, reduce_op)
 
@@ -273,16 +301,36 @@ class RingStrategy(DDPStrategy):
     # Checkpoints
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        """Add the algorithm's state, under the key `ringstrategy`; after training too."""
-        if self.world_size > 1:
-            checkpoint["ringstrategy"] = self.algorithm.state_dict()
+        """Add the algorithm's state, under the key `ringstrategy`, and a file of residuals for each rank beside.
+
+        After training too; but not to a checkpoint of weights alone, from which no training goes on.
+        """
+        if "optimizer_states" in checkpoint:
+            state = collect(self, filepath, storage_options) if self.world_size > 1 else self._carried
+            if state is not None:
+                checkpoint["ringstrategy"] = state
+            if self._left_with_children:
+                rank_zero_warn(
+                    "the processes that trained are gone, and their error-feedback residuals with them: "
+                    "this checkpoint has none. One that ModelCheckpoint saves during training has them"
+                )
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Keep the algorithm's state for `setup`, which comes later."""
+        """Keep the algorithm's state for `setup`, which comes later, unless training is under way."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._resume = checkpoint.get("ringstrategy")
+        saved = checkpoint.get("ringstrategy")
+        self._resume = None if saved is None else (checkpoint_path, saved)
+        if self._resume is not None and self._peers is not None:
+            restore(self, *self._resume)  # a tuner, such as the learning-rate finder, takes back its trial steps
+            self._resume = None
         return checkpoint
+
+    def remove_checkpoint(self, filepath: _PATH) -> None:
+        """The residuals beside it too."""
+        super().remove_checkpoint(filepath)
+        if self.local_rank == 0:  # of each node: its disk may be its own
+            remove_residuals(self.checkpoint_io, filepath)
 
     # The end
 
@@ -311,10 +359,13 @@ class _StatsLauncher(_MultiProcessingLauncher):
         self._ring = strategy
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        return {**super().get_extra_results(trainer), "ringstrategy_stats": self._ring.stats}
+        has_residuals = next(self._ring.algorithm.residuals(), None) is not None
+        mine = {"ringstrategy_stats": self._ring.stats, "ringstrategy_residuals": has_residuals}
+        return {**super().get_extra_results(trainer), **mine}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         self._ring.stats = extra.pop("ringstrategy_stats")
+        self._ring._left_with_children = extra.pop("ringstrategy_residuals")
         super().update_main_process_results(trainer, extra)
 
 

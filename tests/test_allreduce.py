@@ -653,13 +653,6 @@ def _local_with_what_looks_at_all(scaled_loss: bool, clips_by_norm: bool) -> Non
     peers.close()
 
 
-def test_feedback_refuses_a_loss_scaler_for_now() -> None:
-    with pytest.raises(ValueError, match="error_feedback=False"):
-        AllReduce(Cast("fp16"), error_feedback=True).check(scaled_loss=True, clips_by_norm=False)
-    AllReduce(Cast("fp16"), error_feedback=True).check(scaled_loss=False, clips_by_norm=True)
-    AllReduce(Cast("fp16")).check(scaled_loss=True, clips_by_norm=True)
-
-
 def _complex() -> None:
     module = nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
     with pytest.raises(TypeError, match=r"Identity\(\)"):

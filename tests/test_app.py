@@ -96,10 +96,14 @@ def test_every_strategy_is_one(name):
     ],
 )
 def test_every_part_can_be_exchanged(group, override):
-    default = repr(instantiate(composed().strategy, _convert_="all").algorithm)
-    told = {
-        repr(instantiate(composed(f"{override}={name}").strategy, _convert_="all").algorithm) for name in names(group)
-    }
+    # sparse codecs cannot go round a ring
+    others = ["collective@strategy.algorithm.collective=direct"] if group == "codec" else []
+
+    def built(*overrides):
+        return repr(instantiate(composed(*others, *overrides).strategy, _convert_="all").algorithm)
+
+    default = built()
+    told = {built(f"{override}={name}") for name in names(group)}
     assert default in told
     assert len(told) == len(names(group))
 

@@ -2,5 +2,7 @@
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.policy import SmallExact
+from ringstrategy.algorithms.powersgd import PowerSGD
 
-__all__ = ["Algorithm", "AllReduce"]
+__all__ = ["Algorithm", "AllReduce", "PowerSGD", "SmallExact"]

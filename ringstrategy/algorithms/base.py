@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ class Algorithm(ABC):
     """Hyperparameters in `__init__`, runtime in `setup`; picklable and copyable before `setup`.
 
     Order of calls in one step: `before_backward`, backward, `after_backward` (the first three perhaps several times),
-    optimizer step, `after_step`. With one rank only `state_dict` and `close` are ever called.
+    optimizer step, `after_step`. With one rank only `close` is ever called.
     """
 
     @abstractmethod
@@ -37,24 +37,50 @@ class Algorithm(ABC):
         """Take in parameters that the model has got since `setup`; those known already are passed over."""
 
     @abstractmethod
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True) -> None:
-        """A backward pass from `loss` begins; with `sync=False` its gradients only accumulate on this rank."""
+    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+        """A backward pass from `loss` begins.
+
+        Args:
+            loss: scaled, if there is a loss scaler.
+            sync: False: its gradients only accumulate on this rank.
+            scale: the loss scale, without dimensions and on the device; None without a loss scaler.
+        """
 
     @abstractmethod
     def after_backward(self) -> None:
         """Gradients are final when this returns."""
 
     @abstractmethod
-    def after_step(self) -> None:
-        """Parameters are final when this returns."""
+    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
+        """Parameters are final when this returns.
+
+        Args:
+            parameters: those of the optimizer that was to step.
+            skipped: did the loss scaler skip the step? A boolean on the device; None without a loss scaler.
+        """
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a checkpoint: tensors and primitives only."""
+        """What must survive a checkpoint and is the same on all ranks: tensors and primitives only. After `close` too.
+
+        Tensors may be views of the memory in use.
+        """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; after `setup`."""
+
+    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+        """This rank's residuals by parameter name: in parameter space, of the unscaled loss. After `close` too.
+
+        Their sum over all ranks is what the mean gradients so far lack. None: this one is unknown, because its exchange
+        began and did not end. Tensors may be views of the memory in use: copy each before taking the next.
+        """
+        return iter(())
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
+        """Take these as this rank's; after `setup`. Returns the names of those for which there is no place."""
+        return list(residuals)
 
     @abstractmethod
     def close(self) -> None:

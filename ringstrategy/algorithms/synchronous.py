@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,11 @@ class Synchronous(Algorithm):
         self._pass: _Pass | None = None
         self._accumulating = False
         self._step = 0
+        # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
+        self._awaited: dict[str, Tensor] = {}
+        self._awaited_state: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor | None] = {}
+        self._left_state: dict[str, Tensor] = {}
 
     @abstractmethod
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
@@ -85,6 +90,7 @@ class Synchronous(Algorithm):
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self._peers, self._step = peers, 0
+        self._left, self._left_state = {}, {}
         self.adopt(parameters, sparse=sparse)
         self._append_unfrozen()
         plan_text = self._plan_text
@@ -130,10 +136,13 @@ class Synchronous(Algorithm):
                 # change the gradient. The node lives as long as somebody holds it.
                 node = _accumulator(slot.parameter)
                 self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
+                if slot.name in self._awaited:
+                    bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
+            bucket.load_state(self._awaited_state)
         lines = [f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {self._peers.size} ranks", repr(self)]
         self._plan_text = "\n".join(lines + [bucket.describe() for bucket in self._buckets])
 
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True) -> None:
+    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
@@ -146,7 +155,7 @@ class Synchronous(Algorithm):
         if not sync:
             return
         self._append_unfrozen()
-        self._pass = _Pass(self._buckets, self._plan_text, self._peers, self.collective, self._step)
+        self._pass = _Pass(self._buckets, self._plan_text, self._peers, self.collective, self._step, scale)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:
@@ -165,33 +174,70 @@ class Synchronous(Algorithm):
     def after_backward(self) -> None:
         """See `Algorithm.after_backward`."""
         self._accumulating = False
-        current, self._pass = self._pass, None
+        current = self._pass
         if current is None:
             return
         assert self._peers is not None
         current.finish()
+        self._pass = None
         self._step += 1
         self._peers.stats.steps += 1
         self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
 
-    def after_step(self) -> None:
-        """Nothing: the gradients were averaged."""
+    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
+        """The gradients were averaged; if the step was skipped, residuals go back to what they were before it."""
+        if skipped is not None:
+            for bucket in self._buckets:
+                bucket.residuals.decide(parameters, skipped)
 
     def state_dict(self) -> dict[str, Any]:
-        """The step, from which codecs draw their seeds."""
-        return {"step": self._step}
+        """The step, from which codecs draw their seeds, and what buckets keep beside residuals."""
+        buckets = {**self._awaited_state, **self._left_state}
+        for bucket in self._buckets:
+            buckets |= bucket.state()
+        return {"step": self._step, "buckets": buckets}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self._step = int(state["step"])
+        self._awaited_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
+        for bucket in self._buckets:
+            bucket.load_state(state["buckets"])
+
+    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+        """See `Algorithm.residuals`."""
+        yield from self._left.items()
+        for bucket in self._buckets:
+            yield from bucket.residuals.state()
+        yield from self._awaited.items()
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
+        """See `Algorithm.load_residuals`. Those of parameters that are still frozen wait for their first bucket."""
+        self._awaited = {
+            name: value
+            for name, value in residuals.items()
+            if name in self._frozen and self._frozen[name].shape == value.shape
+        }
+        bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
+        return [
+            name
+            for name, value in residuals.items()
+            if name not in self._awaited and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
+        ]
 
     def close(self) -> None:
-        """Remove the hooks and forget the plan."""
+        """Remove the hooks and forget the plan; what a checkpoint needs stays, in host memory."""
+        if self._peers is not None:
+            failed = self._pass is not None  # then the device may be stuck, and a copy would be too
+            left = {name: None if failed or value is None else value.cpu() for name, value in self.residuals()}
+            left_state = {} if failed else {name: value.cpu() for name, value in self.state_dict()["buckets"].items()}
+            self._left, self._left_state = left, left_state
         for _, hook in self._hooks:
             hook.remove()
         self._peers = self._pass = None
         self._buckets, self._bucket_of, self._hooks = [], {}, []
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
+        self._awaited, self._awaited_state = {}, {}
         self._local_names = []
         self._accumulating = False
 
@@ -199,8 +245,16 @@ class Synchronous(Algorithm):
 class _Pass:
     """One backward pass: which buckets are full, launched, and what the other ranks used."""
 
-    def __init__(self, buckets: list[Bucket], plan_text: str, peers: Peers, collective: Collective, step: int) -> None:
-        self._peers, self._collective, self._step = peers, collective, step
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        plan_text: str,
+        peers: Peers,
+        collective: Collective,
+        step: int,
+        scale: Tensor | None,
+    ) -> None:
+        self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
         waiting = {b: {s.parameter for s in b.slots if s.parameter.requires_grad} for b in buckets}
         self._waiting = waiting
@@ -240,12 +294,13 @@ class _Pass:
             # Everyone tells everyone what it used, beside the last bucket, which hides it.
             used = [s.parameter.grad is not None and s.parameter.requires_grad for b in self.active for s in b.slots]
             self._control(lambda: self._post_used(used))
+        bucket.residuals.begin(self._scale)
         bucket.pack(self._peers.size)
         self._tickets.append(
             bucket.launch(
                 self._peers,
                 self._collective,
-                self._agreed,
+                _Cleared(self._agreed, bucket),
                 derive_seed(0, self._step, bucket.index),
                 f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
             )
@@ -276,7 +331,19 @@ class _Pass:
             return bool(self._used_anywhere[place[slot.parameter]])
 
         for bucket in self.active:
+            bucket.residuals.end(used)
             bucket.unpack(used, self._peers.size)
+
+
+class _Cleared:
+    """What a bucket waits for before its exchange; from then on its residuals are written to."""
+
+    def __init__(self, agreed: Waitable, bucket: Bucket) -> None:
+        self._agreed, self._bucket = agreed, bucket
+
+    def wait(self) -> None:
+        self._agreed.wait()
+        self._bucket.residuals.start()
 
 
 @torch.enable_grad()

@@ -19,6 +19,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.agree import exchange
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
+from ringstrategy.collectives.residuals import Residuals
 
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -51,10 +52,17 @@ class Slot:
 
 
 class Bucket(ABC):
-    """Some parameters whose gradients travel together."""
+    """Some parameters whose gradients travel together.
 
-    def __init__(self, index: int, slots: list[Slot]) -> None:
+    Args:
+        index: place in the order of launches.
+        slots: the parameters' places.
+        residual: the flat buffer that the slots' residuals are views of, if there is one.
+    """
+
+    def __init__(self, index: int, slots: list[Slot], residual: Tensor | None = None) -> None:
         self.index, self.slots = index, slots
+        self.residuals = Residuals(slots, residual)
 
     @property
     @abstractmethod
@@ -77,6 +85,13 @@ class Bucket(ABC):
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
         """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
 
+    def state(self) -> dict[str, Tensor]:
+        """What must survive a checkpoint beside residuals, by parameter name; the same on all ranks."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave, for those of this bucket's parameters that are in it."""
+
 
 class DenseBucket(Bucket):
     """One flat buffer.
@@ -87,15 +102,22 @@ class DenseBucket(Bucket):
         dtype: of the buffer.
         codec: for all of them.
         feedback: keep a residual of the buffer's size.
+        residual_dtype: of the residual; None: the buffer's.
     """
 
     def __init__(
-        self, index: int, parameters: list[tuple[str, Parameter]], dtype: torch.dtype, codec: Codec, feedback: bool
+        self,
+        index: int,
+        parameters: list[tuple[str, Parameter]],
+        dtype: torch.dtype,
+        codec: Codec,
+        feedback: bool,
+        residual_dtype: torch.dtype | None = None,
     ) -> None:
         numel = sum(parameter.numel() for _, parameter in parameters)
         device = parameters[0][1].device
         self.buffer = torch.zeros(numel, dtype=dtype, device=device)
-        self.residual = torch.zeros_like(self.buffer) if feedback else None
+        self.residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
         self.codec = codec
         slots, offset = [], 0
         for name, parameter in parameters:
@@ -108,7 +130,7 @@ class DenseBucket(Bucket):
                 )
             )
             offset += parameter.numel()
-        super().__init__(index, slots)
+        super().__init__(index, slots, self.residual)
 
     @property
     def numel(self) -> int:
@@ -165,9 +187,8 @@ class DenseBucket(Bucket):
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
             if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
-                if slot.residual is not None:
-                    slot.residual.add_(view, alpha=1 / size)  # nobody takes what was delivered: each keeps its share
-            elif parameter.dtype == view.dtype:
+                continue
+            if parameter.dtype == view.dtype:
                 if not slot.holds_gradient():
                     parameter.grad = view
             elif parameter.grad is None:
@@ -272,6 +293,7 @@ def plan(
     feedback_of: Callable[[Codec], bool],
     capacity: int,
     first_index: int,
+    residual_dtype: torch.dtype | None = None,
 ) -> list[Bucket]:
     """Cut the parameters into buckets, in reverse order of registration: about the order in which backward fills them.
 
@@ -282,6 +304,7 @@ def plan(
         feedback_of: does a bucket of this codec keep a residual?
         capacity: bytes of a buffer; a parameter larger than this has a bucket of its own.
         first_index: index of the first bucket, > 0 for those that are appended to a plan.
+        residual_dtype: of the residuals; None: the buffers'.
     """
     groups: dict[tuple[torch.device, torch.dtype, Codec], list[tuple[str, Parameter]]] = {}
     closed: list[tuple[int, list[tuple[str, Parameter]], Codec | None]] = []
@@ -316,7 +339,7 @@ def plan(
             buckets.append(SparseBucket(index, *members[0]))
         else:
             dtype = sums_dtype(members[0][1].dtype)
-            buckets.append(DenseBucket(index, members, dtype, member_codec, feedback_of(member_codec)))
+            buckets.append(DenseBucket(index, members, dtype, member_codec, feedback_of(member_codec), residual_dtype))
     return buckets
 
 

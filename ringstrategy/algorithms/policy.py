@@ -1,0 +1,61 @@
+"""Which codec a parameter gets: policies, fixed when buckets are planned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch.nn import Parameter
+
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
+
+Policy = Callable[[str, Parameter], Codec]
+
+
+@dataclass(frozen=True)
+class SmallExact:
+    """`codec` for large matrices; `small`, as a rule exact, for what suffers first and costs little.
+
+    Small are: fewer than `below` elements, one dimension or none (biases, norms), and the `names`. They travel in
+    buckets of their own: usually one, since they are few, which fills at the end of backward.
+
+    Args:
+        codec: for all other parameters.
+        small: for small ones.
+        below: elements. Larger: more parameters travel by `small`: closer, more bytes.
+        vectors: parameters with fewer than two dimensions are small, however long.
+        names: shell patterns of parameter names that are small too, such as "*embedding*" or "head.*".
+    """
+
+    codec: Codec
+    small: Codec = Identity()  # noqa: RUF009  (frozen)
+    below: int = 1024
+    vectors: bool = True
+    names: Iterable[str] = ()
+
+    def __post_init__(self) -> None:
+        for codec in (self.codec, self.small):
+            if not isinstance(codec, Codec):
+                raise TypeError(f"SmallExact takes codecs such as ringstrategy.Identity(), got {codec!r}")
+        if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 0:
+            raise ValueError(f"below is a number of elements >= 0, got {self.below!r}")
+        if isinstance(self.names, str):
+            raise TypeError(f"names is a list of patterns, got the one string {self.names!r}: pass [{self.names!r}]")
+        object.__setattr__(self, "names", tuple(self.names))
+
+    def __call__(self, name: str, parameter: Parameter) -> Codec:
+        """The codec for this parameter."""
+        small = (
+            parameter.numel() < self.below
+            or (self.vectors and parameter.dim() < 2)
+            or any(fnmatchcase(name, pattern) for pattern in self.names)
+        )
+        return self.small if small else self.codec
+
+
+def described(value: object) -> str:
+    """As `repr`, but the same in every process: without addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
