@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_block
+from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.formats import Format
@@ -56,12 +57,12 @@ class BlockFloat8(Blocked):
 
     def load(self, codes: Tensor, levels: Tensor) -> None:
         """The values of the codes, by way of float16, which torch widens fast."""
-        bits = codes.view(torch.int8).to(torch.int16)
+        bits = scratch("halves", tuple(codes.shape), torch.int16).copy_(codes.view(torch.int8))
         if self.format == "e5m2":
-            levels.copy_((bits << 8).view(torch.float16))
+            levels.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
         else:
             # sign, then 4 bits of exponent and 3 of mantissa in the places of float16, whose bias is 8 larger
-            levels.copy_(((bits << 7) & -0x4001).view(torch.float16))
+            levels.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16))
             levels.mul_(256.0)
 
     def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:

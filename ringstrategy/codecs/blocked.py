@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.formats import Format
 
-TILE = 1 << 18  # values worked on at once: enough to hide the cost of a torch call, few enough for a core's cache
+TILE = 1 << 19  # values worked on at once: enough to hide the cost of a torch call, few enough for a core's cache
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32, so that 1 / scale is finite
 LARGEST = 1.984375 * 2.0**127  # below it, the largest code times a scale that was rounded up is finite
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
@@ -108,12 +109,12 @@ class Blocked(Codec):
             for header in headers:
                 header.masked_fill_(broken, torch.nan if header is headers[-1] else 0.0)
         step = max(1, TILE // length)
-        scratch = torch.empty(min(count, step), _round_up(length))
-        if scratch.shape[1] > length:
-            scratch[:, length:] = self._level_of_zero
+        whole = scratch("levels", (min(count, step), _round_up(length)))
+        if whole.shape[1] > length:
+            whole[:, length:] = self._level_of_zero
         for first, tile, codes_of_tile in zip(range(0, count, step), wide.split(step), codes.split(step), strict=True):
             last = first + len(tile)
-            padded = scratch[: len(tile)]
+            padded = whole[: len(tile)]
             levels = padded[:, :length]
             of_tile = tuple(header[first:last] for header in headers)
             self.quantize(tile, of_tile, levels, seed, offset + first * length)
@@ -151,9 +152,9 @@ class Blocked(Codec):
         length = out.shape[1]
         step = max(1, TILE // length)
         headers = [head.float()[:, None].split(step) for head in heads]
-        scratch = torch.empty(min(len(out), step), _round_up(length))
+        whole = scratch("levels", (min(len(out), step), _round_up(length)))
         for tile, codes_of_tile, *of_tile in zip(out.split(step), codes.split(step), *headers, strict=True):
-            padded = scratch[: len(tile)]
+            padded = whole[: len(tile)]
             self.load(codes_of_tile, padded)
             levels = padded[:, :length]
             self.reconstruct_(levels, tuple(of_tile))
@@ -201,7 +202,7 @@ class Blocked(Codec):
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""
-        small = codes if self.bits == 8 else torch.empty(levels.shape, dtype=torch.uint8)
+        small = codes if self.bits == 8 else scratch("small", tuple(levels.shape), torch.uint8)
         small.view(torch.int8).copy_(levels)
         small.bitwise_xor_(128) if self.bits == 8 else small.add_(1 << (self.bits - 1))
         if self.bits < 8:
@@ -212,7 +213,8 @@ class Blocked(Codec):
     def load(self, codes: Tensor, levels: Tensor) -> None:
         """Undo `store`."""
         if self.bits == 8:
-            levels.copy_((codes ^ 128).view(torch.int8))
+            small = torch.bitwise_xor(codes, 128, out=scratch("small", tuple(codes.shape), torch.uint8))
+            levels.copy_(small.view(torch.int8))
             return
         half = 1 << (self.bits - 1)
         planes = self._planes(codes, levels.shape[1])
@@ -220,7 +222,7 @@ class Blocked(Codec):
             part = _unfold(codes, self.bits).sub_(half).view(torch.int8)
             levels.view(part.shape[1], part.shape[0], -1).copy_(part.transpose(0, 1))
             return
-        small = torch.zeros(levels.shape, dtype=torch.uint8)
+        small = scratch("small", tuple(levels.shape), torch.uint8).zero_()
         for plane, shift, width in planes:
             part = _unfold(plane, width).transpose(0, 1)
             small.view(part.shape).add_(part, alpha=1 << shift)
@@ -266,10 +268,10 @@ def bounding_scale(largest: Tensor, highest: int) -> Tensor:
 
 def mean_magnitude(blocks: Tensor) -> Tensor:
     """mean|x| of each block, tile by tile."""
-    scratch = torch.empty(min(len(blocks), max(1, TILE // blocks.shape[1])), blocks.shape[1])
     means = torch.empty(len(blocks))
-    for tile, out in zip(blocks.split(len(scratch)), means.split(len(scratch)), strict=True):
-        torch.mean(torch.abs(tile, out=scratch[: len(tile)]), 1, out=out)
+    step = max(1, TILE // blocks.shape[1])
+    for tile, out in zip(blocks.split(step), means.split(step), strict=True):
+        torch.mean(torch.abs(tile, out=scratch("levels", tuple(tile.shape))), 1, out=out)
     return means
 
 
@@ -302,7 +304,9 @@ def _fold(part: Tensor, width: int, plane: Tensor) -> None:
 
 def _unfold(plane: Tensor, width: int) -> Tensor:
     """Undo `_fold`, into (8 / width, blocks, length * width / 8): the codes at each shift, blocks side by side."""
-    return (plane >> _shifts(width)).bitwise_and_((1 << width) - 1)
+    shifts = _shifts(width)
+    parts = scratch("parts", (len(shifts), *plane.shape), torch.uint8)
+    return torch.bitwise_right_shift(plane, shifts, out=parts).bitwise_and_((1 << width) - 1)
 
 
 @lru_cache

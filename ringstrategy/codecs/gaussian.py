@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import SMALLEST_SCALE, Blocked, check_bits, check_block, mean_magnitude
+from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.formats import Format
@@ -50,12 +51,13 @@ class Gaussian(Blocked):
         """See `Blocked.quantize`."""
         step = headers[-1]
         inverse = torch.where(step == 0, 0.0, step.reciprocal())
-        scaled = blocks * inverse[:, None]
+        scaled, product = (scratch(name, tuple(blocks.shape)) for name in ("scaled", "product"))
+        torch.mul(blocks, inverse[:, None], out=scaled)
         half = 1 << (self.bits - 1)
         torch.clamp(scaled, -half, half - 0.5, out=levels)
         levels.floor_()
-        along = torch.linalg.vecdot(scaled, levels + 0.5) * 2
-        scale = step * (torch.linalg.vecdot(scaled, scaled) / along)
+        along = torch.mul(torch.add(levels, 0.5, out=product), scaled, out=product).sum(1) * 2
+        scale = step * (torch.mul(scaled, scaled, out=product).sum(1) / along)
         headers[-1].copy_(torch.where(step == 0, 0.0, scale).bfloat16())
 
     def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:

@@ -8,26 +8,27 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import derive_seed
+from ringstrategy.codecs.scratch import scratch
 
-_PERIOD = 1 << 18  # places that share a key; each has a hash of its own
+_PERIOD = 1 << 19  # places that share a key; each has a hash of its own
 
 
 def add_noise_(values: Tensor, seed: int, place: int) -> None:
     """Add to each float32 value (contiguous; the first is at `place`) a number uniform in [-1/2, 1/2].
 
-    Element p of a period gets (hash(p) xor key) through a bijective mixer,
-    with one random key a period, drawn from (seed, period): so each element's noise is uniform over the seeds, exactly,
-    and neighbours' differ.
+    Element p of a period gets (hash(p) xor key) times an odd number, both random, drawn from (seed, period): so each
+    element's noise is uniform over the seeds, exactly, and so is the difference of two elements' (multiplicative
+    hashing), up to multiples of a power of two that is small unless the hashes agree in many low bits.
     """
     flat, begin = values.view(-1), 0
     while begin < flat.numel():
         period, inside = divmod(place + begin, _PERIOD)
         end = min(flat.numel(), begin + _PERIOD - inside)
-        noise = _hashes()[inside : inside + end - begin] ^ _signed(derive_seed(seed, period) & 0xFFFFFFFF)
-        noise.mul_(_signed(0x9E3779B1))
-        noise.bitwise_xor_(noise >> 15)
-        noise.mul_(_signed(0x85EBCA77))
-        flat[begin:end].add_(noise.float(), alpha=2.0**-32)
+        random = derive_seed(seed, period)
+        noise = scratch("noise", (end - begin,), torch.int32)
+        torch.bitwise_xor(_hashes()[inside : inside + end - begin], _signed(random & 0xFFFFFFFF), out=noise)
+        noise.mul_(_signed(derive_seed(random, 1) & 0xFFFFFFFF | 1))
+        flat[begin:end].add_(scratch("float noise", (end - begin,)).copy_(noise), alpha=2.0**-32)
         begin = end
 
 

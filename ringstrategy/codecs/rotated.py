@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.gaussian import Gaussian
+from ringstrategy.codecs.scratch import scratch
 
 LENGTH = 256  # values that are rotated together
 _TILE = 1 << 18
@@ -106,7 +107,7 @@ class Rotated(Codec):
             return
         flips = signs(seed) / 16
         for tile in _tiles(values):
-            _hadamard(tile * flips, tile)
+            _hadamard(tile.mul_(flips), tile)
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """x = (H y / 16) * sign."""
@@ -140,7 +141,10 @@ def _hadamard(source: Tensor, target: Tensor) -> None:
         return
     matrix = _matrix(source.dtype)
     # H of 256 is the Kronecker product of H of 16 with itself
-    torch.matmul(matrix, torch.matmul(source.view(-1, 16, 16), matrix), out=target.view(-1, 16, 16))
+    half = torch.matmul(
+        source.view(-1, 16, 16), matrix, out=scratch(f"rotated {source.dtype}", (len(source), 16, 16), source.dtype)
+    )
+    torch.matmul(matrix, half, out=target.view(-1, 16, 16))
 
 
 def _butterflies(source: Tensor, target: Tensor) -> None:
