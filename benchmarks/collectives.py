@@ -83,6 +83,7 @@ def _cases(values: Tensor, inputs: Tensor, peers: Peers, native: Peers, options:
         our_case("ring int8", Ring(), BlockInt(8)),
         our_case("direct int8", Direct(), BlockInt(8)),
         our_case("ring int4", Ring(), BlockInt(4)),
+        our_case("ring int4 blocks of 1024", Ring(), BlockInt(4, 1024)),
         our_case("direct int4", Direct(), BlockInt(4)),
         our_case("ring rotated int4", Ring(), Rotated(Gaussian(4))),
         our_case("direct rotated int4", Direct(), Rotated(Gaussian(4))),

@@ -152,8 +152,13 @@ class Blocked(Codec):
         length = out.shape[1]
         step = max(1, TILE // length)
         headers = [head.float()[:, None].split(step) for head in heads]
+        in_place = not add and out.dtype == torch.float32 and _round_up(length) == length
         whole = scratch("levels", (min(len(out), step), _round_up(length)))
         for tile, codes_of_tile, *of_tile in zip(out.split(step), codes.split(step), *headers, strict=True):
+            if in_place:
+                self.load(codes_of_tile, tile)
+                self.reconstruct_(tile, tuple(of_tile))
+                continue
             padded = whole[: len(tile)]
             self.load(codes_of_tile, padded)
             levels = padded[:, :length]
