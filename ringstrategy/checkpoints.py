@@ -164,9 +164,13 @@ def remove_residuals(io: CheckpointIO, path: _PATH) -> None:
     """Remove what lies beside the checkpoint `path`."""
     folder = _folder(path)
     files = get_filesystem(folder)
-    while files.exists(folder):
+    for _ in range(3):
+        if not files.exists(folder):
+            return
         with suppress(FileNotFoundError):  # on a disk that nodes share, another one may be doing the same
             io.remove_checkpoint(folder)
+    if files.exists(folder):
+        rank_zero_warn(f"{io} did not remove {folder}, where the residuals of a removed checkpoint lie")
 
 
 def _folder(path: _PATH) -> str:

@@ -41,6 +41,7 @@ def test_collectives_on_loopback(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--mb", "1", "--rounds", "2"]
     rows = rows_of("collectives.py", tmp_path / "deep" / "rows.jsonl", *arguments)
     bounds = {"fp32": 1e-6, "identity": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
+    bounds |= {"fp8": 0.1, "int8": 0.05, "int4": 0.4, "int2": 0.9, "sign": 1.5, "topk": 1.1}
     for name, row in rows.items():
         assert row["ranks_identical"] is True
         assert 0 < row["error"] < next(bound for part, bound in bounds.items() if part in name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ringstrategy.codecs import Cast, Codec, Identity
+from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
 from ringstrategy.collectives.buckets import FIRST_BUCKET_BYTES, Bucket, DenseBucket, plan
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -83,3 +84,19 @@ def test_sparse_parameters_have_buckets_of_their_own() -> None:
     parameters = {name: nn.Parameter(torch.empty(10, 2)) for name in "abc"}
     buckets = planned(parameters, 1 << 20, sparse=frozenset("b"))
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["b"], ["c", "a"]]
+
+
+@pytest.mark.parametrize("codec", [Rotated(Gaussian(2)), BlockInt(8)], ids=str)
+def test_a_bucket_ends_with_a_whole_block(codec: Codec) -> None:
+    """A short block would not be rotated, and few levels without a rotation are wrong the same way at each step."""
+    parameters = {"a": nn.Parameter(torch.zeros(300)), "b": nn.Parameter(torch.zeros(7, 11))}
+    [bucket] = plan(parameters, frozenset(), lambda name, parameter: codec, lambda codec: True, 1 << 20, 0)
+    assert isinstance(bucket, DenseBucket)
+    assert bucket.numel == 377
+    assert bucket.buffer.numel() == 512
+    bucket.buffer.fill_(3.0)
+    for parameter in parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    bucket.pack(4)
+    assert bucket.buffer[377:].eq(0).all()
+    assert bucket.buffer[:377].eq(0.25).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from ringstrategy import (
     Sign,
     TopK,
 )
+from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.noise import add_noise_
 from ringstrategy.codecs.rotated import _butterflies, _hadamard, signs
 
@@ -461,3 +463,55 @@ def test_bad_arguments_are_refused_at_construction(build, error, words) -> None:
     with pytest.raises(error, match=words):
         build()
     assert AllReduce(TopK(), Direct()).codec == TopK()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", LOSSY, ids=str)
+def test_a_non_finite_block_of_another_dtype(codec: Codec, dtype: torch.dtype) -> None:
+    values = data(2 * max(codec.block, 8)).to(dtype)
+    values[1] = math.nan
+    lost = torch.full_like(values, 0.25)
+    encoded(codec, values, lost)
+    assert lost.isfinite().all()
+    assert lost[1] == 0.25
+
+
+@pytest.mark.parametrize(
+    "codec", [c for c in BLOCKED if isinstance(c, BlockInt | BlockFloat8 | Sign | Gaussian)], ids=str
+)
+def test_a_non_finite_block_has_the_documented_bytes(codec: Blocked) -> None:
+    values = data(40 * codec.block)  # many, so that vector instructions write them
+    values[::7] = math.nan
+    heads = 40 * sum(dtype.itemsize for dtype in codec.headers)
+    scales = encoded(codec, values)[heads - 80 : heads].view(torch.int16)
+    assert scales.eq(0x7FC0).all()
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("codec", BLOCKED, ids=str)
+def test_the_process_default_dtype_changes_no_byte(codec: Codec, default: torch.dtype) -> None:
+    values = data(3 * codec.block + 1) * 1e-7
+    expected = encoded(codec, values)
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(encoded(codec, values), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_scratch_from_inference_mode_serves_outside_of_it() -> None:
+    def in_a_thread_of_its_own() -> Tensor:
+        with torch.inference_mode():
+            encoded(BlockInt(4), data(3000))
+        return encoded(BlockInt(4), data(3000))
+
+    with ThreadPoolExecutor(1) as pool:
+        assert torch.equal(pool.submit(in_a_thread_of_its_own).result(), encoded(BlockInt(4), data(3000)))
+
+
+def test_a_hostile_random_k_header_decodes_to_something() -> None:
+    for word in (2**63 - 1, -(2**63), -1):
+        codec = RandomK(1, 8)
+        wire = encoded(codec, data(16))
+        wire[:16].view(torch.int64).fill_(word)
+        decoded(codec, wire, 16)

@@ -242,3 +242,15 @@ def test_cast_refuses_other_dtypes() -> None:
             Cast(bad)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Identity\(\)"):
         Cast("float16").check(torch.complex64)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES, ids=str)
+def test_a_residual_is_delivered_once_by_a_lossless_codec(collective: Collective) -> None:
+    def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
+        values, residual = torch.zeros(30), torch.ones(30)
+        mean_(values, peers, collective, Identity(), residual=residual)
+        return values, residual
+
+    for values, residual in on_all_ranks(3, one):
+        assert values.eq(3).all()
+        assert residual.eq(0).all()

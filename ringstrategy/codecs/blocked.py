@@ -126,11 +126,14 @@ class Blocked(Codec):
             self.reconstruct_(levels, tuple(header[:, None] for header in of_tile))
             if any_broken:
                 kept = broken[first:last, None]
-                torch.where(kept, lost[first:last], blocks[first:last] - levels, out=lost[first:last])
+                lost[first:last] = torch.where(kept, lost[first:last], blocks[first:last] - levels)
             else:
                 torch.sub(blocks[first:last], levels, out=lost[first:last])
         for head, header in zip(heads, headers, strict=True):
-            head.copy_(header)
+            if head.dtype == torch.bfloat16:  # exact; torch's own conversion gives NaN other bits on other processors
+                head.view(torch.int16).copy_(header.view(torch.int32) >> 16)
+            else:
+                head.copy_(header)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec.decode`."""
@@ -273,7 +276,7 @@ def bounding_scale(largest: Tensor, highest: int) -> Tensor:
 
 def mean_magnitude(blocks: Tensor) -> Tensor:
     """mean|x| of each block, tile by tile."""
-    means = torch.empty(len(blocks))
+    means = torch.empty(len(blocks), dtype=torch.float32)
     step = max(1, TILE // blocks.shape[1])
     for tile, out in zip(blocks.split(step), means.split(step), strict=True):
         torch.mean(torch.abs(tile, out=scratch("levels", tuple(tile.shape))), 1, out=out)

@@ -42,7 +42,7 @@ class Cast(Codec):
         rounded.copy_(values)
         if lost is not None:
             rest = values - rounded
-            torch.where(rest.abs() < torch.inf, rest, lost, out=lost)
+            lost.copy_(torch.where(rest.abs() < torch.inf, rest, lost))
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""

@@ -58,7 +58,8 @@ class Gaussian(Blocked):
         levels.floor_()
         along = torch.mul(torch.add(levels, 0.5, out=product), scaled, out=product).sum(1) * 2
         scale = step * (torch.mul(scaled, scaled, out=product).sum(1) / along)
-        headers[-1].copy_(torch.where(step == 0, 0.0, scale).bfloat16())
+        scale = torch.where(step == 0, 0.0, scale).bfloat16()
+        headers[-1].copy_(torch.where(step.isnan(), step, scale))
 
     def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
         """See `Blocked.reconstruct_`."""

@@ -72,6 +72,6 @@ class RandomK(Codec):
     def _places(self, seed: int, offset: int, blocks: int) -> Tensor:
         """int64 (blocks, k), each in [0, block)."""
         stride = self.block // self.k
-        number = torch.arange(offset // self.block, offset // self.block + blocks) & 0x7FFFFFFF
+        number = torch.arange(blocks) + (offset // self.block & 0x7FFFFFFF)
         mixed = (number * 0x9E3779B1 ^ derive_seed(seed, 1) & 0x7FFFFFFF) * 0x85EBCA77 >> 16 & 0xFFFFFF
         return (mixed % stride)[:, None] + torch.arange(0, self.block, stride)

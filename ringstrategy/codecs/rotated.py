@@ -15,6 +15,7 @@ from ringstrategy.codecs.scratch import scratch
 
 LENGTH = 256  # values that are rotated together
 _TILE = 1 << 18
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Rotated(Codec):
 
     Each 256 values get random signs and an orthonormal Hadamard transform (Vargaftik et al. 2021, 2022). One large
     value then spreads over its whole block, so few levels suffice; the seed is a new one each step, so errors average
-    out. Costs two passes of 16 additions a value. The last numel % 256 values of a bucket are not rotated.
+    out. Costs two passes of 16 additions a value. The last numel % 256 values are not rotated: buckets have none such.
 
     The ranks turn back what they decoded, and must get the same bits on any processor, in whatever order it adds: so
     the inner codec's decoded values must add up exactly.
@@ -103,7 +104,7 @@ class Rotated(Codec):
         if values.device.type == "cuda":
             from ringstrategy.kernels.rotate import rotate_
 
-            rotate_(values, signs(seed).to(values.device), inverse=False)
+            rotate_(values, signs(seed, values.device), inverse=False)
             return
         flips = signs(seed) / 16
         for tile in _tiles(values):
@@ -114,7 +115,7 @@ class Rotated(Codec):
         if values.device.type == "cuda":
             from ringstrategy.kernels.rotate import rotate_
 
-            rotate_(values, signs(seed).to(values.device), inverse=True)
+            rotate_(values, signs(seed, values.device), inverse=True)
             return
         flips = signs(seed) / 16
         for tile in _tiles(values):
@@ -122,10 +123,13 @@ class Rotated(Codec):
             tile.mul_(flips)
 
 
-def signs(seed: int) -> Tensor:
-    """The 256 signs of a seed: float32, each 1 or -1."""
+@lru_cache(maxsize=8)
+def signs(seed: int, device: torch.device = _CPU) -> Tensor:
+    """The 256 signs of a seed: float32, each 1 or -1; shared, so not to be written to."""
     words = [derive_seed(seed, word) for word in range(LENGTH // 32)]
-    return torch.tensor([1.0 if words[i // 32] >> (i % 32) & 1 else -1.0 for i in range(LENGTH)])
+    of_all = [1.0 if words[i // 32] >> (i % 32) & 1 else -1.0 for i in range(LENGTH)]
+    with torch.inference_mode(False):
+        return torch.tensor(of_all, dtype=torch.float32, device=device)
 
 
 def _tiles(values: Tensor) -> tuple[Tensor, ...]:

@@ -18,5 +18,6 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
         numel *= size
     held = tensors.get(name)
     if held is None or held.numel() < numel:
-        held = tensors[name] = torch.empty(numel, dtype=dtype)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            held = tensors[name] = torch.empty(numel, dtype=dtype)
     return held[:numel].view(shape)

@@ -49,6 +49,10 @@ def mean_(
             then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
     """
+    if residual is not None and codec.lossless:
+        values.add_(residual)
+        residual.zero_()
+        residual = None
     lost = residual
     if residual is not None and lost is not None:
         values.add_(residual)

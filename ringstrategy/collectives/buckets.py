@@ -94,7 +94,7 @@ class Bucket(ABC):
 
 
 class DenseBucket(Bucket):
-    """One flat buffer.
+    """One flat buffer of whole blocks of the codec: behind the gradients, up to block - 1 zeros.
 
     Args:
         index: place in the order of launches.
@@ -116,7 +116,9 @@ class DenseBucket(Bucket):
     ) -> None:
         numel = sum(parameter.numel() for _, parameter in parameters)
         device = parameters[0][1].device
-        self.buffer = torch.zeros(numel, dtype=dtype, device=device)
+        # a short block would not be rotated
+        self.buffer = torch.zeros(-(-numel // codec.block) * codec.block, dtype=dtype, device=device)
+        self._padding = self.buffer[numel:]
         self.residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
         self.codec = codec
         slots, offset = [], 0
@@ -134,8 +136,8 @@ class DenseBucket(Bucket):
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer."""
-        return self.buffer.numel()
+        """Elements of the gradients."""
+        return self.buffer.numel() - self._padding.numel()
 
     def describe(self) -> str:
         """The bucket's line, then one for each parameter."""
@@ -150,6 +152,7 @@ class DenseBucket(Bucket):
     def pack(self, size: int) -> None:
         """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
         scale = 1 / size
+        self._padding.zero_()
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
             grad = parameter.grad
