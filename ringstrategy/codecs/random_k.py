@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.codecs.sparse import check_k, in_blocks
+from ringstrategy.codecs.sparse import check_k, choose, in_blocks, spread
 
 _HEADER = 16
 
@@ -48,26 +48,14 @@ class RandomK(Codec):
         wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset]))
         blocks = in_blocks(values, self.block)
         places = self._places(seed, offset, len(blocks)).to(values.device)
-        chosen = blocks.gather(1, places).to(torch.bfloat16)
-        broken = ~blocks.isfinite().all(1, keepdim=True) | ~chosen.isfinite().all(1, keepdim=True)
-        chosen.masked_fill_(broken, torch.nan)
-        wire[_HEADER:].view(torch.bfloat16).view(chosen.shape).copy_(chosen)
-        if lost is not None:
-            rest = blocks.clone()
-            rest.scatter_add_(1, places, -chosen.to(rest.dtype))
-            rest = torch.where(broken, in_blocks(lost, self.block), rest)
-            lost.copy_(rest.view(-1)[: lost.numel()])
+        wire[_HEADER:].view(torch.bfloat16).view(places.shape).copy_(choose(blocks, places, lost))
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Scatter."""
         self.check_wire(wire, out)
         seed, offset = wire[:_HEADER].view(torch.int64).tolist()
-        kept = wire[_HEADER:].view(torch.bfloat16).view(-1, self.k).to(out.dtype)
-        blocks = out.new_zeros(len(kept), self.block)
-        blocks.scatter_(1, self._places(seed, offset, len(kept)).to(out.device), kept)
-        blocks.masked_fill_(kept.isnan().any(1, keepdim=True), torch.nan)
-        values = blocks.view(-1)[: out.numel()]
-        out.add_(values) if add else out.copy_(values)
+        kept = wire[_HEADER:].view(torch.bfloat16).view(-1, self.k)
+        spread(kept, self._places(seed, offset, len(kept)).to(out.device), self.block, out, add)
 
     def _places(self, seed: int, offset: int, blocks: int) -> Tensor:
         """int64 (blocks, k), each in [0, block)."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.codecs.sparse import check_k, in_blocks
+from ringstrategy.codecs.sparse import check_k, choose, in_blocks, spread
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,15 @@ class TopK(Codec):
         self.check_wire(wire, values)
         blocks = in_blocks(values, self.block)
         places = torch.topk(blocks.abs(), self.k, dim=1, sorted=False).indices
-        chosen = blocks.gather(1, places).to(torch.bfloat16)
-        broken = ~blocks.isfinite().all(1, keepdim=True) | ~chosen.isfinite().all(1, keepdim=True)
-        chosen.masked_fill_(broken, torch.nan)
         kept, at = self._split(wire)
-        kept.copy_(chosen)
+        kept.copy_(choose(blocks, places, lost))
         at.copy_(places)
-        if lost is not None:
-            rest = blocks.clone()
-            rest.scatter_add_(1, places, -chosen.to(rest.dtype))
-            rest = torch.where(broken, in_blocks(lost, self.block), rest)
-            lost.copy_(rest.view(-1)[: lost.numel()])
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Scatter; places outside a block (only a broken peer sends them) are taken modulo its length."""
         self.check_wire(wire, out)
         kept, at = self._split(wire)
-        blocks = out.new_zeros(len(kept), self.block)
-        blocks.scatter_add_(1, at.long() % self.block, kept.to(out.dtype))
-        blocks.masked_fill_(kept.isnan().any(1, keepdim=True), torch.nan)
-        values = blocks.view(-1)[: out.numel()]
-        out.add_(values) if add else out.copy_(values)
+        spread(kept, at.long() % self.block, self.block, out, add)
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         blocks = wire.numel() // (self.k * (2 + self._place_dtype.itemsize))

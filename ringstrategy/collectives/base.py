@@ -49,14 +49,14 @@ def mean_(
             then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
     """
-    if residual is not None and codec.lossless:
+    lost = None
+    if residual is not None:
         values.add_(residual)
-        residual.zero_()
-        residual = None
-    lost = residual
-    if residual is not None and lost is not None:
-        values.add_(residual)
-        if residual.dtype != values.dtype:
+        if codec.lossless:
+            residual.zero_()
+        elif residual.dtype == values.dtype:
+            lost = residual
+        else:
             lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
             lost.copy_(residual)
     collective.sum_(values, peers, codec, lost=lost, seed=seed)
