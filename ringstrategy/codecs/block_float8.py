@@ -30,6 +30,7 @@ class BlockFloat8(Blocked):
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 256
+    store_rounds = True
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -51,23 +52,18 @@ class BlockFloat8(Blocked):
         torch.mul(blocks, headers[-1].reciprocal()[:, None], out=levels)
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
-        """Round; leave what the receiver will read in `levels`."""
+        """Round."""
         codes.view(_DTYPES[self.format]).copy_(levels)
-        self.load(codes, levels)
 
-    def load(self, codes: Tensor, levels: Tensor) -> None:
+    def load(self, codes: Tensor, numbers: Tensor) -> None:
         """The values of the codes, by way of float16, which torch widens fast."""
         bits = scratch("halves", tuple(codes.shape), torch.int16).copy_(codes.view(torch.int8))
         if self.format == "e5m2":
-            levels.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
+            numbers.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
         else:
             # sign, then 4 bits of exponent and 3 of mantissa in the places of float16, whose bias is 8 larger
-            levels.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16))
-            levels.mul_(256.0)
-
-    def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
-        """See `Blocked.reconstruct_`."""
-        levels.mul_(headers[-1])
+            numbers.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16))
+            numbers.mul_(256.0)
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

@@ -49,6 +49,11 @@ class BlockInt(Blocked):
         return (torch.bfloat16,) if self.scale == "absmax" else (torch.float32, torch.bfloat16)
 
     @property
+    def shift(self) -> int:  # type: ignore[override]
+        """With minmax the numbers count from 0 up."""
+        return 0 if self.scale == "absmax" else 1 << (self.bits - 1)
+
+    @property
     def adds_exactly(self) -> bool:  # type: ignore[override]
         """With absmax: whole numbers below 2**7, times 8 significant bits."""
         return self.scale == "absmax"
@@ -83,14 +88,6 @@ class BlockInt(Blocked):
     def _highest(self) -> int:
         """The greatest whole number: of 2**bits - 1 around 0, or of 2**bits from 0 up."""
         return (1 << (self.bits - 1)) - 1 if self.scale == "absmax" else (1 << self.bits) - 1
-
-    def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
-        """See `Blocked.reconstruct_`."""
-        if self.scale == "minmax":
-            levels.add_(1 << (self.bits - 1))
-        levels.mul_(headers[-1])
-        if self.scale == "minmax":
-            levels.add_(headers[0])
 
     @property
     def _level_of_zero(self) -> int:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,11 +27,15 @@ _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2,
 class Blocked(Codec):
     """Each block of `block` values becomes its headers (the last of them a bfloat16 scale) and one code a value.
 
-    A subclass turns a tile of blocks into float32 *levels*, whole numbers in [-2**(bits-1), 2**(bits-1)), and back. On
+    A subclass turns a tile of blocks into float32 *levels*, whole numbers in [-2**(bits-1), 2**(bits-1)). The receiver
+    makes of each level the number spacing * level + shift, times the scale, plus the other header if there is one. On
     CUDA tensors the Triton kernels do all of it.
     """
 
     block: int
+    spacing: int = 1
+    shift: int = 0
+    store_rounds: bool = False  # does `store` keep less than `quantize` gave?
 
     @property
     @abstractmethod
@@ -44,7 +49,7 @@ class Blocked(Codec):
 
     @abstractmethod
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """The headers of all blocks, float32 (blocks, length): one float32 tensor (blocks,) each, exact in its dtype.
+        """One float32 tensor (blocks,) a header, exact in its dtype, of a tile: float32 (blocks, length).
 
         The scale is NaN for a non-finite block.
         """
@@ -54,7 +59,7 @@ class Blocked(Codec):
         """Fill `levels`, float32 (blocks, length); may also mend the scale in place.
 
         Args:
-            blocks: float32 (blocks, length): a tile of what was measured.
+            blocks: what was measured.
             headers: of these blocks.
             levels: to be written; may be left anything where the scale is NaN.
             seed: of this encode.
@@ -62,16 +67,12 @@ class Blocked(Codec):
         """
 
     @abstractmethod
-    def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
-        """Turn `levels` into the values that the receiver decodes; headers are float32 (blocks, 1)."""
-
-    @abstractmethod
     def kernel_format(self) -> Format:
         """This codec as the Triton kernels know it."""
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes on the wire."""
-        return sum(self._parts(numel))
+        return sum(_parts(numel, self.block, self.bits, self.headers))
 
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
@@ -83,57 +84,62 @@ class Blocked(Codec):
 
             encode(values, wire, self.kernel_format(), lost=lost, seed=seed, offset=offset)
             return
-        heads, codes, tail_codes = self._split(wire, values.numel())
-        whole = values.numel() // self.block
-        split = whole * self.block
-        if whole:
-            shape = (whole, self.block)
-            lost_blocks = None if lost is None else lost[:split].view(shape)
-            self._encode_blocks(
-                values[:split].view(shape), [head[:whole] for head in heads], codes, lost_blocks, seed, offset
-            )
-        rest = values.numel() - split
-        if rest:
-            tail, lost_tail = values[split:].view(1, rest), None if lost is None else lost[split:].view(1, rest)
-            self._encode_blocks(tail, [head[whole:] for head in heads], tail_codes, lost_tail, seed, offset + split)
+        self._encode(values, (), wire, lost, seed, offset)
 
-    def _encode_blocks(
-        self, blocks: Tensor, heads: list[Tensor], codes: Tensor, lost: Tensor | None, seed: int, offset: int
+    def _encode(
+        self, values: Tensor, wires: Sequence[Tensor], wire: Tensor, lost: Tensor | None, seed: int, offset: int
     ) -> None:
-        count, length = blocks.shape
+        """Encode `values` and then `wires`, added in that order: tile by tile, so that no sum leaves the cache."""
+        heads, codes = self._split(wire, values.numel())
+        summands = [self._open(summand, values.numel()) for summand in wires]
+        for tile in self._tiles(values.numel()):
+            blocks = tile.of(values)
+            for summand in summands:
+                blocks = self._add(blocks, summand, tile, scratch("sum", tile.shape, values.dtype))
+            self._encode_tile(
+                blocks,
+                [head[tile.first : tile.last] for head in heads],
+                self._codes_of(codes, tile),
+                None if lost is None else tile.of(lost),
+                seed,
+                offset + tile.begin,
+            )
+
+    def _encode_tile(
+        self, blocks: Tensor, heads: list[Tensor], codes: Tensor, lost: Tensor | None, seed: int, place: int
+    ) -> None:
         wide = blocks if blocks.dtype == torch.float32 else blocks.float()
         headers = self.measure(wide)
-        broken = headers[-1].isnan()
-        any_broken = bool(broken.any())
+        any_broken = math.isnan(headers[-1].max())
         if any_broken:  # the same bytes whatever the bits of the NaN, and whatever else the block holds
+            broken = headers[-1].isnan()
             for header in headers:
                 header.masked_fill_(broken, torch.nan if header is headers[-1] else 0.0)
-        step = max(1, TILE // length)
-        whole = scratch("levels", (min(count, step), _round_up(length)))
-        if whole.shape[1] > length:
-            whole[:, length:] = self._level_of_zero
-        for first, tile, codes_of_tile in zip(range(0, count, step), wide.split(step), codes.split(step), strict=True):
-            last = first + len(tile)
-            padded = whole[: len(tile)]
-            levels = padded[:, :length]
-            of_tile = tuple(header[first:last] for header in headers)
-            self.quantize(tile, of_tile, levels, seed, offset + first * length)
-            if any_broken:
-                levels[broken[first:last]] = self._level_of_zero
-            self.store(padded, codes_of_tile)
-            if lost is None:
-                continue
-            self.reconstruct_(levels, tuple(header[:, None] for header in of_tile))
-            if any_broken:
-                kept = broken[first:last, None]
-                lost[first:last] = torch.where(kept, lost[first:last], blocks[first:last] - levels)
-            else:
-                torch.sub(blocks[first:last], levels, out=lost[first:last])
+        padded, levels = _levels(len(blocks), blocks.shape[1])
+        if padded is not levels:
+            padded[:, blocks.shape[1] :] = self._level_of_zero
+        self.quantize(wide, headers, levels, seed, place)
+        if any_broken:
+            levels[broken] = self._level_of_zero
+        self.store(padded, codes)
         for head, header in zip(heads, headers, strict=True):
             if head.dtype == torch.bfloat16:  # exact; torch's own conversion gives NaN other bits on other processors
                 head.view(torch.int16).copy_(header.view(torch.int32) >> 16)
             else:
                 head.copy_(header)
+        if lost is None:
+            return
+        if self.store_rounds:
+            self.load(codes, padded)
+        if self.spacing != 1:
+            levels.mul_(self.spacing)
+        if self.shift:
+            levels.add_(self.shift)
+        self._scale_(levels, [header[:, None] for header in headers])
+        if any_broken:
+            lost.copy_(torch.where(broken[:, None], lost, blocks - levels))
+        else:
+            torch.sub(blocks, levels, out=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec.decode`."""
@@ -143,30 +149,36 @@ class Blocked(Codec):
 
             decode(wire, out, self.kernel_format(), add=add)
             return
-        heads, codes, tail_codes = self._split(wire, out.numel())
-        whole = out.numel() // self.block
-        split = whole * self.block
-        if whole:
-            self._decode_blocks([head[:whole] for head in heads], codes, out[:split].view(whole, self.block), add)
-        if split < out.numel():
-            self._decode_blocks([head[whole:] for head in heads], tail_codes, out[split:].view(1, -1), add)
+        message = self._open(wire, out.numel())
+        for tile in self._tiles(out.numel()):
+            values = tile.of(out)
+            if add:
+                self._add(values, message, tile, values)
+            elif out.dtype == torch.float32 and _round_up(tile.length) == tile.length:
+                self._decode_tile(message, tile, values, values)
+            else:
+                padded, numbers = _levels(*tile.shape)
+                self._decode_tile(message, tile, padded, numbers)
+                values.copy_(numbers)
 
-    def _decode_blocks(self, heads: list[Tensor], codes: Tensor, out: Tensor, add: bool) -> None:
-        length = out.shape[1]
-        step = max(1, TILE // length)
-        headers = [head.float()[:, None].split(step) for head in heads]
-        in_place = not add and out.dtype == torch.float32 and _round_up(length) == length
-        whole = scratch("levels", (min(len(out), step), _round_up(length)))
-        for tile, codes_of_tile, *of_tile in zip(out.split(step), codes.split(step), *headers, strict=True):
-            if in_place:
-                self.load(codes_of_tile, tile)
-                self.reconstruct_(tile, tuple(of_tile))
-                continue
-            padded = whole[: len(tile)]
-            self.load(codes_of_tile, padded)
-            levels = padded[:, :length]
-            self.reconstruct_(levels, tuple(of_tile))
-            tile.add_(levels) if add else tile.copy_(levels)
+    def _decode_tile(self, message: _Message, tile: _Tile, padded: Tensor, numbers: Tensor) -> None:
+        self.load(self._codes_of(message.codes, tile), padded)
+        self._scale_(numbers, message.headers_of(tile))
+
+    def _add(self, blocks: Tensor, message: _Message, tile: _Tile, out: Tensor) -> Tensor:
+        """out = blocks + decoded."""
+        padded, numbers = _levels(*tile.shape)
+        headers = message.headers_of(tile)
+        self.load(self._codes_of(message.codes, tile), padded)
+        if self.adds_exactly and out.dtype == torch.float32:  # then it does not matter whether the product is rounded
+            return torch.addcmul(blocks, numbers, headers[-1], out=out)
+        self._scale_(numbers, headers)
+        return torch.add(blocks, numbers, out=out)
+
+    def _scale_(self, numbers: Tensor, headers: list[Tensor]) -> None:
+        numbers.mul_(headers[-1])
+        if len(headers) > 1:
+            numbers.add_(headers[0])
 
     def relay(
         self,
@@ -179,11 +191,11 @@ class Blocked(Codec):
         offset: int = 0,
     ) -> None:
         """See `Codec.relay`."""
-        if values.device.type != "cuda":
-            super().relay(wire_in, values, wire_out, lost=lost, seed=seed, offset=offset)
-            return
         self.check_wire(wire_in, values)
         self.check_wire(wire_out, values)
+        if values.device.type != "cuda":
+            self._encode(values, (wire_in,), wire_out, lost, seed, offset)
+            return
         from ringstrategy.kernels.encode import relay
 
         relay(wire_in, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
@@ -199,42 +211,65 @@ class Blocked(Codec):
         offset: int = 0,
     ) -> None:
         """See `Codec.reduce`."""
-        if values.device.type != "cuda":
-            super().reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
-            return
         for wire in (*wires, wire_out):
             self.check_wire(wire, values)
+        if values.device.type != "cuda":
+            self._encode(values, wires, wire_out, lost, seed, offset)
+            return
         from ringstrategy.kernels.encode import reduce
 
         reduce(wires, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""
-        small = codes if self.bits == 8 else scratch("small", tuple(levels.shape), torch.uint8)
-        small.view(torch.int8).copy_(levels)
-        small.bitwise_xor_(128) if self.bits == 8 else small.add_(1 << (self.bits - 1))
-        if self.bits < 8:
-            for plane, shift, width in self._planes(codes, levels.shape[1]):
-                part = small if len(_PLANES[self.bits]) == 1 else (small >> shift) & ((1 << width) - 1)
-                _fold(part, width, plane)
-
-    def load(self, codes: Tensor, levels: Tensor) -> None:
-        """Undo `store`."""
         if self.bits == 8:
-            small = torch.bitwise_xor(codes, 128, out=scratch("small", tuple(codes.shape), torch.uint8))
-            levels.copy_(small.view(torch.int8))
+            codes.view(torch.int8).copy_(levels)
+            codes.bitwise_xor_(128)
             return
+        small = scratch("small", tuple(levels.shape), torch.uint8)
+        small.view(torch.int8).copy_(levels)
         half = 1 << (self.bits - 1)
-        planes = self._planes(codes, levels.shape[1])
-        if len(planes) == 1:
-            part = _unfold(codes, self.bits).sub_(half).view(torch.int8)
-            levels.view(part.shape[1], part.shape[0], -1).copy_(part.transpose(0, 1))
+        if len(_PLANES[self.bits]) == 1:
+            _fold(small, self.bits, codes)
+            codes.add_(sum(half << shift for shift in range(0, 8, self.bits)))
             return
-        small = scratch("small", tuple(levels.shape), torch.uint8).zero_()
+        small.add_(half)
+        for plane, shift, width in self._planes(codes, levels.shape[1]):
+            _fold((small >> shift) & ((1 << width) - 1), width, plane)
+
+    def load(self, codes: Tensor, numbers: Tensor) -> None:
+        """Fill `numbers` with spacing * level + shift."""
+        if self.bits == 8:
+            small = codes
+            if self._least:
+                small = torch.bitwise_xor(codes, 128, out=scratch("small", tuple(codes.shape), torch.uint8))
+                small = small.view(torch.int8)
+            numbers.copy_(small)
+            return
+        planes = self._planes(codes, numbers.shape[1])
+        if len(planes) == 1:
+            small = self._number_(_unfold(codes, self.bits))
+            for run, part in zip(numbers.view(small.shape[1], small.shape[0], -1).unbind(1), small, strict=True):
+                run.copy_(part)
+            return
+        small = scratch("small", tuple(numbers.shape), torch.uint8).zero_()
         for plane, shift, width in planes:
             part = _unfold(plane, width).transpose(0, 1)
             small.view(part.shape).add_(part, alpha=1 << shift)
-        levels.copy_(small.sub_(half).view(torch.int8))
+        numbers.copy_(self._number_(small))
+
+    @property
+    def _least(self) -> int:
+        """The number of code 0."""
+        return self.shift - (self.spacing << (self.bits - 1))
+
+    def _number_(self, codes: Tensor) -> Tensor:
+        """uint8 codes of less than 8 bits to their numbers, which fit in int8."""
+        if self.spacing != 1:
+            codes.mul_(self.spacing)
+        if self._least:
+            codes.add_(self._least & 0xFF)
+        return codes.view(torch.int8)
 
     def _planes(self, codes: Tensor, length: int) -> list[tuple[Tensor, int, int]]:
         """Each plane's columns of `codes`, its lowest bit and its width."""
@@ -249,38 +284,73 @@ class Blocked(Codec):
     def _level_of_zero(self) -> int:
         return 0
 
-    def _parts(self, numel: int) -> list[int]:
-        """Bytes of each array of headers, then of the whole blocks' codes, then of the short block's."""
-        blocks, rest = -(-numel // self.block), numel % self.block
-        return [blocks * dtype.itemsize for dtype in self.headers] + [
-            numel // self.block * self.block * self.bits // 8,
-            _round_up(rest) * self.bits // 8,
-        ]
+    def _tiles(self, numel: int) -> Iterator[_Tile]:
+        """Runs of blocks of one length."""
+        whole, rest = divmod(numel, self.block)
+        step = max(1, TILE // self.block)
+        for first in range(0, whole, step):
+            yield _Tile(first, min(first + step, whole), first * self.block, self.block)
+        if rest:
+            yield _Tile(whole, whole + 1, whole * self.block, rest)
 
-    def _split(self, wire: Tensor, numel: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        *heads, codes, tail = wire.split(self._parts(numel))
-        width = self.block * self.bits // 8
-        return (
-            [head.view(dtype) for head, dtype in zip(heads, self.headers, strict=True)],
-            codes.view(-1, width),
-            tail[None],
-        )
+    def _split(self, wire: Tensor, numel: int) -> tuple[list[Tensor], Tensor]:
+        *heads, codes = torch.split_with_sizes(wire, _parts(numel, self.block, self.bits, self.headers))
+        return [head.view(dtype) for head, dtype in zip(heads, self.headers, strict=True)], codes
+
+    def _open(self, wire: Tensor, numel: int) -> _Message:
+        heads, codes = self._split(wire, numel)
+        return _Message([head.float()[:, None] for head in heads], codes)
+
+    def _codes_of(self, codes: Tensor, tile: _Tile) -> Tensor:
+        count, begin = tile.last - tile.first, tile.begin * self.bits // 8
+        width = _round_up(tile.length) * self.bits // 8
+        return codes[begin : begin + count * width].view(count, width)
+
+
+class _Tile(NamedTuple):
+    """Blocks of one length that are worked on together."""
+
+    first: int
+    last: int  # the block after them
+    begin: int  # the place of their first value
+    length: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.last - self.first, self.length
+
+    def of(self, values: Tensor) -> Tensor:
+        count, length = self.shape
+        return values[self.begin : self.begin + count * length].view(count, length)
+
+
+class _Message(NamedTuple):
+    """What arrived, its headers as float32 (blocks, 1)."""
+
+    headers: list[Tensor]
+    codes: Tensor
+
+    def headers_of(self, tile: _Tile) -> list[Tensor]:
+        return [header[tile.first : tile.last] for header in self.headers]
+
+
+def _levels(count: int, length: int) -> tuple[Tensor, Tensor]:
+    """Memory for a tile, its rows of whole bytes' codes, and the part that holds values."""
+    padded = scratch("levels", (count, _round_up(length)))
+    return padded, padded if padded.shape[1] == length else padded[:, :length]
 
 
 def bounding_scale(largest: Tensor, highest: int) -> Tensor:
     """largest / highest, rounded up to bfloat16, at least 2**-126; NaN where `largest` is not below LARGEST."""
-    bits = (largest * (1 / highest)).clamp(min=SMALLEST_SCALE).view(torch.int32)
-    scale = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(largest < LARGEST, scale, torch.nan)
+    broken = None if float(largest.max()) < LARGEST else ~(largest < LARGEST)  # one look at all blocks is cheaper
+    scale = (largest * (1 / highest)).clamp_(min=SMALLEST_SCALE)
+    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
+    return scale if broken is None else scale.masked_fill_(broken, torch.nan)
 
 
 def mean_magnitude(blocks: Tensor) -> Tensor:
-    """mean|x| of each block, tile by tile."""
-    means = torch.empty(len(blocks), dtype=torch.float32)
-    step = max(1, TILE // blocks.shape[1])
-    for tile, out in zip(blocks.split(step), means.split(step), strict=True):
-        torch.mean(torch.abs(tile, out=scratch("levels", tuple(tile.shape))), 1, out=out)
-    return means
+    """mean|x| of each block of a tile."""
+    return torch.abs(blocks, out=scratch("levels", tuple(blocks.shape))).mean(1)
 
 
 def check_block(block: int) -> None:
@@ -293,6 +363,13 @@ def check_bits(bits: int, lowest: int, highest: int) -> None:
     """Raise unless it is a whole number in [lowest, highest]."""
     if not isinstance(bits, int) or isinstance(bits, bool) or not lowest <= bits <= highest:
         raise ValueError(f"bits is the width of a code: a whole number from {lowest} to {highest}, got {bits!r}")
+
+
+@lru_cache(1024)
+def _parts(numel: int, block: int, bits: int, headers: tuple[torch.dtype, ...]) -> list[int]:
+    """Bytes of each array of headers, then of all codes."""
+    blocks, rest = -(-numel // block), numel % block
+    return [blocks * dtype.itemsize for dtype in headers] + [(numel - rest + _round_up(rest)) * bits // 8]
 
 
 @lru_cache

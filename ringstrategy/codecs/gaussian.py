@@ -36,6 +36,7 @@ class Gaussian(Blocked):
     bits: int = 4
     block: int = 256
     adds_exactly = True
+    spacing, shift = 2, 1
 
     def __post_init__(self) -> None:
         check_bits(self.bits, 1, 7)
@@ -56,14 +57,12 @@ class Gaussian(Blocked):
         half = 1 << (self.bits - 1)
         torch.clamp(scaled, -half, half - 0.5, out=levels)
         levels.floor_()
-        along = torch.mul(torch.add(levels, 0.5, out=product), scaled, out=product).sum(1) * 2
-        scale = step * (torch.mul(scaled, scaled, out=product).sum(1) / along)
+        along = (
+            torch.mul(levels, scaled, out=product).sum(1).mul_(2).add_(scaled.sum(1))
+        )  # levels stand half a step low
+        scale = step * (torch.linalg.vector_norm(scaled, dim=1).square_() / along)
         scale = torch.where(step == 0, 0.0, scale).bfloat16()
         headers[-1].copy_(torch.where(step.isnan(), step, scale))
-
-    def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
-        """See `Blocked.reconstruct_`."""
-        levels.mul_(2).add_(1).mul_(headers[-1])
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

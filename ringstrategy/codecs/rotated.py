@@ -145,9 +145,7 @@ def _hadamard(source: Tensor, target: Tensor) -> None:
         return
     matrix = _matrix(source.dtype)
     # H of 256 is the Kronecker product of H of 16 with itself
-    half = torch.matmul(
-        source.view(-1, 16, 16), matrix, out=scratch(f"rotated {source.dtype}", (len(source), 16, 16), source.dtype)
-    )
+    half = torch.matmul(source.view(-1, 16, 16), matrix, out=scratch("rotated", (len(source), 16, 16), source.dtype))
     torch.matmul(matrix, half, out=target.view(-1, 16, 16))
 
 

@@ -25,6 +25,7 @@ class Sign(Blocked):
     block: int = 256
     error_feedback = True
     adds_exactly = True
+    spacing, shift = 2, 1
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -43,10 +44,6 @@ class Sign(Blocked):
         """See `Blocked.quantize`: levels are -1 and 0."""
         torch.clamp(blocks, -1.0, 0.5, out=levels)
         levels.floor_()
-
-    def reconstruct_(self, levels: Tensor, headers: tuple[Tensor, ...]) -> None:
-        """See `Blocked.reconstruct_`."""
-        levels.mul_(2).add_(1).mul_(headers[-1])
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""
