@@ -12,8 +12,21 @@ from fakes import Toy
 from pool import Pool
 from torch import Tensor, nn
 
-from ringstrategy import AllReduce, Cast, Codec, Direct, Identity, Native, PlanMismatchError, Ring, Stats
-from ringstrategy.collectives.peers import connect
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Cast,
+    Codec,
+    Collective,
+    Direct,
+    Identity,
+    Native,
+    PlanMismatchError,
+    Ring,
+    Stats,
+)
+from ringstrategy.collectives import connect, mean_
+from ringstrategy.collectives.base import SMALLEST_SEGMENT
 
 SIZES = [2, 3, 4, 5, 8]
 MINUTE = timedelta(seconds=60)
@@ -540,6 +553,24 @@ def test_mixed_dtypes(ranks: Pool) -> None:
         assert torch.equal(half, torch.stack([w.bfloat16().float() / 3 for w in weights]).sum(0).bfloat16())
         assert torch.allclose(single, torch.stack(weights).mean(0), rtol=1e-6)
         assert torch.allclose(double, torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
+
+
+def _in_segments(collective: Collective) -> Tensor:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    peers = connect(torch.device("cpu"), MINUTE)
+    values = torch.randn(4 << 20, generator=torch.Generator().manual_seed(peers.rank)) / peers.size
+    mean_(values, peers, collective, BlockInt(8))
+    peers.close()
+    return values
+
+
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+def test_large_buckets_travel_in_several_segments(ranks: Pool, collective: Collective) -> None:
+    assert 2 * SMALLEST_SEGMENT <= (4 << 20) * 4 / 2
+    first, second = ranks(2, _in_segments, collective)
+    assert torch.equal(first, second)
+    inputs = [torch.randn(4 << 20, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+    assert torch.allclose(first, (inputs[0] + inputs[1]) / 2, atol=0.05)
 
 
 # Errors

@@ -54,6 +54,12 @@ def _fits(collective: Collective, codec: Codec) -> bool:
 PAIRS = [(collective, codec) for collective in COLLECTIVES for codec in CODECS if _fits(collective, codec)]
 
 
+@pytest.fixture(autouse=True)
+def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that small tensors too are cut into several."""
+    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_SEGMENT", 1 << 12)
+
+
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank), dtype=torch.float64).to(dtype)
 

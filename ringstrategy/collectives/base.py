@@ -10,7 +10,9 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.peers import Peers
 
-SMALLEST_SEGMENT = 1 << 16  # bytes of values; below this a message costs more than the overlap that it buys
+SMALLEST_SEGMENT = (
+    1 << 21
+)  # bytes of values; below this the calls for a message cost more than the overlap that it buys
 
 
 class Collective(ABC):

@@ -29,7 +29,7 @@ class Direct(Collective):
         segments: pieces of a chunk in flight at once.
     """
 
-    segments: int = 2
+    segments: int = 4
 
     def __post_init__(self) -> None:
         check_segments(self.segments)
