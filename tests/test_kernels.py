@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import torch
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.gaussian import STEPS
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.collectives import buckets as bucket_module
+from ringstrategy.collectives.buckets import DenseBucket
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -441,6 +444,58 @@ def test_pack_reads_only_its_tensors():
     unpack(places, flat * 2, tensors)
     assert torch.nansum(store).item() == 2 * (2048 * 1 + 999 * 2 + 3892 * 3)
     assert store.isnan().sum().item() == store.numel() - places.numel
+
+
+def gradients_of_all_kinds(case):
+    """Parameters with gradients of one case: missing, frozen, a view of the bucket, strides that nobody planned."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(33, 65), (7,), (), (300, 300), (0,), (5, 4, 3, 3), (129,)]
+    parameters = []
+    for shape in shapes:
+        value = torch.randn(shape, generator=generator).to(DEVICE, case["dtype"])
+        parameter = torch.nn.Parameter(value.t() if case["kind"] == "transposed" and value.ndim == 2 else value)
+        parameter.grad = torch.empty_like(parameter).copy_(torch.randn(parameter.shape, generator=generator))
+        parameters.append(parameter)
+    if case["kind"] == "missing":
+        parameters[1].grad = parameters[-1].grad = None
+    elif case["kind"] == "frozen":
+        parameters[0].requires_grad_(False)
+    elif case["kind"] == "strides":
+        parameters[0].grad = parameters[0].grad.t().contiguous().t()
+        parameters[5].grad = parameters[5].grad.to(memory_format=torch.channels_last)
+    return [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "missing", "frozen", "strides", "transposed", "views"])
+def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(monkeypatch, kind, dtype):
+    results = []
+    for kernels in (True, False):
+        packs, unpacks = Mock(wraps=pack), Mock(wraps=unpack)
+        monkeypatch.setattr(bucket_module, "has_kernels", lambda device, kernels=kernels: kernels)
+        monkeypatch.setattr(ringstrategy.kernels.buckets, "pack", packs)
+        monkeypatch.setattr(ringstrategy.kernels.buckets, "unpack", unpacks)
+        members = gradients_of_all_kinds({"kind": kind, "dtype": dtype})
+        bucket = DenseBucket(0, members, torch.float32, BlockInt(8), feedback=False)
+        bucket.buffer.fill_(77.0)
+        if kind == "views" and dtype == torch.float32:
+            for slot in bucket.slots[::2]:
+                slot.view.copy_(slot.parameter.grad)
+                slot.parameter.grad = slot.view
+        bucket.pack(3)
+        views = [slot.holds_gradient() for slot in bucket.slots]
+        packed = bucket.buffer.clone()
+        bucket.unpack(lambda slot: slot.name != "p1", 3)
+        assert (packs.call_count, unpacks.call_count) == (kernels, kernels and dtype != torch.float32)
+        gradients = [slot.parameter.grad for slot in bucket.slots]
+        results.append((packed, views, gradients))
+    assert_same(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    for one, other in zip(results[0][2], results[1][2], strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert_same(one, other)
+    assert not results[0][0][sum(p.numel() for _, p in members) :].any()
 
 
 def test_an_empty_bucket_launches_nothing():

@@ -54,8 +54,12 @@ class Places:
 def _is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
-    format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.ndim)
-    return format is not None and tensor.is_contiguous(memory_format=format)
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @triton.jit

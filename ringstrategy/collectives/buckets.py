@@ -10,6 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +22,9 @@ from ringstrategy.collectives.agree import exchange
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
 from ringstrategy.collectives.residuals import Residuals
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.buckets import Places
 
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
 _WIDENED = (torch.float16, torch.bfloat16)
@@ -38,6 +43,11 @@ class Slot:
         """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
         if self.holds_gradient():
             self.parameter.grad = self.view.clone()
+
+    def as_planned(self) -> bool:
+        """Has the gradient the parameter's dtype and strides, so that it lies in memory as `view` does?"""
+        grad = self.parameter.grad
+        return grad is not None and (grad.dtype, grad.stride()) == (self.parameter.dtype, self.view.stride())
 
     def holds_gradient(self) -> bool:
         """Is the parameter's gradient this view?"""
@@ -133,6 +143,12 @@ class DenseBucket(Bucket):
             )
             offset += parameter.numel()
         super().__init__(index, slots, self.residual)
+        self._places: Places | None = None
+        if has_kernels(device) and dtype == torch.float32:
+            from ringstrategy.kernels.buckets import Places
+
+            numels = [*(slot.parameter.numel() for slot in slots), self._padding.numel()]  # no tensor goes to the last
+            self._places = Places(numels, [*(slot.parameter.dtype for slot in slots), dtype], device)
 
     @property
     def numel(self) -> int:
@@ -151,29 +167,54 @@ class DenseBucket(Bucket):
     @torch.no_grad()
     def pack(self, size: int) -> None:
         """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
-        scale = 1 / size
+        if self._places is not None:
+            self._gather(1 / size)
+            return
         self._padding.zero_()
         for slot in self.slots:
-            parameter, view = slot.parameter, slot.view
-            grad = parameter.grad
-            if not parameter.requires_grad:
-                slot.release()
-                view.zero_()
-            elif grad is None:
-                view.zero_()
-            elif grad.is_sparse:
-                raise TypeError(
-                    f"parameter {slot.name} got a sparse gradient, but no module that owns it has `sparse=True`: "
-                    "set that attribute so that the gradient can travel sparse, or use a dense layer"
-                )
-            elif slot.holds_gradient():
-                view.mul_(scale)
-            elif grad.dtype == view.dtype:
-                torch.mul(grad.detach(), scale, out=view)
-                parameter.grad = view
-            else:
-                view.copy_(grad)
-                view.mul_(scale)
+            self._copy(slot, self._source(slot), 1 / size)
+
+    def _gather(self, scale: float) -> None:
+        """All gradients in one launch."""
+        from ringstrategy.kernels.buckets import pack
+
+        assert self._places is not None
+        sources = [self._source(slot) for slot in self.slots]
+        taken = [source if slot.as_planned() else None for slot, source in zip(self.slots, sources, strict=True)]
+        pack(self._places, [*taken, None], self.buffer, scale=scale)
+        for slot, source in zip(self.slots, sources, strict=True):
+            if source is None:
+                continue
+            if not slot.as_planned():
+                self._copy(slot, source, scale)
+            elif source.dtype == slot.view.dtype:
+                slot.parameter.grad = slot.view
+
+    def _source(self, slot: Slot) -> Tensor | None:
+        """The gradient that travels; None: zeros."""
+        grad = slot.parameter.grad
+        if not slot.parameter.requires_grad:
+            slot.release()
+            return None
+        if grad is not None and grad.is_sparse:
+            raise TypeError(
+                f"parameter {slot.name} got a sparse gradient, but no module that owns it has `sparse=True`: "
+                "set that attribute so that the gradient can travel sparse, or use a dense layer"
+            )
+        return grad
+
+    def _copy(self, slot: Slot, source: Tensor | None, scale: float) -> None:
+        view = slot.view
+        if source is None:
+            view.zero_()
+        elif slot.holds_gradient():
+            view.mul_(scale)
+        elif source.dtype == view.dtype:
+            torch.mul(source.detach(), scale, out=view)
+            slot.parameter.grad = view
+        else:
+            view.copy_(source)
+            view.mul_(scale)
 
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
         """See `Bucket.launch`."""
@@ -187,6 +228,7 @@ class DenseBucket(Bucket):
     @torch.no_grad()
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
         """See `Bucket.unpack`."""
+        narrower = []
         for slot in self.slots:
             parameter, view = slot.parameter, slot.view
             if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
@@ -194,10 +236,19 @@ class DenseBucket(Bucket):
             if parameter.dtype == view.dtype:
                 if not slot.holds_gradient():
                     parameter.grad = view
-            elif parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter).copy_(view)
-            else:
-                parameter.grad.copy_(view)
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            narrower.append(slot)
+        if self._places is not None and narrower:
+            from ringstrategy.kernels.buckets import unpack
+
+            taken = [slot.parameter.grad if slot in narrower and slot.as_planned() else None for slot in self.slots]
+            unpack(self._places, self.buffer, [*taken, None])
+            narrower = [slot for slot in narrower if not slot.as_planned()]
+        for slot in narrower:
+            assert slot.parameter.grad is not None
+            slot.parameter.grad.copy_(slot.view)
 
 
 class SparseBucket(Bucket):
@@ -282,6 +333,11 @@ class SparseBucket(Bucket):
         slot = self.slots[0]
         if slot.parameter.requires_grad and (slot.parameter.grad is not None or used(slot)):
             slot.parameter.grad = self._mean
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Can Triton kernels work on tensors of this device?"""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
