@@ -38,7 +38,7 @@ from hydra.utils import instantiate
 from lab import exit_on_sigterm
 from omegaconf import DictConfig, OmegaConf
 
-from ringstrategy import Algorithm, AllReduce, Codec, RingStrategy
+from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
 from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.data.stdlib_text import StdlibText
 from ringstrategy.registry import STRATEGIES
@@ -108,8 +108,12 @@ def feeds_back(algorithm: Algorithm) -> bool:
 
 def described(algorithm: Algorithm) -> str:
     """Its arguments that are not the defaults, so that a new one changes nothing; feedback as it will be."""
+
+    def told(value: Any) -> Any:
+        return type(value).__name__ if isinstance(value, Collective) else value  # segments change no bit
+
     arguments = {
-        name: getattr(algorithm, name)
+        name: told(getattr(algorithm, name))
         for name, parameter in inspect.signature(type(algorithm).__init__).parameters.items()
         if name not in ("self", "error_feedback") and getattr(algorithm, name) != parameter.default
     }
