@@ -504,7 +504,8 @@ def _sparse(codec: Codec) -> tuple[list[Tensor], bool]:
         rows = torch.arange(0 if (peers.rank, step) == (2, 1) else 2 + peers.rank) * (step + 1)
         backward(algorithm, module(rows).pow(2).sum() + 0 * module[1].weight.sum())
         assert module[0].weight.grad is not None
-        means.append(module[0].weight.grad)
+        means.append(module[0].weight.grad.clone())
+        module[0].weight.grad.mul_(1)  # in place, as clipping does
     algorithm.close()
     peers.close()
     return [m.to_dense() for m in means], all(m.is_sparse and m.is_coalesced() for m in means)

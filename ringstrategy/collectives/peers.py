@@ -99,7 +99,8 @@ class Peers(ABC):
         """A flat uint8 tensor of at least `nbytes`, the same memory at each call: no allocation in the steady state."""
         held = self._scratch.get((name, device))
         if held is None or held.numel() < nbytes:
-            held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
