@@ -196,7 +196,7 @@ def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
     for name, make in STRATEGIES.items():
         if isinstance(make(), Synchronous):
             yield name, make()
-    for name, node in cfg.controls.items():
+    for name, node in cfg.beside.items():
         yield name, instantiate(node)
 
 
