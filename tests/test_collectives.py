@@ -58,6 +58,7 @@ PAIRS = [(collective, codec) for collective in COLLECTIVES for codec in CODECS i
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors too are cut into several."""
     monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_SEGMENT", 1 << 12)
+    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_HALF", 1 << 12)
 
 
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -224,9 +225,16 @@ def test_cutting_covers_all_and_keeps_blocks_whole(begin: int, length: int, part
     assert max(sizes) - min(sizes) < 2 * block
 
 
-def test_small_chunks_are_not_cut_into_tiny_messages() -> None:
-    assert len(cut_chunks(torch.empty(1000), 4, segments=8, block=1)[0]) == 1
-    assert len(cut_chunks(torch.empty(10_000_000), 4, segments=8, block=1)[0]) == 8
+@pytest.mark.parametrize(
+    ("megabytes", "count"), [(0.001, 1), (0.99, 1), (2, 2), (15.9, 2), (24.1, 3), (63, 7), (64.1, 8), (96, 8)]
+)
+def test_a_chunk_is_halved_unless_tiny_and_cut_further_only_into_large_pieces(
+    monkeypatch: pytest.MonkeyPatch, megabytes: float, count: int
+) -> None:
+    monkeypatch.undo()
+    values = torch.empty(round(megabytes * 2**18), device="meta")
+    for chunk in cut_chunks(values, 4, segments=8, block=1):
+        assert len(chunk) == count
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, "4", True])

@@ -15,7 +15,6 @@ import torch
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.gaussian import STEPS
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.collectives import buckets as bucket_module
 from ringstrategy.collectives.buckets import DenseBucket
 
 pytest.importorskip("triton", reason="triton is only for Linux")
@@ -472,11 +471,11 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
     results = []
     for kernels in (True, False):
         packs, unpacks = Mock(wraps=pack), Mock(wraps=unpack)
-        monkeypatch.setattr(bucket_module, "has_kernels", lambda device, kernels=kernels: kernels)
         monkeypatch.setattr(ringstrategy.kernels.buckets, "pack", packs)
         monkeypatch.setattr(ringstrategy.kernels.buckets, "unpack", unpacks)
         members = gradients_of_all_kinds({"kind": kind, "dtype": dtype})
         bucket = DenseBucket(0, members, torch.float32, BlockInt(8), feedback=False)
+        bucket._places = bucket._lay_out(DEVICE) if kernels else None
         bucket.buffer.fill_(77.0)
         if kind == "views" and dtype == torch.float32:
             for slot in bucket.slots[::2]:

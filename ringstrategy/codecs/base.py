@@ -35,6 +35,8 @@ class Codec(ABC):
     shares_seed: bool = False  # do all ranks encode with the same seed?
     adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?
 
+    needs_kernels: bool = False  # are CUDA tensors left to the Triton kernels?
+
     @abstractmethod
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes on the wire for `numel` values of `dtype`."""
@@ -64,7 +66,10 @@ class Codec(ABC):
         seed: int = 0,
         offset: int = 0,
     ) -> None:
-        """One hop of a ring: encode `values + decoded wire_in`. `values` may be used as scratch."""
+        """One hop of a ring: encode `values + decoded wire_in`.
+
+        `values` may be used as scratch; `wire_out` shares no memory with `wire_in`.
+        """
         self.decode(wire_in, values, add=True)
         self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
 
@@ -78,7 +83,10 @@ class Codec(ABC):
         seed: int = 0,
         offset: int = 0,
     ) -> None:
-        """The owner's hop of `Direct`: encode the sum of `values` and then `wires`, in that order of addition."""
+        """The owner's hop of `Direct`: encode the sum of `values` and then `wires`, in that order of addition.
+
+        `values` may be used as scratch; `wire_out` shares no memory with `wires`.
+        """
         for wire in wires:
             self.decode(wire, values, add=True)
         self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)

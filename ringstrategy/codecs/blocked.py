@@ -27,12 +27,14 @@ _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2,
 class Blocked(Codec):
     """Each block of `block` values becomes its headers (the last of them a bfloat16 scale) and one code a value.
 
-    A subclass turns a tile of blocks into float32 *levels*, whole numbers in [-2**(bits-1), 2**(bits-1)). The receiver
-    makes of each level the number spacing * level + shift, times the scale, plus the other header if there is one. On
-    CUDA tensors the Triton kernels do all of it.
+    A subclass turns a tile of blocks into float32 *levels*, whole numbers in [-2**(bits-1), 2**(bits-1)) unless it has
+    a `store` and a `load` of its own. The receiver makes of each level the number spacing * level + shift, times the
+    scale, plus the other header if there is one; all numbers fit in 8 bits, and of 8 bits the spacing is 1. On CUDA
+    tensors the Triton kernels do all of it.
     """
 
     block: int
+    needs_kernels = True
     spacing: int = 1
     shift: int = 0
     store_rounds: bool = False  # does `store` keep less than `quantize` gave?
@@ -49,7 +51,7 @@ class Blocked(Codec):
 
     @abstractmethod
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """One float32 tensor (blocks,) a header, exact in its dtype, of a tile: float32 (blocks, length).
+        """The headers of a tile, float32 (blocks, length): for each one float32 tensor (blocks,), exact in its dtype.
 
         The scale is NaN for a non-finite block.
         """
@@ -366,10 +368,10 @@ def check_bits(bits: int, lowest: int, highest: int) -> None:
 
 
 @lru_cache(1024)
-def _parts(numel: int, block: int, bits: int, headers: tuple[torch.dtype, ...]) -> list[int]:
+def _parts(numel: int, block: int, bits: int, headers: tuple[torch.dtype, ...]) -> tuple[int, ...]:
     """Bytes of each array of headers, then of all codes."""
     blocks, rest = -(-numel // block), numel % block
-    return [blocks * dtype.itemsize for dtype in headers] + [(numel - rest + _round_up(rest)) * bits // 8]
+    return (*(blocks * dtype.itemsize for dtype in headers), (numel - rest + _round_up(rest)) * bits // 8)
 
 
 @lru_cache

@@ -57,9 +57,8 @@ class Gaussian(Blocked):
         half = 1 << (self.bits - 1)
         torch.clamp(scaled, -half, half - 0.5, out=levels)
         levels.floor_()
-        along = (
-            torch.mul(levels, scaled, out=product).sum(1).mul_(2).add_(scaled.sum(1))
-        )  # levels stand half a step low
+        # levels stand half a step low
+        along = torch.mul(levels, scaled, out=product).sum(1).mul_(2).add_(scaled.sum(1))
         scale = step * (torch.linalg.vector_norm(scaled, dim=1).square_() / along)
         scale = torch.where(step == 0, 0.0, scale).bfloat16()
         headers[-1].copy_(torch.where(step.isnan(), step, scale))

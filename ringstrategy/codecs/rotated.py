@@ -35,6 +35,7 @@ class Rotated(Codec):
     """
 
     codec: Codec = field(default_factory=Gaussian)
+    needs_kernels = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):

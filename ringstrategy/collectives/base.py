@@ -10,9 +10,10 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.peers import Peers
 
-SMALLEST_SEGMENT = (
-    1 << 21
-)  # bytes of values; below this the calls for a message cost more than the overlap that it buys
+# Bytes of values. Two pieces overlap, so a chunk is halved unless they would be tiny; more pieces only shorten the
+# ends, and each costs a codec's calls, so they must be larger.
+SMALLEST_HALF = 1 << 18
+SMALLEST_SEGMENT = 1 << 21
 
 
 class Collective(ABC):
@@ -88,7 +89,8 @@ def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:
 def cut_chunks(values: Tensor, size: int, segments: int, block: int) -> list[list[tuple[int, int]]]:
     """One chunk a rank, each cut into the same number of segments: at most `segments`, none needlessly small."""
     nbytes = values.numel() * values.element_size() // size
-    segments = max(1, min(segments, nbytes // SMALLEST_SEGMENT))
+    worthwhile = max(1, min(2, nbytes // SMALLEST_HALF), nbytes // SMALLEST_SEGMENT)
+    segments = min(segments, worthwhile)
     return [cut(begin, end, segments, block) for begin, end in cut(0, values.numel(), size, block)]
 
 

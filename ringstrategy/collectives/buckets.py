@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,11 +42,6 @@ class Slot:
         """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
         if self.holds_gradient():
             self.parameter.grad = self.view.clone()
-
-    def as_planned(self) -> bool:
-        """Has the gradient the parameter's dtype and strides, so that it lies in memory as `view` does?"""
-        grad = self.parameter.grad
-        return grad is not None and (grad.dtype, grad.stride()) == (self.parameter.dtype, self.view.stride())
 
     def holds_gradient(self) -> bool:
         """Is the parameter's gradient this view?"""
@@ -143,12 +137,19 @@ class DenseBucket(Bucket):
             )
             offset += parameter.numel()
         super().__init__(index, slots, self.residual)
+        # what a kernel counts on: the gradient then lies in memory as its view does
+        self._planned = [
+            (parameter.dtype, slot.view.stride()) for slot, (_, parameter) in zip(slots, parameters, strict=True)
+        ]
         self._places: Places | None = None
-        if has_kernels(device) and dtype == torch.float32:
-            from ringstrategy.kernels.buckets import Places
+        if device.type == "cuda" and dtype == torch.float32 and codec.needs_kernels:
+            self._places = self._lay_out(device)
 
-            numels = [*(slot.parameter.numel() for slot in slots), self._padding.numel()]  # no tensor goes to the last
-            self._places = Places(numels, [*(slot.parameter.dtype for slot in slots), dtype], device)
+    def _lay_out(self, device: torch.device) -> Places:
+        from ringstrategy.kernels.buckets import Places
+
+        numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]  # no tensor goes to the last
+        return Places(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
 
     @property
     def numel(self) -> int:
@@ -175,20 +176,24 @@ class DenseBucket(Bucket):
             self._copy(slot, self._source(slot), 1 / size)
 
     def _gather(self, scale: float) -> None:
-        """All gradients in one launch."""
+        """All gradients that are as planned in one launch."""
         from ringstrategy.kernels.buckets import pack
 
         assert self._places is not None
-        sources = [self._source(slot) for slot in self.slots]
-        taken = [source if slot.as_planned() else None for slot, source in zip(self.slots, sources, strict=True)]
+        taken: list[Tensor | None] = []
+        others = []
+        for slot, planned in zip(self.slots, self._planned, strict=True):
+            source = self._source(slot)
+            fits = source is not None and (source.dtype, source.stride()) == planned
+            taken.append(source if fits else None)
+            if source is not None and not fits:
+                others.append((slot, source))
         pack(self._places, [*taken, None], self.buffer, scale=scale)
-        for slot, source in zip(self.slots, sources, strict=True):
-            if source is None:
-                continue
-            if not slot.as_planned():
-                self._copy(slot, source, scale)
-            elif source.dtype == slot.view.dtype:
+        for slot, source in zip(self.slots, taken, strict=True):
+            if source is not None and source.dtype == slot.view.dtype:
                 slot.parameter.grad = slot.view
+        for slot, source in others:
+            self._copy(slot, source, scale)
 
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""
@@ -228,8 +233,9 @@ class DenseBucket(Bucket):
     @torch.no_grad()
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
         """See `Bucket.unpack`."""
-        narrower = []
-        for slot in self.slots:
+        taken: list[Tensor | None] = []
+        for slot, planned in zip(self.slots, self._planned, strict=True):
+            taken.append(None)
             parameter, view = slot.parameter, slot.view
             if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
                 continue
@@ -239,16 +245,14 @@ class DenseBucket(Bucket):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            narrower.append(slot)
-        if self._places is not None and narrower:
+            if self._places is not None and (parameter.grad.dtype, parameter.grad.stride()) == planned:
+                taken[-1] = parameter.grad
+            else:
+                parameter.grad.copy_(view)
+        if self._places is not None and any(grad is not None for grad in taken):
             from ringstrategy.kernels.buckets import unpack
 
-            taken = [slot.parameter.grad if slot in narrower and slot.as_planned() else None for slot in self.slots]
             unpack(self._places, self.buffer, [*taken, None])
-            narrower = [slot for slot in narrower if not slot.as_planned()]
-        for slot in narrower:
-            assert slot.parameter.grad is not None
-            slot.parameter.grad.copy_(slot.view)
 
 
 class SparseBucket(Bucket):
@@ -334,11 +338,6 @@ class SparseBucket(Bucket):
         slot = self.slots[0]
         if slot.parameter.requires_grad and (slot.parameter.grad is not None or used(slot)):
             slot.parameter.grad = self._mean
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Can Triton kernels work on tensors of this device?"""
-    return device.type == "cuda" and find_spec("triton") is not None
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:

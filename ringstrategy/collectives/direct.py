@@ -26,7 +26,7 @@ class Direct(Collective):
     values, then the others' in rank order.
 
     Args:
-        segments: pieces of a chunk in flight at once.
+        segments: most pieces of a chunk in flight at once; more than two have at least 2 MB of values each.
     """
 
     segments: int = 4

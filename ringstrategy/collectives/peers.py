@@ -86,7 +86,10 @@ class Peers(ABC):
 
     @abstractmethod
     def submit(self, work: Work, where: str) -> Waitable:
-        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors."""
+        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors.
+
+        Over gloo it runs in inference mode: make what outlives it under `torch.inference_mode(False)`.
+        """
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Wait for all, and count how long the training thread waited."""
@@ -259,7 +262,8 @@ class _Staging:
             host, copied = free.pop()
             copied.synchronize()  # its last copy to the device must have read it before gloo writes into it again
         else:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            with torch.inference_mode(False):  # it outlives the caller's mode
+                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._taken.append(host)
         return host[:nbytes]
 

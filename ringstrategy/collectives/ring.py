@@ -27,8 +27,8 @@ class Ring(Collective):
     back, and the bytes travel round verbatim, so that all ranks decode the same.
 
     Args:
-        segments: pieces of a chunk in flight at once: while one is on the wire, another is encoded or added.
-            More hide more work, in smaller messages.
+        segments: most pieces of a chunk in flight at once: while one is on the wire, another is encoded or added.
+            More hide more work, in smaller messages; more than two have at least 2 MB of values each.
     """
 
     segments: int = 4
