@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ringstrategy import AllReduce
+from ringstrategy import Algorithm, AllReduce, BlockInt, Direct
 from ringstrategy.algorithms.powersgd import PowerSGD
 from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.collectives import connect
@@ -32,6 +32,10 @@ from ringstrategy.registry import STRATEGIES
 _BATCH = 32
 _INPUTS, _OUTPUTS = 1024, 512
 _ALONE = "compute alone"
+_BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
+    "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
+    "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
+}
 
 
 def _mlp(hidden: int, layers: int) -> nn.Sequential:
@@ -162,7 +166,7 @@ def worker(options: argparse.Namespace) -> None:
         "ddp fp16 hook": (lambda: _Training(_fp16_hook(model()), batches), 2 * full),
         "ddp powersgd rank 1": (lambda: _PowerSGD(model(), batches, timeout), 4 * factors),
     }
-    for name, make_algorithm in STRATEGIES.items():
+    for name, make_algorithm in {**STRATEGIES, **_BESIDE}.items():
         algorithm = make_algorithm()
         if isinstance(algorithm, AllReduce | PowerSGD):
             carried = factors if isinstance(algorithm, PowerSGD) else full
