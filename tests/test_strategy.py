@@ -782,6 +782,7 @@ def test_the_monitor_logs_and_refuses_other_strategies(ranks: Pool, tmp_path: Pa
 
 LAUNCHED = """
 import json
+import torch.distributed as dist
 from test_strategy import Net, check_replicas, fit
 
 trainer = fit("ring", Net(), **OPTIONS)
@@ -789,6 +790,7 @@ check_replicas(trainer)
 environment = type(trainer.strategy.cluster_environment).__name__
 record = [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size, environment]
 open(f"rank{trainer.global_rank}.json", "w").write(json.dumps(record))
+dist.destroy_process_group()  # else gloo's threads may abort a process that exits right after a collective
 """
 
 
