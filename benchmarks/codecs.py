@@ -82,7 +82,6 @@ def _rates(operation: Callable[[], object], nbytes: int, rounds: int) -> list[fl
     return rates
 
 
-@torch.inference_mode()  # as in the thread that communicates
 def main() -> None:
     """Measure all codecs, then the rotation."""
     parser = argparse.ArgumentParser(description="Speed of the codecs on one CPU core.")

@@ -88,6 +88,7 @@ class Blocked(Codec):
             return
         self._encode(values, (), wire, lost, seed, offset)
 
+    @torch.inference_mode()  # the many small calls then cost less
     def _encode(
         self, values: Tensor, wires: Sequence[Tensor], wire: Tensor, lost: Tensor | None, seed: int, offset: int
     ) -> None:
@@ -143,6 +144,7 @@ class Blocked(Codec):
         else:
             torch.sub(blocks, levels, out=lost)
 
+    @torch.inference_mode()  # as `_encode`
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec.decode`."""
         self.check_wire(wire, out)

@@ -327,11 +327,10 @@ class SparseBucket(Bucket):
                 )
         for handle in handles:
             handle.wait()
-        with torch.inference_mode(False):  # optimizers and clipping change it
-            whole = torch.sparse_coo_tensor(
-                torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
-            )
-            self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
+        whole = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
+        )
+        self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
 
     def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
         """See `Bucket.unpack`."""

@@ -86,10 +86,7 @@ class Peers(ABC):
 
     @abstractmethod
     def submit(self, work: Work, where: str) -> Waitable:
-        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors.
-
-        Over gloo it runs in inference mode: make what outlives it under `torch.inference_mode(False)`.
-        """
+        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors."""
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Wait for all, and count how long the training thread waited."""
@@ -102,8 +99,7 @@ class Peers(ABC):
         """A flat uint8 tensor of at least `nbytes`, the same memory at each call: no allocation in the steady state."""
         held = self._scratch.get((name, device))
         if held is None or held.numel() < nbytes:
-            with torch.inference_mode(False):  # it outlives the caller's mode
-                held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
@@ -262,8 +258,7 @@ class _Staging:
             host, copied = free.pop()
             copied.synchronize()  # its last copy to the device must have read it before gloo writes into it again
         else:
-            with torch.inference_mode(False):  # it outlives the caller's mode
-                host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         self._taken.append(host)
         return host[:nbytes]
 

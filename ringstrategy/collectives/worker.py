@@ -6,8 +6,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-import torch
-
 Work = Callable[[], None]
 _IDLE_SECONDS = 1.0
 
@@ -66,7 +64,6 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    @torch.inference_mode()  # a quarter less time in each of the many small calls that a codec makes
     def _loop(self) -> None:
         error: BaseException | None = None
         while (task := self._tasks.get()) is not None:
