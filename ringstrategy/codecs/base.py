@@ -70,8 +70,7 @@ class Codec(ABC):
 
         `values` may be used as scratch; `wire_out` shares no memory with `wire_in`.
         """
-        self.decode(wire_in, values, add=True)
-        self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
+        self.reduce((wire_in,), values, wire_out, lost=lost, seed=seed, offset=offset)
 
     def reduce(
         self,

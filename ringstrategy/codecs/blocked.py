@@ -184,26 +184,6 @@ class Blocked(Codec):
         if len(headers) > 1:
             numbers.add_(headers[0])
 
-    def relay(
-        self,
-        wire_in: Tensor,
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """See `Codec.relay`."""
-        self.check_wire(wire_in, values)
-        self.check_wire(wire_out, values)
-        if values.device.type != "cuda":
-            self._encode(values, (wire_in,), wire_out, lost, seed, offset)
-            return
-        from ringstrategy.kernels.encode import relay
-
-        relay(wire_in, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
-
     def reduce(
         self,
         wires: Sequence[Tensor],
@@ -220,9 +200,12 @@ class Blocked(Codec):
         if values.device.type != "cuda":
             self._encode(values, wires, wire_out, lost, seed, offset)
             return
-        from ringstrategy.kernels.encode import reduce
+        from ringstrategy.kernels.encode import reduce, relay
 
-        reduce(wires, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
+        if len(wires) == 1:  # needs no table of addresses
+            relay(wires[0], values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
+        else:
+            reduce(wires, values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""

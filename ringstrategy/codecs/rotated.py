@@ -74,19 +74,6 @@ class Rotated(Codec):
         """The inner codec's."""
         self.codec.decode(wire, out, add=add)
 
-    def relay(
-        self,
-        wire_in: Tensor,
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """The inner codec's."""
-        self.codec.relay(wire_in, values, wire_out, lost=lost, seed=seed, offset=offset)
-
     def reduce(
         self,
         wires: Sequence[Tensor],

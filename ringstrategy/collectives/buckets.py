@@ -138,9 +138,7 @@ class DenseBucket(Bucket):
             offset += parameter.numel()
         super().__init__(index, slots, self.residual)
         # what a kernel counts on: the gradient then lies in memory as its view does
-        self._planned = [
-            (parameter.dtype, slot.view.stride()) for slot, (_, parameter) in zip(slots, parameters, strict=True)
-        ]
+        self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
         self._places: Places | None = None
         if device.type == "cuda" and dtype == torch.float32 and codec.needs_kernels:
             self._places = self._lay_out(device)
