@@ -1,6 +1,7 @@
 """How fast one core encodes and decodes: GB/s of the values, beside a copy of them in the same run.
 
 python benchmarks/codecs.py --out benchmarks/results/codecs.jsonl
+python benchmarks/codecs.py --values 2048  # what a call costs beside its values
 """
 
 from __future__ import annotations
@@ -130,12 +131,13 @@ def main() -> None:
 def _print(rows: list[Row], values: int) -> None:
     table = Table(title=f"{values} float32 values on one core, GB/s of them, median (best)", title_justify="left")
     table.add_column("codec", no_wrap=True)
-    for heading in ("operation", "GB/s", "best", "of a copy", "compression"):
+    for heading in ("operation", "us", "GB/s", "best", "of a copy", "compression"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.codec,
             row.operation,
+            f"{values * 4e-3 / row.gigabytes_per_second:.0f}",
             f"{row.gigabytes_per_second:.1f}",
             f"{row.best:.1f}",
             f"{row.share_of_copy:.0%}",

@@ -197,7 +197,8 @@ def shell(**environment: str) -> dict[str, str]:
 
 def said(output: str) -> list[Any]:
     """What the ranks printed as lines of JSON."""
-    return [json.loads(line) for line in output.splitlines() if line.startswith(("{", "["))]
+    lines = (line for line in output.splitlines() if not line.startswith("[Gloo]"))  # torch 2.9 talks on stdout
+    return [json.loads(line) for line in lines if line.startswith(("{", "["))]
 
 
 SPAWN = """

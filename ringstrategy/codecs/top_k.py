@@ -16,7 +16,9 @@ class TopK(Codec):
     """The k values of largest magnitude of each block, in bfloat16, with their places; the rest is lost this time.
 
     2 k bytes a block and 1 for each place (2 where block > 256). A sum of sparse blocks is less sparse, so each hop of
-    a ring would lose again: `Direct` only.
+    a ring would lose again: `Direct` only. Without error feedback by default: with it a value waits until it is among
+    the largest, and an optimizer with momentum, to which the wait comes on top, then diverged from what fp32 learns
+    (benchmarks/results/accuracy.md).
 
     Args:
         k: values that travel, of each block; more: closer, more bytes.
@@ -25,7 +27,6 @@ class TopK(Codec):
 
     k: int = 8
     block: int = 256
-    error_feedback = True
     hop_by_hop = False
 
     def __post_init__(self) -> None:
