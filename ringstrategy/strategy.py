@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import difflib
 import inspect
@@ -136,6 +137,13 @@ class RingStrategy(DDPStrategy):
             self._launcher = _StatsLauncher(self, start_method=self._start_method)
 
     # Setting up
+
+    def setup_environment(self) -> None:
+        """As `ddp`, but what was connected here is taken down at exit with gloo too, as Lightning does with NCCL."""
+        connected = dist.is_initialized()
+        super().setup_environment()
+        if not connected:
+            atexit.register(_disconnect)
 
     def setup(self, trainer: Trainer) -> None:
         """As `ddp`, but the module stays unwrapped."""
@@ -337,6 +345,7 @@ class RingStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one goes; no collective."""
         super().on_exception(exception)
+        atexit.unregister(_disconnect)  # it would wait for peers that may not come
         if self._peers is not None:
             self._peers.abort(f"{type(exception).__name__}: {exception}"[:500])
 
@@ -367,6 +376,12 @@ class _StatsLauncher(_MultiProcessingLauncher):
         self._ring.stats = extra.pop("ringstrategy_stats")
         self._ring._left_with_children = extra.pop("ringstrategy_residuals")
         super().update_main_process_results(trainer, extra)
+
+
+def _disconnect() -> None:
+    """Without it gloo's threads may abort a process that ends right after a collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _ignored(module: Module) -> set[str]:

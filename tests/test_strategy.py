@@ -791,7 +791,7 @@ check_replicas(trainer)
 environment = type(trainer.strategy.cluster_environment).__name__
 record = [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size, environment]
 open(f"rank{trainer.global_rank}.json", "w").write(json.dumps(record))
-dist.destroy_process_group()  # else gloo's threads may abort a process that exits right after a collective
+dist.barrier()  # gloo's threads may abort a process that ends right after a collective, if nobody disconnects
 """
 
 
@@ -804,6 +804,27 @@ def test_torchrun(tmp_path: Path) -> None:
     done = run_script(tmp_path, LAUNCHED.replace("OPTIONS", "dict(devices=2)"), *torchrun)
     assert done.returncode == 0, done.stderr
     assert records(tmp_path) == [[0, 0, 0, 2, "TorchElasticEnvironment"], [1, 0, 1, 2, "TorchElasticEnvironment"]]
+
+
+LEAVING = """
+import atexit, json
+import torch.distributed as dist
+from test_strategy import Net, fit
+
+atexit.register(lambda: print(json.dumps({"connected": dist.is_initialized()})))  # runs after what is registered later
+
+class Failing(Net):
+    def training_step(self, *args):
+        raise ValueError("no")
+
+fit("ring", Net() if GOOD else Failing(), devices=1)
+"""
+
+
+@pytest.mark.parametrize("good", [True, False])
+def test_a_process_disconnects_at_exit_unless_it_failed(good: bool, tmp_path: Path) -> None:
+    done = run_script(tmp_path, LEAVING.replace("GOOD", str(good)))
+    assert said(done.stdout) == [{"connected": not good}], done.stderr
 
 
 def _lab() -> Any:
