@@ -1,0 +1,316 @@
+"""Topologies: law 9 at every size and step, what the field says of each graph, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from ringstrategy import topologies
+from ringstrategy.topologies import (
+    Complete,
+    Exponential,
+    FromGraph,
+    FromMatrix,
+    Hierarchical,
+    Hypercube,
+    OnePeerExponential,
+    RandomMatching,
+    RingGraph,
+    Star,
+    Topology,
+    Torus,
+)
+from ringstrategy.topologies.__main__ import main
+
+YAMLS = sorted((Path(__file__).parents[1] / "configs" / "topology").glob("*.yaml"))
+CONFIGURED: list[Topology] = [instantiate(OmegaConf.load(path)) for path in YAMLS]
+SIZES = range(1, 18)
+DIRECTED = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
+PUSHED = [[0.5, 0.0, 1.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]  # columns sum to 1, rows do not
+
+
+def fits(topology: Topology, size: int) -> bool:
+    try:
+        topology.check(size)
+    except ValueError:
+        return False
+    return True
+
+
+def graph_of(topology: Topology, size: int, step: int = 0) -> Any:
+    """Who takes from whom, without loops."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(size))
+    for rank in range(size):
+        graph.add_edges_from((source, rank) for source in topology.weights(rank, size, step) if source != rank)
+    return graph
+
+
+def far(matrix: np.ndarray) -> float:
+    """How much of a difference between ranks can be left."""
+    return float(np.linalg.norm(matrix - 1 / len(matrix), 2))
+
+
+# Law 9
+
+
+@pytest.mark.parametrize("topology", CONFIGURED, ids=[path.stem for path in YAMLS])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_mean_is_kept_at_every_size_and_step(topology: Topology, size: int) -> None:
+    if not fits(topology, size):
+        assert isinstance(topology, Hierarchical)
+        assert size % 2
+        return
+    for step in range(9):
+        matrix = topology.matrix(size, step).numpy()
+        np.testing.assert_allclose(matrix.sum(0), 1, rtol=0, atol=1e-14)
+        np.testing.assert_allclose(matrix.sum(1), 1, rtol=0, atol=1e-14)
+        for rank in range(size):
+            row = topology.weights(rank, size, step)
+            assert rank in row
+            assert all(0 <= source < size and weight > 0 for source, weight in row.items())
+            assert row == topology.weights(rank, size, step)
+        assert not topology.symmetric or np.array_equal(matrix, matrix.T)
+        assert not topology.static or np.array_equal(matrix, topology.matrix(size, 0).numpy())
+
+
+@pytest.mark.parametrize("topology", CONFIGURED, ids=[path.stem for path in YAMLS])
+@pytest.mark.parametrize("size", [2, 3, 6, 8, 13, 16])
+def test_everyone_hears_of_everyone_and_differences_vanish(topology: Topology, size: int) -> None:
+    if not fits(topology, size):
+        return
+    union = nx.compose_all([graph_of(topology, size, step) for step in range(64)])
+    assert nx.is_strongly_connected(union)
+    product = np.eye(size)
+    for step in range(2000):
+        product = topology.matrix(size, step).numpy() @ product
+    assert far(product) < 1e-3
+
+
+@pytest.mark.parametrize("topology", CONFIGURED, ids=[path.stem for path in YAMLS])
+def test_the_period_is_one(topology: Topology) -> None:
+    for size in (4, 6, 10, 16):
+        period = topology.period(size)
+        again = [torch.equal(topology.matrix(size, step), topology.matrix(size, step + period)) for step in range(20)]
+        assert all(again) != isinstance(topology, RandomMatching)
+
+
+@st.composite
+def connected_graphs(draw: st.DrawFn) -> list[tuple[int, int]]:
+    size = draw(st.integers(2, 12))
+    tree = [(rank, draw(st.integers(0, rank - 1))) for rank in range(1, size)]
+    more = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=20))
+    return draw(st.permutations(tree + more))
+
+
+@given(connected_graphs())
+@settings(deadline=None)
+def test_any_connected_graph_gets_symmetric_weights_that_mix(edges: list[tuple[int, int]]) -> None:
+    topology = FromGraph(edges)
+    graph = nx.Graph(edges)
+    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
+    size = len(graph)
+    assert topology == FromGraph(graph) == FromGraph(nx.MultiGraph(edges))
+    matrix = topology.matrix(size, 3).numpy()
+    np.testing.assert_array_equal(matrix, matrix.T)
+    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-14)
+    assert topology.spectral_gap(size) > 0
+    for one, other in graph.edges:  # Metropolis-Hastings
+        assert matrix[one, other] == 1 / (1 + max(graph.degree[one], graph.degree[other]))
+    assert {(i, j) for i, j in np.argwhere(matrix) if i < j} == {(min(edge), max(edge)) for edge in graph.edges}
+
+
+@given(st.integers(1, 17), st.integers(0, 1 << 70), st.integers(-5, 1 << 40))
+def test_random_pairs_are_pairs(size: int, step: int, seed: int) -> None:
+    topology = RandomMatching(seed)
+    partners = [max(topology.weights(rank, size, step), key=lambda peer: peer != rank) for rank in range(size)]
+    assert [partners[partner] for partner in partners] == list(range(size))
+    assert sum(partner == rank for rank, partner in enumerate(partners)) == size % 2
+
+
+def test_random_pairs_are_new_at_each_step_and_for_each_seed_and_leave_everyone_out_in_turn() -> None:
+    rows = [tuple(map(tuple, RandomMatching(seed).matrix(8, step).tolist())) for seed in range(5) for step in range(20)]
+    assert len(set(rows)) > 50  # of 105 matchings
+    alone = {rank for step in range(50) for rank in range(5) if len(RandomMatching().weights(rank, 5, step)) == 1}
+    assert alone == set(range(5))
+
+
+# What the field says of them
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+@pytest.mark.parametrize("first", [0, 1, 5])
+def test_one_peer_exponential_is_exact_after_log2_steps_from_any_on(size: int, first: int) -> None:
+    product = np.eye(size)
+    for step in range(first, first + int(math.log2(size))):
+        assert far(product) > 0.5
+        product = OnePeerExponential().matrix(size, step).numpy() @ product
+    np.testing.assert_array_equal(product, np.full((size, size), 1 / size))
+
+
+def test_the_graphs_are_those_of_networkx() -> None:
+    for size in (3, 4, 7, 16):
+        assert nx.utils.graphs_equal(graph_of(RingGraph(), size), nx.cycle_graph(size).to_directed())
+        assert nx.utils.graphs_equal(graph_of(Complete(), size), nx.complete_graph(size).to_directed())
+        assert nx.utils.graphs_equal(graph_of(Star(), size), nx.star_graph(size - 1).to_directed())
+    for power in (1, 2, 3, 4):
+        cube = nx.convert_node_labels_to_integers(nx.hypercube_graph(power), ordering="sorted")
+        assert nx.utils.graphs_equal(graph_of(Hypercube(), 1 << power), cube.to_directed())
+    for topology, rows, columns in (
+        (Torus(), 3, 4),
+        (Torus(), 4, 4),
+        (Torus(2), 2, 6),
+        (Torus(), 2, 3),
+        (Torus(5), 5, 3),
+    ):
+        grid = nx.convert_node_labels_to_integers(nx.grid_2d_graph(rows, columns, periodic=True), ordering="sorted")
+        assert nx.utils.graphs_equal(graph_of(topology, rows * columns), grid.to_directed())
+    assert nx.utils.graphs_equal(graph_of(Torus(), 7), graph_of(RingGraph(), 7))
+    hops = {(rank, (rank + hop) % 11) for rank in range(11) for hop in (1, 2, 4, 8)}
+    assert set(graph_of(Exponential(), 11).edges) == hops
+
+
+@pytest.mark.parametrize("size", [4, 6, 8, 16])
+def test_spectral_gaps_have_their_closed_forms(size: int) -> None:
+    hops = math.ceil(math.log2(size))
+    assert RingGraph().spectral_gap(size) == pytest.approx(2 / 3 * (1 - math.cos(2 * math.pi / size)))
+    assert Exponential().spectral_gap(size) == pytest.approx(2 / (1 + hops))  # Ying et al. 2021, even sizes
+    assert Star().spectral_gap(size) == pytest.approx(1 / size)
+    assert Complete().spectral_gap(size) == 1
+    if size == 1 << hops:
+        assert Hypercube().spectral_gap(size) == pytest.approx(2 / (1 + hops))
+        assert OnePeerExponential().spectral_gap(size) == 1
+    assert RandomMatching().spectral_gap(size) > 0
+    assert RingGraph().spectral_gap(1) == 1
+
+
+@pytest.mark.parametrize(
+    "topology", [*CONFIGURED, FromMatrix(DIRECTED), FromGraph([(0, 1), (1, 2), (2, 3), (1, 3)])], ids=repr
+)
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 11])
+def test_steps_to_consensus_are_those_it_takes(topology: Topology, size: int) -> None:
+    if not fits(topology, size):
+        return
+    product, distances = np.eye(size), [1.0]
+    while distances[-1] > 1e-3:
+        product = topology.matrix(size, len(distances) - 1).numpy() @ product
+        distances.append(far(product))
+    assert topology.steps_to_consensus(size) == len(distances) - 1
+    eigenvalues = np.linalg.eigvals(topology.matrix(size, 0).numpy())
+    if topology.static:
+        assert topology.spectral_gap(size) == pytest.approx(1 - sorted(abs(eigenvalues))[-2], abs=1e-6)
+
+
+def test_push_sum_alone_makes_sense_of_columns_only() -> None:
+    topology = FromMatrix(PUSHED)
+    assert not topology.doubly_stochastic
+    assert not topology.symmetric
+    assert FromMatrix(DIRECTED).doubly_stochastic
+    product = np.linalg.matrix_power(topology.matrix(3, 0).numpy(), topology.steps_to_consensus(3) or 0)
+    np.testing.assert_allclose(product / product.sum(1, keepdims=True), 1 / 3, atol=2e-3)
+
+
+def test_hosts_average_and_then_their_means_gossip() -> None:
+    between = FromGraph([(0, 1), (1, 2)])
+    topology = Hierarchical(2, between)
+    both = topology.matrix(6, 5) @ topology.matrix(6, 4)
+    np.testing.assert_allclose(both, np.kron(between.matrix(3, 2), np.full((2, 2), 0.5)))
+    assert topology.degree(6) == 2
+
+
+@pytest.mark.parametrize(
+    ("topology", "degrees"),
+    [
+        (RingGraph(), [0, 1, 2, 2]),
+        (OnePeerExponential(), [0, 1, 1, 1]),
+        (Exponential(), [0, 1, 2, 3]),
+        (Star(), [0, 1, 3, 7]),
+        (RandomMatching(), [0, 1, 1, 1]),
+    ],
+)
+def test_the_degree_is_what_the_busiest_rank_sends(topology: Topology, degrees: list[int]) -> None:
+    assert [topology.degree(size) for size in (1, 2, 4, 8)] == degrees
+
+
+@pytest.mark.parametrize("topology", [*CONFIGURED, FromMatrix(DIRECTED), FromGraph([(0, 1)])], ids=repr)
+def test_equal_topologies_compare_equal_and_travel(topology: Topology) -> None:
+    other = pickle.loads(pickle.dumps(topology))
+    assert other == topology == copy.deepcopy(topology)
+    assert hash(other) == hash(topology)
+    assert repr(other) == repr(topology)
+    assert topology != Torus(1)
+    assert repr(FromMatrix(DIRECTED)) != repr(FromMatrix(np.eye(3)[[1, 2, 0]]))
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FromMatrix([[1, 0], [0, 1]]), "rank 0 never reaches ranks"),
+        (lambda: FromMatrix([[1, 0.5], [0, 0.5]]), "never reaches"),
+        (lambda: FromMatrix([[0.5, 0.5], [0.4, 0.5]]), "column 0 of matrix sums to 0.9"),
+        (lambda: FromMatrix([[0.5, 0.5]]), "square"),
+        (lambda: FromMatrix([]), "square"),
+        (lambda: FromMatrix([[1.5, -0.5], [-0.5, 1.5]]), "below 0"),
+        (lambda: FromMatrix([[math.nan, 0.5], [0.5, 0.5]]), "no number"),
+        (lambda: FromMatrix(DIRECTED).check(4), "describes 3 ranks, but there are 4"),
+        (lambda: FromMatrix(DIRECTED).matrix(2, 0), "describes 3 ranks"),
+        (lambda: FromGraph([(0, 1), (2, 3)]), "add edges"),
+        (lambda: FromGraph([(0, 2)]), r"rank 0 never reaches ranks \[1\]"),
+        (lambda: FromGraph(nx.DiGraph([(0, 1)])), "to_undirected"),
+        (lambda: FromGraph(nx.Graph([("a", "b")])), "convert_node_labels"),
+        (lambda: FromGraph([(0, 1), (1, 2)]).check(2), "describes 3 ranks"),
+        (lambda: Torus(0), "at least 1"),
+        (lambda: Torus(True), "at least 1"),
+        (lambda: Torus(3).check(8), "do not make 3 equal rows"),
+        (lambda: RandomMatching(0.5), "whole number"),
+        (lambda: Hierarchical(0), "at least 1"),
+        (lambda: Hierarchical(2).check(5), "must divide"),
+        (lambda: Hierarchical(2, FromGraph([(0, 1)])).check(6), "describes 2 ranks"),
+    ],
+)
+def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_host_topology_is_a_topology() -> None:
+    with pytest.raises(TypeError, match="OnePeerExponential"):
+        Hierarchical(2, "ring")  # type: ignore[arg-type]
+
+
+def test_one_rank_needs_nobody() -> None:
+    for topology in (*CONFIGURED, FromMatrix(DIRECTED)):
+        if fits(topology, 1):
+            assert topology.weights(0, 1, 7) == {0: 1}
+            assert topology.steps_to_consensus(1) == 0
+
+
+# The command
+
+
+def test_the_command_compares_and_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["topologies", "--most", "8", "--size", "6", "--png", str(tmp_path / "all.png")])
+    main()
+    text = capsys.readouterr().out
+    (ring,) = (line for line in text.splitlines() if "RingGraph" in line)
+    assert [cell.strip() for cell in ring.split("│")[2:5]] == ["1 / 1 / 1", "2 / 0.67 / 7", "2 / 0.2 / 32"]
+    assert all(name in text for name in topologies.__all__ if name not in ("Topology", "FromGraph", "FromMatrix"))
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
