@@ -139,11 +139,10 @@ class RingStrategy(DDPStrategy):
     # Setting up
 
     def setup_environment(self) -> None:
-        """As `ddp`, but what was connected here is taken down at exit with gloo too, as Lightning does with NCCL."""
-        connected = dist.is_initialized()
+        """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
         super().setup_environment()
-        if not connected:
-            atexit.register(_disconnect)
+        atexit.unregister(_disconnect)
+        atexit.register(_disconnect)
 
     def setup(self, trainer: Trainer) -> None:
         """As `ddp`, but the module stays unwrapped."""

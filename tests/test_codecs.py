@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -31,11 +33,12 @@ from ringstrategy import (
     Ring,
     Rotated,
     Sign,
+    SmallExact,
     TopK,
 )
-from ringstrategy.codecs.blocked import Blocked
-from ringstrategy.codecs.noise import add_noise_
-from ringstrategy.codecs.rotated import _butterflies, _hadamard, signs
+from ringstrategy.codecs.blocked import Blocked, _shifts
+from ringstrategy.codecs.noise import _hashes, add_noise_
+from ringstrategy.codecs.rotated import _butterflies, _hadamard, _matrix, signs
 
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "codec").glob("*.yaml"))
 with initialize_config_module("ringstrategy.configs", version_base="1.3"):
@@ -197,7 +200,7 @@ def test_extreme_blocks(codec: Codec) -> None:
         assert (round_trip(codec, constant) - constant).abs().max() < 0.35
 
 
-@pytest.mark.parametrize("codec", BLOCKED, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 @settings(max_examples=15, deadline=None)
 @given(numel=st.integers(0, 700), seed=st.integers(0, 2**32))
 def test_a_peers_bytes_are_never_trusted(codec: Codec, numel: int, seed: int) -> None:
@@ -231,6 +234,8 @@ def test_integers_and_complex_numbers_are_refused(codec: Codec) -> None:
     for dtype in (torch.int32, torch.complex64):
         with pytest.raises(TypeError, match="Identity"):
             codec.check(dtype)
+        with pytest.raises(TypeError, match="Identity"):
+            codec.encode(torch.zeros(8, dtype=dtype), torch.empty(codec.nbytes(8, dtype), dtype=torch.uint8))
     codec.check(torch.float32)
 
 
@@ -390,6 +395,34 @@ def test_lower_matmul_precision_does_not_reach_the_rotation() -> None:
     assert (plain - guarded).abs().max() <= 1e-6 * values.abs().max()
 
 
+@pytest.mark.parametrize("setting", ["fp32_precision", "cuda.matmul.fp32_precision", "mkldnn.matmul.fp32_precision"])
+def test_the_rotation_stays_exact_whatever_a_user_lets_matrix_products_do(setting: str) -> None:
+    script = f"""
+import torch
+from ringstrategy.codecs.rotated import Rotated
+values = torch.randn(256 * 64, generator=torch.Generator().manual_seed(1))
+plain, guarded = values.clone(), values.clone()
+Rotated().prepare_(plain, 1)
+torch.backends.{setting} = "bf16" if "mkldnn" in "{setting}" else "tf32"
+Rotated().prepare_(guarded, 1)
+assert (plain - guarded).abs().max() <= 1e-6 * values.abs().max()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_users_default_device_is_none_of_ours(codec: Codec) -> None:
+    values, wire = data(512), torch.empty(codec.nbytes(512, torch.float32), dtype=torch.uint8)
+    for cached in (_shifts, _hashes, _matrix, signs):
+        cached.cache_clear()
+    with torch.device("meta"):
+        codec.prepare_(values, 1)
+        codec.encode(values, wire, seed=3)
+        codec.decode(wire, values)
+        codec.restore_(values, 1)
+    assert values.device.type == "cpu"
+
+
 def test_a_fresh_rotation_each_step_averages_the_error_out() -> None:
     values, codec = data(256 * 4), Rotated(Gaussian(2))
 
@@ -442,6 +475,9 @@ def test_random_k_sends_each_element_equally_often() -> None:
         (lambda: BlockFloat8(block=4), ValueError, "multiple of 8"),
         (lambda: Sign(12), ValueError, "multiple of 8"),
         (lambda: Gaussian(0), ValueError, "from 1 to 7"),
+        (lambda: Gaussian(4, 1 << 16), ValueError, "from 8 to 32768"),
+        (lambda: AllReduce(SmallExact(TopK()), Ring()), ValueError, r"collective=Direct\(\)"),
+        (lambda: AllReduce(SmallExact(Sign(), RandomK())), ValueError, r"collective=Direct\(\)"),
         (lambda: Gaussian(8), ValueError, "from 1 to 7"),
         (lambda: Rotated(Gaussian(4, 64)), ValueError, "multiple of 256"),
         (lambda: Rotated(BlockInt(4, scale="minmax")), ValueError, "same bits on every machine"),

@@ -50,6 +50,12 @@ CASES = [
     *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
     *(("sm_90", kernel, "rotated") for kernel in ("pack", "unpack", "rotate")),
     ("sm_90", "pack", "plain"),
+    *(("sm_90", kernel, "int8 of one value") for kernel in ("encode", "relay", "decode", "mix")),
+    *(("sm_90", "encode", f"{name} losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
+    *(("sm_90", "relay", f"{name} losing nothing") for name in ("int8", "e4m3")),
+    *(("sm_90", "reduce", f"{name} losing nothing") for name in ("gaussian4", "sign")),
+    ("sm_90", "encode", "int8 of bfloat16"),
+    ("sm_90", "decode", "int8 of float16"),
     ("sm_80", "encode", "e4m3"),
     ("sm_80", "relay", "int4"),
     ("sm_80", "pack", "rotated"),
@@ -69,14 +75,17 @@ def compiled(target, kernel, case, monkeypatch):
     )
     options = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
     signs = F32 if case == "rotated" else None
-    fmt = FORMATS.get(case)
+    fmt = FORMATS.get(re.sub(" (of|losing) .*", "", case))
+    lost = None if case.endswith("losing nothing") else F32
+    n = 1 if case.endswith("of one value") else N
+    kind = getattr(torch, case.split()[-1]) if "float16" in case else F32
     jitted, arguments = {
-        "decode": (_decode_kernel, (U8, F32, F32, N, 1.0, fmt, 2)),
-        "mix": (_mix_kernel, (F32, I64, F32, N, 3, 0.25, fmt, 2)),
+        "decode": (_decode_kernel, (U8, kind, kind, n, 1.0, fmt, 2)),
+        "mix": (_mix_kernel, (F32, I64, F32, n, 3, 0.25, fmt, 2)),
         "pack": (_pack_kernel, (I64, I64, I32, I32, F32, F32, signs, N, 0.25, ROWS)),
         "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, signs, N, ROWS)),
         "rotate": (_rotate_kernel, (F32, F32, N, ROWS, False)),
-    }.get(kernel) or (_encode_kernel, (F32, ENCODE[kernel], U8, F32, N, 3, SEED, 2**33, fmt, 16))
+    }.get(kernel) or (_encode_kernel, (kind, ENCODE[kernel], U8, lost and kind, n, 3, SEED, 2**33, fmt, 16))
     jitted.device_caches.clear()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
     try:
@@ -108,8 +117,10 @@ def test_it_compiles_without_spills(target, kernel, case, monkeypatch, tmp_path,
         assert "fma" not in asm["ptx"], "each operation rounds"
         assert "div.full" not in asm["ptx"], "1/s is the correctly rounded quotient"
         sass = tool("nvdisasm", cubin, "-c")
-        assert "LDG.E.128" in sass or kernel == "decode", "float32 is read 16 bytes a thread"
-        assert "STG.E.128" in sass, "float32 is written 16 bytes a thread"
+        wide = "float16" not in case
+        assert "LDG.E.128" in sass or kernel == "decode" or not wide, "float32 is read 16 bytes a thread"
+        writes = wide and not case.endswith("losing nothing")
+        assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
     with capsys.disabled():
         print(f"\n{target} {kernel} {case}: {registers} registers")
     assert spilled == 0

@@ -60,7 +60,7 @@ def scale_tiles(tiles, factor):
     return scaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])  # n == 1 would be a constant
 def _decode_kernel(wire, values, out, n, scale, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """out = values + scale * decoded, or without `values` the product; each operation rounded.
 
@@ -85,7 +85,7 @@ def _decode_rows(wire, values, out, n, scale, first, FORMAT: tl.constexpr, ALIGN
     store_tiles(out + begin, tiles, exists, span, FORMAT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "count"])
 def _mix_kernel(values, wires, out, n, count, own, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """out = own * values + sum_k weight_k * decoded_k in the order of the payloads, each product and sum rounded.
 

@@ -24,7 +24,7 @@ from .tiles import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "count", "seed", "place"])  # n == 1 would be a constant
 def _encode_kernel(values, payloads, wire, lost, n, count, seed, place, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """x = values + payloads decoded; wire = headers and codes of x; lost = x - decoded wire.
 

@@ -18,5 +18,5 @@ def table(numbers: Sequence[int], device: torch.device) -> Tensor:
 @lru_cache(maxsize=1024)
 def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     # one for each stream: another might read it before it is there
-    host = torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda")
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.policy import Policy, described
+from ringstrategy.algorithms.policy import Policy, SmallExact, described
 from ringstrategy.algorithms.synchronous import Local, Synchronous
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
@@ -55,8 +55,9 @@ class AllReduce(Synchronous):
             raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
         if residual_dtype not in _RESIDUAL_DTYPES:
             raise ValueError(f"residual_dtype is None, torch.bfloat16 or 'bfloat16', got {residual_dtype!r}")
-        if isinstance(self.codec, Codec):
-            self.collective.check(self.codec)
+        for each in [self.codec.codec, self.codec.small] if isinstance(self.codec, SmallExact) else [self.codec]:
+            if isinstance(each, Codec):
+                self.collective.check(each)
         self.error_feedback = error_feedback
         self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
 

@@ -117,7 +117,7 @@ class LowRankBucket(Bucket):
         for place, query in enumerate(self._queries.each):
             generator = torch.Generator().manual_seed(derive_seed(0, dense.index, place))
             # uniform, since that takes no function whose last bit differs between CPU models
-            query.copy_(torch.rand(query.shape, generator=generator) - 0.5)
+            query.copy_(torch.rand(query.shape, generator=generator, device="cpu") - 0.5)
 
     @property
     def numel(self) -> int:

@@ -312,7 +312,7 @@ class _Pass:
         return self._peers.control.submit(work, f"at step {self._step}, after its last bucket")
 
     def _post_used(self, used: list[bool]) -> None:
-        self._collect = exchange(self._peers.control, torch.tensor(used, dtype=torch.uint8))
+        self._collect = exchange(self._peers.control, torch.tensor(used, dtype=torch.uint8, device="cpu"))
 
     def _collect_used(self) -> None:
         assert self._collect is not None

@@ -115,7 +115,8 @@ class Codec(ABC):
             )
 
     def check_wire(self, wire: Tensor, values: Tensor) -> None:
-        """Raise a ValueError unless `wire` can hold just `values`: a peer's bytes are read only after this."""
+        """Raise unless `wire` can hold just `values`, which can be carried: a peer's bytes are read only after this."""
+        self.check(values.dtype)
         nbytes = self.nbytes(values.numel(), values.dtype)
         if wire.dtype != torch.uint8 or wire.shape != (nbytes,):
             raise ValueError(

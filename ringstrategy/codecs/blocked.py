@@ -341,9 +341,9 @@ def mean_magnitude(blocks: Tensor) -> Tensor:
 
 
 def check_block(block: int) -> None:
-    """Raise unless codes of any width fill whole bytes in it."""
-    if not isinstance(block, int) or isinstance(block, bool) or block < 8 or block % 8:
-        raise ValueError(f"block is how many values share a scale: a multiple of 8, at least 8, got {block!r}")
+    """Raise unless codes of any width fill whole bytes in it, and all that `Gaussian` decodes is finite."""
+    if not isinstance(block, int) or isinstance(block, bool) or not 8 <= block <= 1 << 15 or block % 8:
+        raise ValueError(f"block is how many values share a scale: a multiple of 8 from 8 to {1 << 15}, got {block!r}")
 
 
 def check_bits(bits: int, lowest: int, highest: int) -> None:
@@ -383,4 +383,4 @@ def _unfold(plane: Tensor, width: int) -> Tensor:
 
 @lru_cache
 def _shifts(width: int) -> Tensor:
-    return torch.arange(0, 8, width, dtype=torch.uint8).view(-1, 1, 1)
+    return torch.arange(0, 8, width, dtype=torch.uint8, device="cpu").view(-1, 1, 1)

@@ -38,6 +38,7 @@ class Cast(Codec):
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
         """Round to nearest even."""
+        self.check_wire(wire, values)
         rounded = wire.view(self.dtype)
         rounded.copy_(values)
         if lost is not None:
@@ -46,6 +47,7 @@ class Cast(Codec):
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""
+        self.check_wire(wire, out)
         rounded = wire.view(self.dtype)
         out.add_(rounded) if add else out.copy_(rounded)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
 STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
 
-LARGEST_STEP = 2.0**110  # below it, all that is decoded is finite, whatever block is
+LARGEST_STEP = 2.0**110  # below it, all that is decoded is finite
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,14 @@ class Identity(Codec):
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
         """Copy; nothing is lost."""
+        self.check_wire(wire, values)
         wire.view(values.dtype).copy_(values)
         if lost is not None:
             lost.zero_()
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Copy or add."""
+        self.check_wire(wire, out)
         values = wire.view(out.dtype)
         out.add_(values) if add else out.copy_(values)
 

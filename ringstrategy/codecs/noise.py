@@ -35,7 +35,7 @@ def add_noise_(values: Tensor, seed: int, place: int) -> None:
 @lru_cache(maxsize=1)
 def _hashes() -> Tensor:
     """The murmur3 finalizer of 0, 1, 2, ...: int32 (_PERIOD,)."""
-    bits = torch.arange(_PERIOD, dtype=torch.int64)
+    bits = torch.arange(_PERIOD, dtype=torch.int64, device="cpu")
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
         bits = ((bits ^ (bits >> shift)) * factor) & 0xFFFFFFFF
     return bits.to(torch.int32)

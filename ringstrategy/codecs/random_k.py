@@ -45,7 +45,7 @@ class RandomK(Codec):
     ) -> None:
         """Choose by (seed, offset); a non-finite block sends k times NaN."""
         self.check_wire(wire, values)
-        wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset]))
+        wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset], device="cpu"))
         blocks = in_blocks(values, self.block)
         places = self._places(seed, offset, len(blocks)).to(values.device)
         wire[_HEADER:].view(torch.bfloat16).view(places.shape).copy_(choose(blocks, places, lost))
@@ -60,6 +60,6 @@ class RandomK(Codec):
     def _places(self, seed: int, offset: int, blocks: int) -> Tensor:
         """int64 (blocks, k), each in [0, block)."""
         stride = self.block // self.k
-        number = torch.arange(blocks) + (offset // self.block & 0x7FFFFFFF)
+        number = torch.arange(blocks, device="cpu") + (offset // self.block & 0x7FFFFFFF)
         mixed = (number * 0x9E3779B1 ^ derive_seed(seed, 1) & 0x7FFFFFFF) * 0x85EBCA77 >> 16 & 0xFFFFFF
-        return (mixed % stride)[:, None] + torch.arange(0, self.block, stride)
+        return (mixed % stride)[:, None] + torch.arange(0, self.block, stride, device="cpu")

@@ -128,13 +128,21 @@ def _tiles(values: Tensor) -> tuple[Tensor, ...]:
 
 def _hadamard(source: Tensor, target: Tensor) -> None:
     """target = source H for rows of 256; may be the same tensor."""
-    if torch.get_float32_matmul_precision() != "highest":
-        _butterflies(source, target)  # matrix products may then round their factors to bfloat16
+    if not _products_are_float32():
+        _butterflies(source, target)
         return
     matrix = _matrix(source.dtype)
     # H of 256 is the Kronecker product of H of 16 with itself
     half = torch.matmul(source.view(-1, 16, 16), matrix, out=scratch("rotated", (len(source), 16, 16), source.dtype))
     torch.matmul(matrix, half, out=target.view(-1, 16, 16))
+
+
+def _products_are_float32() -> bool:
+    """False where a user lets matrix products round their factors to bfloat16 or TF32."""
+    try:
+        return torch.get_float32_matmul_precision() == "highest"
+    except RuntimeError:  # torch's answer where the newer names, such as torch.backends.fp32_precision, were used
+        return False
 
 
 def _butterflies(source: Tensor, target: Tensor) -> None:
@@ -153,8 +161,8 @@ def _butterflies(source: Tensor, target: Tensor) -> None:
 @lru_cache
 def _matrix(dtype: torch.dtype) -> Tensor:
     """Sylvester's Hadamard matrix of order 16."""
-    matrix = torch.ones(1, 1, dtype=dtype)
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype)
+    matrix = torch.ones(1, 1, dtype=dtype, device=_CPU)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype, device=_CPU)
     for _ in range(4):
         matrix = torch.kron(pair, matrix)
     return matrix

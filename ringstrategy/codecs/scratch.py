@@ -28,7 +28,7 @@ def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float3
     memory = _held.memory.get((name, dtype))
     with torch.inference_mode(False):  # it outlives the caller's mode
         if memory is None or memory.numel() < numel:
-            memory = _held.memory[name, dtype] = torch.empty(numel, dtype=dtype)
+            memory = _held.memory[name, dtype] = torch.empty(numel, dtype=dtype, device="cpu")
             _held.views.clear()  # they would keep the memory that was too small
         elif len(_held.views) >= _MOST_VIEWS:
             _held.views.clear()

@@ -18,7 +18,7 @@ def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
 
     Returns a function that waits and returns all payloads, shape (size, length), row i from rank i.
     """
-    table = torch.empty(peers.size, payload.numel(), dtype=torch.uint8)
+    table = torch.empty(peers.size, payload.numel(), dtype=torch.uint8, device="cpu")
     table[peers.rank] = payload
     handles = []
     for distance in range(1, peers.size):

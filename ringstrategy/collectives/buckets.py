@@ -258,8 +258,8 @@ class SparseBucket(Bucket):
 
     def __init__(self, index: int, name: str, parameter: Parameter) -> None:
         super().__init__(index, [Slot(name, parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))])
-        self._indices = torch.empty(0)
-        self._values = torch.empty(0)
+        self._indices = torch.empty(0, device="cpu")
+        self._values = torch.empty(0, device="cpu")
         self._mean: Tensor | None = None
 
     @property
@@ -296,7 +296,7 @@ class SparseBucket(Bucket):
 
         def count() -> None:
             agreed.wait()
-            own = torch.tensor([self._indices.shape[1]]).view(torch.uint8)
+            own = torch.tensor([self._indices.shape[1]], device="cpu").view(torch.uint8)
             counts.append(exchange(peers.control, own)().view(torch.int64).view(-1))
 
         counted = peers.control.submit(count, where)

@@ -213,7 +213,7 @@ class GlooPeers(Peers):
         if group is None or self._broken:
             return
         self._broken = True
-        nothing = torch.empty(1, dtype=torch.uint8)
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for peer in range(self.size):
             if peer != self.rank:
                 with contextlib.suppress(RuntimeError):  # either it timed out, or this connection was closed already
@@ -258,7 +258,7 @@ class _Staging:
             host, copied = free.pop()
             copied.synchronize()  # its last copy to the device must have read it before gloo writes into it again
         else:
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
         self._taken.append(host)
         return host[:nbytes]
 
