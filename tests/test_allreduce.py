@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -572,6 +576,109 @@ def test_large_buckets_travel_in_several_segments(ranks: Pool, collective: Colle
     assert torch.equal(first, second)
     inputs = [torch.randn(4 << 20, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
     assert torch.allclose(first, (inputs[0] + inputs[1]) / 2, atol=0.05)
+
+
+# Seeds
+
+STEPS, NUMELS = 4, {"first": 40, "second": 9, "third": 70}
+SEEN: list[tuple[str, str, int, range]] = []  # on this rank: which method, for which bucket, its seed, the places
+Seeds = dict[tuple[int, str], int]  # by step and bucket
+
+
+@dataclass(frozen=True)
+class Spy(Codec):
+    """The values' own bytes, though it calls itself lossy; notes the seeds it is given."""
+
+    bucket: str
+    shares_seed: bool = False
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return numel * dtype.itemsize
+
+    def note(self, method: str, seed: int, begin: int = 0, numel: int = 0) -> None:
+        SEEN.append((method, self.bucket, seed, range(begin, begin + numel)))
+
+    def encode(
+        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
+    ) -> None:
+        self.note("encode", seed, offset, values.numel())
+        wire.copy_(values.view(torch.uint8))
+        if lost is not None:
+            lost.zero_()
+
+    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
+        out.add_(wire.view(out.dtype)) if add else out.copy_(wire.view(out.dtype))
+
+    def relay(self, *tensors: Tensor, seed: int = 0, **options: Any) -> None:
+        self.note("relay", seed)
+        super().relay(*tensors, seed=seed, **options)
+
+    def reduce(self, wires: Sequence[Tensor], *tensors: Tensor, seed: int = 0, **options: Any) -> None:
+        self.note("reduce", seed)
+        super().reduce(wires, *tensors, seed=seed, **options)
+
+    def prepare_(self, values: Tensor, seed: int) -> None:
+        self.note("prepare_", seed)
+
+    def restore_(self, values: Tensor, seed: int) -> None:
+        self.note("restore_", seed)
+
+
+def _seeds(collective: Collective, shared: bool, stops: tuple[int, ...] = ()) -> tuple[Seeds, Seeds]:
+    """Of encodes, and of `prepare_`; after each of the steps `stops` the run ends, and one from its state goes on."""
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(numel)) for name, numel in NUMELS.items()})
+    encoding: Seeds = {}
+    preparing: Seeds = {}
+    state: dict[str, Any] = {}
+    for begin, end in pairwise([0, *stops, STEPS]):
+        algorithm = AllReduce(lambda name, parameter: Spy(name, shared), collective, error_feedback=True)
+        peers, stats = start(algorithm, module)
+        assert len(algorithm._buckets) == len(NUMELS)
+        if begin:
+            algorithm.load_state_dict(state)
+        for step in range(begin, end):
+            SEEN.clear()
+            module.zero_grad()
+            backward(algorithm, sum(((peers.rank + step) * p).sum() for p in module.values()))  # type: ignore[arg-type]
+            for bucket, numel in NUMELS.items():
+                seen = [(method, seed, places) for method, name, seed, places in SEEN if name == bucket]
+                methods = {method for method, _, _ in seen}
+                assert methods >= {"encode", "relay" if isinstance(collective, Ring) else "reduce", "prepare_"}
+                # one seed, and under it each place once
+                [encoding[step, bucket]] = {s for method, s, _ in seen if method in ("encode", "relay", "reduce")}
+                [preparing[step, bucket]] = {s for method, s, _ in seen if method in ("prepare_", "restore_")}
+                encoded = chain.from_iterable(places for method, _, places in seen if method == "encode")
+                assert sorted(encoded) == list(range(numel))
+        assert stats.bytes_sent
+        state = copy.deepcopy(algorithm.state_dict())
+        algorithm.close()
+        peers.close()
+    return encoding, preparing
+
+
+def check_shared(every_rank: list[Seeds]) -> None:
+    """The same on all ranks, another one for each step and bucket."""
+    assert all(seeds == every_rank[0] for seeds in every_rank)
+    assert len({*every_rank[0].values()}) == len(every_rank[0]) == STEPS * len(NUMELS)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+def test_seeds_follow_from_rank_step_and_bucket_alone(ranks: Pool, collective: Collective, size: int) -> None:
+    seeds = ranks(size, _seeds, collective, False)
+    own = [seed for encoding, _ in seeds for seed in encoding.values()]
+    assert len({*own}) == len(own) == size * STEPS * len(NUMELS)
+    check_shared([preparing for _, preparing in seeds])
+    assert ranks(size, _seeds, collective, False) == seeds
+    assert ranks(size, _seeds, collective, False, (1, 3)) == seeds
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
+def test_a_codec_that_shares_its_seed_has_one_on_all_ranks(ranks: Pool, collective: Collective, size: int) -> None:
+    seeds = ranks(size, _seeds, collective, True)
+    check_shared([encoding for encoding, _ in seeds])
+    check_shared([preparing for _, preparing in seeds])
 
 
 # Errors

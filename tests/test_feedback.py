@@ -25,7 +25,18 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pool import Pool
 from test_allreduce import backward, start
-from test_strategy import Net, check_replicas, fit, gathered, rows, run_script, said, trainer_with, world
+from test_strategy import (
+    Net,
+    check_replicas,
+    fit,
+    gathered,
+    rows,
+    run_script,
+    said,
+    same_everywhere,
+    trainer_with,
+    world,
+)
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,13 +44,18 @@ from ringstrategy import (
     AllReduce,
     Cast,
     Codec,
+    Collective,
     Direct,
+    Gaussian,
     Identity,
     Native,
     PlanMismatchError,
     Ring,
     RingStrategy,
+    Rotated,
+    Sign,
     SmallExact,
+    TopK,
 )
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.collectives.base import mean_
@@ -48,6 +64,14 @@ from ringstrategy.collectives.residuals import Residuals
 
 pytestmark = pytest.mark.timeout(120)
 State = dict[str, Tensor]
+Wire = tuple[Codec, Collective]
+
+WIRES: list[Wire] = [(Toy(), Ring()), (Sign(), Ring()), (Rotated(Gaussian(1)), Direct()), (TopK(8), Direct())]
+on_every_wire = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: str(wire[0]))
+
+
+def feeding_back(wire: Wire, **options: Any) -> AllReduce:
+    return AllReduce(*wire, error_feedback=True, **options)
 
 
 def lossy(**options: Any) -> RingStrategy:
@@ -218,6 +242,54 @@ def test_another_world_size_keeps_the_sum(ranks: Pool, tmp_path: Path) -> None:
     ranks(1, _alone, path, expected)
     assert not (tmp_path / "saved.ckpt.two.ringstrategy").exists()
     ranks(2, _resized, f"{path}.two", expected, 1)
+
+
+def wide() -> Net:
+    """3003 parameters, in two buckets of several blocks of 256."""
+    torch.manual_seed(0)
+    return Net(nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 3)))
+
+
+def wide_strategy(wire: Wire) -> RingStrategy:
+    return RingStrategy(feeding_back(wire, bucket_mb=5e-3))
+
+
+def _interrupted(folder: str, wire: Wire) -> tuple[State, list[bool]]:
+    """Residuals half-way, added up; and whether a run resumed there ends as the one that went on: each parameter."""
+    whole_run, resumed_run = Remembers(), Remembers()
+    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    whole = fit(wide_strategy(wire), wide(), callbacks=[whole_run, save], enable_checkpointing=True)
+    between = whole_run.history[len(whole_run.history) // 2 - 1]
+    assert differs_between_ranks(between)
+    assert all(value.any() for value in between.values())
+    with listening() as heard:
+        resumed = fit(wide_strategy(wire), wide(), callbacks=[resumed_run], ckpt_path=f"{folder}/epoch=0.ckpt")
+    assert not about_residuals(heard)
+    assert equal(resumed_run.first, between)
+    for trainer in (whole, resumed):
+        check_replicas(trainer)
+    assert resumed.global_step == whole.global_step == 2 * len(resumed_run.history)
+    parameters = zip(resumed.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True)
+    ends = [torch.equal(mine, reference) for mine, reference in parameters]
+    return total(between), [*ends, equal(resumed_run.history[-1], whole_run.history[-1])]
+
+
+def _interrupted_elsewhere(path: str, wire: Wire, expected: State) -> None:
+    remember = Remembers()
+    check_replicas(fit(wide_strategy(wire), wide(), ckpt_path=path, callbacks=[remember]))
+    assert near(total(remember.first), expected)
+
+
+@on_every_wire
+def test_every_codec_takes_its_residuals_back_or_their_sum(ranks: Pool, tmp_path: Path, wire: Wire) -> None:
+    expected, _ = ranks(2, _interrupted, str(tmp_path), wire)[0]
+    ranks(3, _interrupted_elsewhere, str(tmp_path / "epoch=0.ckpt"), wire, expected)
+
+
+@on_every_wire
+def test_every_codec_goes_on_from_a_checkpoint_bit_for_bit(ranks: Pool, tmp_path: Path, wire: Wire) -> None:
+    for _, same in ranks(2, _interrupted, str(tmp_path), wire):
+        assert all(same)
 
 
 def _missing(path: str, expected: State) -> list[str]:
@@ -588,9 +660,17 @@ class Run:
         return residuals(self.algorithm)
 
 
-def _scales() -> None:
-    plain = Run(AllReduce(Toy(), bucket_mb=1e-4), a=9, b=5, c=2)
-    scaled = Run(AllReduce(Toy(), bucket_mb=1e-4), a=9, b=5, c=2)
+def run_on(wire: Wire, *, bucket_mb: float = 25.0, **sizes: int) -> Run:
+    """As many blocks of the wire's codec, and of them to a bucket, as `sizes` and `bucket_mb` make blocks of 4."""
+    times = wire[0].block // 4
+    algorithm = feeding_back(wire, bucket_mb=bucket_mb * times)
+    return Run(algorithm, **{name: times * size for name, size in sizes.items()})
+
+
+def _scales(wire: Wire) -> None:
+    plain = run_on(wire, bucket_mb=1e-4, a=9, b=5, c=2)
+    scaled = run_on(wire, bucket_mb=1e-4, a=9, b=5, c=2)
+    assert len(plain.algorithm._buckets) == 2
     for step, scale in enumerate([2.0**16, 2.0**16, 2.0**17, 2.0**5, 2.0**9, 1.0]):
         scaled.scale = torch.tensor(scale)
         plain.backward(step)
@@ -603,12 +683,13 @@ def _scales() -> None:
     assert equal(plain.close(), scaled.close())
 
 
-def test_residuals_follow_the_loss_scale(ranks: Pool) -> None:
-    ranks(3, _scales)
+@on_every_wire
+def test_residuals_follow_the_loss_scale(ranks: Pool, wire: Wire) -> None:
+    ranks(3, _scales, wire)
 
 
-def _skips() -> None:
-    run = Run(AllReduce(Toy()), a=9, b=5)  # one bucket for both
+def _skips(wire: Wire) -> None:
+    run = run_on(wire, a=9, b=5)  # one bucket for both
     run.scale = torch.tensor(2.0**10)
     run.backward(0)
     run.decide(False)
@@ -640,8 +721,9 @@ def _skips() -> None:
     assert differs_between_ranks(run.close())
 
 
-def test_a_skipped_step_changes_no_residual(ranks: Pool) -> None:
-    ranks(2, _skips)
+@on_every_wire
+def test_a_skipped_step_changes_no_residual(ranks: Pool, wire: Wire) -> None:
+    ranks(2, _skips, wire)
 
 
 class NoReading(TorchDispatchMode):
@@ -712,11 +794,45 @@ def test_training_with_a_scaler_skips_and_resumes(ranks: Pool, tmp_path: Path) -
     ranks(2, _overflows, str(tmp_path))
 
 
+class OverflowsOnce(Net):
+    """In batch 2 one value of one gradient is infinite, on rank 1 alone; remembers the parameters of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__(wide().layers)
+        self.history: list[list[Tensor]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.history.append([p.detach().clone() for p in self.parameters()])
+        loss = super().training_step(batch, batch_idx)
+        first = self.layers[0].weight[0, 0]
+        return loss + float("inf") * first if batch_idx == 2 and self.global_rank == 1 else loss
+
+
+def _overflows_once(name: str) -> None:
+    trainer = fit(name, OverflowsOnce(), plugins=[scaler()], max_epochs=1)
+    check_replicas(trainer)
+    model = trainer.lightning_module
+    history = [*model.history, list(model.parameters())]
+    assert len(history) == 48 // 4 // world() + 1
+    assert all(same_everywhere(parameter) for parameters in history for parameter in parameters)
+    for step, (before, after) in enumerate(pairwise(history)):
+        unchanged = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert unchanged == [step == 2] * len(before), step
+    grown = {2: 2.0**9, 3: 2.0**8}  # 6 steps, or 4: it grew, fell at the overflow, and grew again after two more
+    assert trainer.precision_plugin.scaler.get_scale() == grown[world()]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", ["ring_int8", "ring_int4"])
+def test_an_overflow_that_is_quantized_makes_every_rank_skip_the_step(ranks: Pool, name: str, size: int) -> None:
+    ranks(size, _overflows_once, name)
+
+
 # What must not touch a residual
 
 
-def _unused() -> None:
-    run = Run(AllReduce(Toy()), everyone=9, nobody=5, second=7, frozen=6)
+def _unused(wire: Wire) -> None:
+    run = run_on(wire, everyone=9, nobody=5, second=7, frozen=6)
     delivered: State = {}
     for step in range(3):
         before, summed = residuals(run.algorithm), total(residuals(run.algorithm))
@@ -741,12 +857,13 @@ def _unused() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_unused_and_frozen_parameters_keep_their_residuals_bit_for_bit(ranks: Pool, size: int) -> None:
-    ranks(size, _unused)
+@on_every_wire
+def test_unused_and_frozen_parameters_keep_their_residuals_bit_for_bit(ranks: Pool, wire: Wire, size: int) -> None:
+    ranks(size, _unused, wire)
 
 
-def _accumulates_and_overflows() -> None:
-    run = Run(AllReduce(Toy(block=4), Direct()), a=8)
+def _accumulates_and_overflows(wire: Wire) -> None:
+    run = run_on(wire, a=8)
     run.backward(0)
     run.module.zero_grad()
     before, sent = residuals(run.algorithm), run.stats.bytes_sent
@@ -757,15 +874,21 @@ def _accumulates_and_overflows() -> None:
     run.backward(3, inf="a")
     after = residuals(run.algorithm)
     assert not run.module["a"].grad.isfinite().all()
-    if run.peers.rank == 1:  # element 4, in the second block of four
-        assert torch.equal(after["a"].view(-1)[4:8], before["a"].view(-1)[4:8])
+    if run.peers.rank == 1:
+        codec = wire[0]
+        block = 4 // codec.block  # the infinity is element 4
+        now, then = (state["a"].view(-1).split(codec.block)[block] for state in (after, before))
+        assert then.any()
+        # under a rotation the residual is turned there and back, which rounds
+        torch.testing.assert_close(now, then, rtol=0, atol=1e-6 if isinstance(codec, Rotated) else 0)
     assert all(value.isfinite().all() for value in after.values())
     assert not torch.equal(after["a"], before["a"])
     run.close()
 
 
-def test_micro_batches_and_blocks_that_are_not_finite_change_nothing(ranks: Pool) -> None:
-    ranks(2, _accumulates_and_overflows)
+@pytest.mark.parametrize("wire", [*WIRES, (Toy(), Direct())], ids=str)
+def test_micro_batches_and_blocks_that_are_not_finite_change_nothing(ranks: Pool, wire: Wire) -> None:
+    ranks(2, _accumulates_and_overflows, wire)
 
 
 # Narrow residuals

@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import ringstrategy.kernels
 import torch
+import torch.distributed as dist
 
+from ringstrategy import AllReduce, Direct, Stats
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.gaussian import STEPS
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.collectives import connect
 from ringstrategy.collectives.buckets import DenseBucket
+from ringstrategy.collectives.peers import StagedPeers
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -520,6 +525,66 @@ def test_more_values_than_32_bits_count():
     decode(wire, values, codec.kernel_format(), add=True)
     assert not values[:-512].any()
     assert torch.allclose(values[-300:].cpu(), heavy_tailed(300).cpu(), rtol=0, atol=1e-6)
+
+
+def _share(device, algorithm):
+    """Ten steps on data of this rank's own: averaged by `algorithm`, alone, and, as the twin, on the data of all."""
+    device, minutes = torch.device(device), timedelta(minutes=2)  # all kernels are compiled meanwhile
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=minutes)
+    rank, size, stats = dist.get_rank(), dist.get_world_size(), Stats()
+    peers = connect(device, minutes, stats)
+    assert isinstance(peers, StagedPeers) == (device.type == "cuda")
+
+    def descend(sources, averaging=None):
+        torch.manual_seed(0)
+        # two buckets, the first of them in chunks of several segments
+        module = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.Tanh(), torch.nn.Linear(4096, 128)).to(device)
+        before = torch.cat([parameter.detach().cpu().view(-1) for parameter in module.parameters()])
+        optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
+        if averaging is not None:
+            averaging.setup(dict(module.named_parameters()), peers)
+            assert [bucket._places is not None for bucket in averaging._buckets] == [device.type == "cuda"] * 2
+        for step in range(10):
+            generators = [torch.Generator().manual_seed(100 * step + source) for source in sources]
+            x = torch.cat([torch.randn(16, 64, generator=g) + s for s, g in zip(sources, generators, strict=True)])
+            x = x.to(device)
+            optimizer.zero_grad()
+            loss = (module(x) - x.repeat(1, 2).sin()).square().mean()
+            if averaging is not None:
+                averaging.before_backward(loss)
+            loss.backward()
+            if averaging is not None:
+                averaging.after_backward()
+            optimizer.step()
+        if averaging is not None:
+            averaging.close()
+        return torch.cat([parameter.detach().cpu().view(-1) for parameter in module.parameters()]), before
+
+    shared, before = descend([rank], algorithm)
+    peers.close()
+    everyone = [torch.empty_like(shared) for _ in range(size)]
+    dist.all_gather(everyone, shared)
+    assert all(torch.equal(other, shared) for other in everyone)
+    alone, twin = descend([rank])[0], descend(range(size))[0]
+    assert (alone - shared).abs().max() > (twin - shared).abs().max()
+    return size, stats.bytes_sent, ((twin - shared).abs().max() / (twin - before).abs().max()).item()
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(BlockInt(8)), AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True)],
+    ids=lambda algorithm: str(algorithm.codec),
+)
+def test_processes_that_share_one_gpu_over_gloo_stay_identical(ranks, algorithm, size):
+    for world, sent, error in ranks(size, _share, "cuda:0", algorithm, limit=120):
+        assert world == size
+        assert sent > 0
+        assert 0 < error < 0.15
 
 
 def test_the_package_imports_neither_torch_nor_triton():

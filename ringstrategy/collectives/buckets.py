@@ -166,6 +166,8 @@ class DenseBucket(Bucket):
     @torch.no_grad()
     def pack(self, size: int) -> None:
         """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
+        if self.residual is not None:
+            self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
             self._gather(1 / size)
             return
