@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 class Sign(Blocked):
     """x becomes s if x >= 0, else -s, with s = mean|x| of its block: the nearest of that form; 1/8 byte an element.
 
+    Without error feedback by default, as measured (see `TopK`).
+
     Args:
         block: values that share a scale, a multiple of 8.
     """
 
     block: int = 256
-    error_feedback = True
     adds_exactly = True
     spacing, shift = 2, 1
 

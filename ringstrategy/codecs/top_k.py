@@ -17,7 +17,7 @@ class TopK(Codec):
 
     2 k bytes a block and 1 for each place (2 where block > 256). A sum of sparse blocks is less sparse, so each hop of
     a ring would lose again: `Direct` only. Without error feedback by default: with it a value waits until it is among
-    the largest, and an optimizer with momentum, to which the wait comes on top, then diverged from what fp32 learns
+    the largest, the optimizer's momentum comes on top of that wait, and training learned far less
     (benchmarks/results/accuracy.md).
 
     Args:
