@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ringstrategy import Algorithm, AllReduce, BlockInt, Direct
+from ringstrategy import Algorithm, AllReduce, BlockInt, Direct, Gossip
 from ringstrategy.algorithms.powersgd import PowerSGD
-from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.collectives import connect
 from ringstrategy.registry import STRATEGIES
 
@@ -95,11 +94,12 @@ class _Ours(_Training):
     """Our algorithm, driven as the Lightning strategy drives it."""
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], algorithm: Synchronous, timeout: timedelta
+        self, model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]], algorithm: Algorithm, timeout: timedelta
     ) -> None:
         super().__init__(model, batches)
         self._peers = connect(torch.device("cpu"), timeout)
         self._algorithm = algorithm
+        self._parameters = set(model.parameters())
         algorithm.setup(dict(model.named_parameters()), self._peers)
 
     def bytes_sent(self) -> int | None:
@@ -112,9 +112,10 @@ class _Ours(_Training):
         self._algorithm.after_backward()
 
     def after_step(self) -> None:
-        self._algorithm.after_step()
+        self._algorithm.after_step(self._parameters)
 
     def close(self) -> None:
+        self._algorithm.settle()
         self._algorithm.close()
         self._peers.close()
 
@@ -159,21 +160,25 @@ def worker(options: argparse.Namespace) -> None:
     def model() -> nn.Module:
         return copy.deepcopy(initial)
 
-    # name: what to make, bytes of gradient that an all-reduce has to carry
-    makers: dict[str, tuple[Callable[[], _Training], int]] = {
-        "ddp": (lambda: _Training(DistributedDataParallel(model()), batches), 4 * full),
+    def reduced(nbytes: int) -> float:
+        return nbytes * 2 * (options.hosts - 1) / options.hosts
+
+    # name: what to make, bytes that a rank has to send in a step
+    makers: dict[str, tuple[Callable[[], _Training], float]] = {
+        "ddp": (lambda: _Training(DistributedDataParallel(model()), batches), reduced(4 * full)),
         _ALONE: (lambda: _Training(model(), batches), 0),
-        "ddp fp16 hook": (lambda: _Training(_fp16_hook(model()), batches), 2 * full),
-        "ddp powersgd rank 1": (lambda: _PowerSGD(model(), batches, timeout), 4 * factors),
+        "ddp fp16 hook": (lambda: _Training(_fp16_hook(model()), batches), reduced(2 * full)),
+        "ddp powersgd rank 1": (lambda: _PowerSGD(model(), batches, timeout), reduced(4 * factors)),
     }
     for name, make_algorithm in {**STRATEGIES, **_BESIDE}.items():
         algorithm = make_algorithm()
-        if isinstance(algorithm, AllReduce | PowerSGD):
+        make = partial(_Ours, model(), batches, algorithm, timeout)
+        if isinstance(algorithm, Gossip):
+            neighbours = algorithm.topology.degree(options.hosts)
+            makers[name] = make, neighbours * algorithm.codec.nbytes(full, torch.float32) / algorithm.interval
+        elif isinstance(algorithm, AllReduce | PowerSGD):
             carried = factors if isinstance(algorithm, PowerSGD) else full
-            makers[name] = (
-                partial(_Ours, model(), batches, algorithm, timeout),
-                algorithm.codec.nbytes(carried, torch.float32),
-            )
+            makers[name] = make, reduced(algorithm.codec.nbytes(carried, torch.float32))
     trainings: dict[str, _Training] = {}
     cases: list[Case] = []
     for name, (make, _) in makers.items():
@@ -195,8 +200,7 @@ def worker(options: argparse.Namespace) -> None:
     ]
     alone = measured[_ALONE].seconds
     for case in cases:
-        nbytes = makers[case.name][1] * 2 * (options.hosts - 1) / options.hosts
-        wire = harness.wire_seconds(nbytes, options)
+        wire = harness.wire_seconds(makers[case.name][1], options)
         case.limit_seconds = None if wire is None else forward + max(backward, wire) + step
         exposed = statistics.median(s - a for s, a in zip(measured[case.name].seconds, alone, strict=True))
         on_wire = "" if wire is None else f"; the wire alone needs {wire:.4f} s"

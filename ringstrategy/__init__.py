@@ -4,7 +4,7 @@ Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ri
 """
 
 from ringstrategy._version import __version__
-from ringstrategy.algorithms import Algorithm, AllReduce, PowerSGD, SmallExact
+from ringstrategy.algorithms import Algorithm, AllReduce, Gossip, PowerSGD, SmallExact
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.codecs import (
     BlockFloat8,
@@ -34,6 +34,7 @@ __all__ = [
     "CommunicationMonitor",
     "Direct",
     "Gaussian",
+    "Gossip",
     "Identity",
     "Native",
     "PeerLostError",

@@ -39,17 +39,20 @@ def collect(strategy: RingStrategy, path: _PATH, storage_options: Any) -> dict[s
     }
     known = {name: value.contiguous() for name, value in residuals.items() if value is not None}
     unknown = [name for name, value in residuals.items() if value is None]
-    if residuals:
+    own = strategy.own_state()
+    if residuals or own:
         mine = {
             "rank": strategy.global_rank,
             "world_size": strategy.world_size,
             "step": state["step"],
             "residuals": known,
             "unknown": unknown,
+            "own": own,
         }
         strategy.checkpoint_io.save_checkpoint(mine, _file(path, strategy.global_rank), storage_options=storage_options)
     total = _sum(strategy, known) if _all_know(strategy, known, unknown) else None
-    return {"world_size": strategy.world_size, "algorithm": state, "residual_sum": total}
+    shared = {"world_size": strategy.world_size, "algorithm": state, "residual_sum": total}
+    return {**shared, "decentralized": strategy.algorithm.decentralized}
 
 
 def _all_know(strategy: RingStrategy, known: Mapping[str, Tensor], unknown: list[str]) -> bool:
@@ -79,6 +82,11 @@ def restore(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> di
     rank there is no algorithm, and the gradients are exact: returns what the checkpoints of this run must carry on.
     """
     before, now = saved["world_size"], strategy.world_size
+    if saved["decentralized"] != strategy.algorithm.decentralized:
+        rank_zero_info(
+            "The checkpoint is of another kind of averaging: this run takes its weights and its optimizers, no more."
+        )
+        return None
     if before == now > 1:
         residuals = _own(strategy, path, saved)
     else:
@@ -91,13 +99,15 @@ def restore(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> di
                     f"The checkpoint is of {before} ranks. One rank needs no error feedback: "
                     "the sum of their residuals is carried on into the checkpoints of this run."
                 )
-            return {"world_size": 1, "algorithm": saved["algorithm"], "residual_sum": total}
+            return {**saved, "world_size": 1, "residual_sum": total}
         residuals = {name: value / now for name, value in total.items()}
         if total:
             rank_zero_info(
                 f"The checkpoint is of world size {before}, this run of {now}: "
                 f"each rank takes 1/{now} of the sum of the error-feedback residuals."
             )
+    if saved["decentralized"]:
+        _load_own(strategy, path, saved)
     strategy.algorithm.load_state_dict(saved["algorithm"])
     homeless = strategy.algorithm.load_residuals(residuals)
     if homeless:
@@ -106,6 +116,26 @@ def restore(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> di
             "(no feedback here, or a parameter was renamed or has another shape): what they held is dropped"
         )
     return None
+
+
+def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> None:
+    """Each rank's own parameters and optimizers, if all have theirs; else all start from the mean."""
+    before, now = saved["world_size"], strategy.world_size
+    mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io) if before == now else None
+    found = torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device)
+    if bool(strategy.all_gather(found).all()):
+        assert mine is not None
+        strategy.load_own_state(mine["own"])
+    elif before != now:
+        rank_zero_info(
+            f"The checkpoint is of world size {before}, this run of {now}: "
+            "all ranks start from the mean of its ranks and from rank 0's optimizers."
+        )
+    else:
+        rank_zero_warn(
+            f"not all ranks found their own parameters in {_folder(path)} (it must be kept beside its checkpoint): "
+            "all start from the mean and from rank 0's optimizers"
+        )
 
 
 def _own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[str, Tensor]:

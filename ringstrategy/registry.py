@@ -8,10 +8,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from ringstrategy.algorithms import Algorithm, AllReduce, PowerSGD
+from ringstrategy.algorithms import Algorithm, AllReduce, Gossip, PowerSGD
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.strategy import RingStrategy
+from ringstrategy.topologies import OnePeerExponential
 
 STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring": lambda: AllReduce(),
@@ -24,6 +25,8 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring_sign": lambda: AllReduce(Rotated(Gaussian(1)), Direct()),
     "ring_topk": lambda: AllReduce(TopK(), Direct()),
     "ring_powersgd": lambda: PowerSGD(collective=Direct()),
+    "gossip": lambda: Gossip(),
+    "gossip_exponential": lambda: Gossip(OnePeerExponential()),
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

@@ -62,7 +62,8 @@ class RingStrategy(DDPStrategy):
         process_group_backend: "gloo" or "nccl"; None: gloo on CPUs, NCCL on GPUs. "gloo" works on GPUs too.
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default.
         start_method: "popen", "spawn", "fork" or "forkserver".
-        broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward.
+        broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward. With
+            gossip each rank keeps its own, and people see their mean.
 
     Attributes:
         stats: what was sent, and how long training waited (`Stats`); totals over all fits of this strategy.
@@ -117,6 +118,7 @@ class RingStrategy(DDPStrategy):
         self._buffers_due = True
         self._resume: tuple[_PATH, Mapping[str, Any]] | None = None
         self._carried: dict[str, Any] | None = None
+        self._own: Mapping[str, Any] = {}  # of the checkpoint that training resumes from, until it does
         self._left_with_children = False
         self._place = "while setting up"
 
@@ -192,7 +194,12 @@ class RingStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
-        if self._broadcast_buffers and self._buffers_due and self._peers is not None:
+        if (
+            self._broadcast_buffers
+            and self._buffers_due
+            and self._peers is not None
+            and not self.algorithm.decentralized
+        ):
             self._send_buffers()
         self._buffers_due = not self._accumulating
         return super().training_step(*args, **kwargs)
@@ -305,7 +312,72 @@ class RingStrategy(DDPStrategy):
         with self._naming_lost_peers():
             return super().all_gather(tensor, group, sync_grads)
 
+    # What people look at, where ranks have parameters of their own
+
+    def on_validation_start(self) -> None:
+        """Within a fit: the mean of all ranks is validated."""
+        super().on_validation_start()
+        if self.algorithm.consensus:
+            self._enter_consensus()
+
+    def on_validation_end(self) -> None:
+        """Each rank goes on with its own."""
+        super().on_validation_end()
+        self.algorithm.leave_consensus()
+
+    def on_train_end(self) -> None:
+        """The mean is what training returns."""
+        super().on_train_end()
+        self.algorithm.settle()
+        if self.algorithm.consensus:
+            self._enter_consensus()
+
+    def _enter_consensus(self) -> bool:
+        module = self.lightning_module
+        assert module is not None
+        ignored = _ignored(module)
+        buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
+        return self.algorithm.enter_consensus(buffers)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The mean of all ranks, who all call it; after an exception this rank's own."""
+        entered = self.algorithm.decentralized and not self.alone and self._enter_consensus()
+        state: dict[str, Any] = super().lightning_module_state_dict()
+        if entered:
+            for name, value in state.items():
+                state[name] = value.clone() if isinstance(value, Tensor) else value
+            self.algorithm.leave_consensus()
+        return state
+
     # Checkpoints
+
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone has; empty if all ranks have the same."""
+        module = self.lightning_module
+        if not self.algorithm.decentralized or module is None:
+            return {}
+        values = module.state_dict(keep_vars=True)
+        return {
+            "module": {n: self.algorithm.own(v).detach() for n, v in values.items() if isinstance(v, Tensor)},
+            "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
+            "precision": self.precision_plugin.state_dict(),
+            "algorithm": self.algorithm.own_state(),
+        }
+
+    def load_own_state(self, own: Mapping[str, Any]) -> None:
+        """Take back what `own_state` gave; its optimizers when they are loaded."""
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(own["module"], strict=False)
+        self.algorithm.load_own_state(own["algorithm"])
+        self._own = own
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """This rank's own, if it has any."""
+        own, self._own = self._own, {}
+        if own:
+            checkpoint = {**checkpoint, "optimizer_states": own["optimizers"]}
+            self.precision_plugin.load_state_dict(own["precision"])
+        super().load_optimizer_state_dict(checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         """Add the algorithm's state, under the key `ringstrategy`, and a file of residuals for each rank beside.
@@ -344,6 +416,7 @@ class RingStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one goes; no collective."""
         super().on_exception(exception)
+        self.algorithm.leave_consensus()
         atexit.unregister(_disconnect)  # it would wait for peers that may not come
         if self._peers is not None:
             self._peers.abort(f"{type(exception).__name__}: {exception}"[:500])

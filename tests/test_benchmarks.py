@@ -56,8 +56,8 @@ def test_training_on_loopback(tmp_path):
     rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments)
     assert set(STRATEGIES) - set(rows) == set()
     for name, row in rows.items():
-        # ranks that never talk train apart, and the check sees it
-        assert row["ranks_identical"] is (name != "compute alone")
+        # ranks that never talk train apart, and the check sees it; so do those that gossip
+        assert row["ranks_identical"] is (name != "compute alone" and "gossip" not in name)
         assert (row["bytes_sent"] or 0) > 0 or name not in STRATEGIES
     assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"]
     assert rows["ring_fp16"]["bytes_sent"] < 0.6 * rows["ring"]["bytes_sent"]

@@ -2,7 +2,8 @@
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.gossip import Gossip
 from ringstrategy.algorithms.policy import SmallExact
 from ringstrategy.algorithms.powersgd import PowerSGD
 
-__all__ = ["Algorithm", "AllReduce", "PowerSGD", "SmallExact"]
+__all__ = ["Algorithm", "AllReduce", "Gossip", "PowerSGD", "SmallExact"]

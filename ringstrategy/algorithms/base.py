@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,17 @@ from ringstrategy.collectives.peers import Peers
 class Algorithm(ABC):
     """Hyperparameters in `__init__`, runtime in `setup`; picklable and copyable before `setup`.
 
+    Attributes:
+        decentralized: do ranks have parameters of their own? Then people look at their mean, between `enter_consensus`
+            and `leave_consensus`.
+        consensus: is it to be entered for validation, and for what training returns?
+
     Order of calls in one step: `before_backward`, backward, `after_backward` (the first three perhaps several times),
     optimizer step, `after_step`. With one rank only `close` is ever called.
     """
+
+    decentralized: bool = False
+    consensus: bool = False
 
     @abstractmethod
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
@@ -81,6 +89,30 @@ class Algorithm(ABC):
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
         """Take these as this rank's; after `setup`. Returns the names of those for which there is no place."""
         return list(residuals)
+
+    def settle(self) -> None:
+        """Wait for what is under way. What it brought is applied when it is due, and in `own_state` until then."""
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank alone has beside its parameters, by name; after `settle`. Copy before the next step."""
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `own_state` gave; after `setup`."""
+
+    def enter_consensus(self, others: Sequence[Tensor] = ()) -> bool:
+        """Put the exact mean of all ranks into the parameters and into `others`, until `leave_consensus`.
+
+        All ranks call it. False if nothing was to be done, so that there is nothing to leave.
+        """
+        return False
+
+    def leave_consensus(self) -> None:
+        """Give each rank its own values back; no collective."""
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """This rank's own values of a parameter or another tensor, consensus or not."""
+        return tensor
 
     @abstractmethod
     def close(self) -> None:
