@@ -122,8 +122,8 @@ def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> 
     """Each rank's own parameters and optimizers, if all have theirs; else all start from the mean."""
     before, now = saved["world_size"], strategy.world_size
     mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io) if before == now else None
-    found = torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device)
-    if bool(strategy.all_gather(found).all()):
+    missing = _missing(strategy, mine)
+    if not missing:
         assert mine is not None
         strategy.load_own_state(mine["own"])
     elif before != now:
@@ -133,9 +133,15 @@ def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> 
         )
     else:
         rank_zero_warn(
-            f"not all ranks found their own parameters in {_folder(path)} (it must be kept beside its checkpoint): "
-            "all start from the mean and from rank 0's optimizers"
+            f"the parameters of rank {_list(missing)} are not in {_folder(path)} (it must be kept beside its "
+            "checkpoint): all start from the mean and from rank 0's optimizers"
         )
+
+
+def _missing(strategy: RingStrategy, mine: dict[str, Any] | None) -> list[int]:
+    """Ranks that did not find their file; every rank calls it with its own."""
+    found = strategy.all_gather(torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device))
+    return [rank for rank, has in enumerate(found.view(-1).tolist()) if not has]
 
 
 def _own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -144,8 +150,7 @@ def _own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[
     if total is not None and not total:
         return {}
     mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io)
-    found = strategy.all_gather(torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device))
-    missing = [rank for rank, has in enumerate(found.view(-1).tolist()) if not has]
+    missing = _missing(strategy, mine)
     if missing and total is not None:
         rank_zero_warn(
             f"the residuals of rank {_list(missing)} are not in {_folder(path)} (it must be kept beside its "

@@ -206,9 +206,7 @@ class RingStrategy(DDPStrategy):
 
     def _send_buffers(self) -> None:
         assert self.lightning_module is not None
-        ignored = _ignored(self.lightning_module)
-        named = self.lightning_module.named_buffers()
-        buffers = [buffer.detach() for name, buffer in named if buffer.numel() and name not in ignored]
+        buffers = [buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()]
         if buffers:
             with self._naming_lost_peers():
                 world = dist.group.WORLD
@@ -335,9 +333,7 @@ class RingStrategy(DDPStrategy):
     def _enter_consensus(self) -> bool:
         module = self.lightning_module
         assert module is not None
-        ignored = _ignored(module)
-        buffers = [b for name, b in module.named_buffers() if b.is_floating_point() and name not in ignored]
-        return self.algorithm.enter_consensus(buffers)
+        return self.algorithm.enter_consensus([b for b in _shared_buffers(module) if b.is_floating_point()])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean of all ranks, who all call it; after an exception this rank's own."""
@@ -464,6 +460,11 @@ def _ignored(module: Module) -> set[str]:
 def _shared_parameters(module: Module) -> dict[str, Parameter]:
     ignored = _ignored(module)
     return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+
+
+def _shared_buffers(module: Module) -> list[Tensor]:
+    ignored = _ignored(module)
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
 
 
 def _sparse_parameters(module: Module) -> frozenset[str]:

@@ -1,1 +1,1 @@
-"""Hydra group `codec`."""
+"""Hydra group `topology`."""

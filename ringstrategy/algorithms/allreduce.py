@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.policy import Policy, SmallExact, described
-from ringstrategy.algorithms.synchronous import Local, Synchronous
+from ringstrategy.algorithms.local import Local, told
+from ringstrategy.algorithms.policy import Policy, described
+from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
@@ -55,9 +56,8 @@ class AllReduce(Synchronous):
             raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
         if residual_dtype not in _RESIDUAL_DTYPES:
             raise ValueError(f"residual_dtype is None, torch.bfloat16 or 'bfloat16', got {residual_dtype!r}")
-        for each in [self.codec.codec, self.codec.small] if isinstance(self.codec, SmallExact) else [self.codec]:
-            if isinstance(each, Codec):
-                self.collective.check(each)
+        for each in (self.codec,) if isinstance(self.codec, Codec) else getattr(self.codec, "codecs", ()):
+            self.collective.check(each)
         self.error_feedback = error_feedback
         self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
 
@@ -67,7 +67,7 @@ class AllReduce(Synchronous):
             f"AllReduce(codec={described(self.codec)}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={getattr(self.local, '__qualname__', self.local)}, residual_dtype={self.residual_dtype})"
+            f"local={told(self.local)}, residual_dtype={self.residual_dtype})"
         )
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy._version import __version__
+from ringstrategy.codecs.base import WIRE_FORMAT
 from ringstrategy.collectives.peers import Peers
 
 
@@ -26,6 +28,10 @@ class Algorithm(ABC):
 
     decentralized: bool = False
     consensus: bool = False
+
+    def plan_text(self, size: int, lines: Iterable[str]) -> str:
+        """What ranks compare: the package, the arguments, and `lines` of whatever else must be the same."""
+        return "\n".join([f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {size} ranks", repr(self), *lines])
 
     @abstractmethod
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
 
-from ringstrategy._version import __version__
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.synchronous import Local
-from ringstrategy.codecs.base import WIRE_FORMAT
+from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.agree import agree
+from ringstrategy.collectives.agree import compare_plans
 from ringstrategy.collectives.base import mean_
 from ringstrategy.collectives.buckets import sums_dtype
 from ringstrategy.collectives.peers import Peers, Waitable
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.topologies.base import Topology
 
+Item = TypeVar("Item")
+
 
 class Flat:
     """Parameters of one dtype on one device, and memory for all their values in a row."""
 
     def __init__(self, named: Mapping[str, Parameter]) -> None:
-        self.names, self.parameters = list(named), list(named.values())
-        parameters = self.parameters
-        self.numel = sum(parameter.numel() for parameter in parameters)
-        self.values = torch.empty(self.numel, dtype=parameters[0].dtype, device=parameters[0].device)
+        self.names = list(named)
+        self.parameters: list[Tensor] = list(named.values())
+        self.numel = sum(parameter.numel() for parameter in self.parameters)
+        first = self.parameters[0]
+        self.values = torch.empty(self.numel, dtype=first.dtype, device=first.device)
         self.correction = torch.zeros(self.numel, dtype=sums_dtype(self.values.dtype), device=self.values.device)
 
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """`flat` as tensors of the parameters' shapes."""
-        sizes = [parameter.numel() for parameter in self.parameters]
-        return [run.view(p.shape) for run, p in zip(flat.split(sizes), self.parameters, strict=True)]
+    @property
+    def changes(self) -> dict[str, Tensor]:
+        """The correction of each parameter."""
+        return dict(zip(self.names, _cut(self.correction, self.parameters), strict=True))
 
     @torch.no_grad()
     def gather(self) -> None:
         """The parameters' values, now."""
-        torch._foreach_copy_(self.views(self.values), list(self.parameters))
+        torch._foreach_copy_(_cut(self.values, self.parameters), self.parameters)
 
     @torch.no_grad()
     def correct(self) -> None:
         """Add the correction to the parameters."""
-        for parameter, change in zip(self.parameters, self.views(self.correction), strict=True):
+        for parameter, change in zip(self.parameters, self.changes.values(), strict=True):
             parameter.add_(change)
 
 
@@ -56,10 +56,7 @@ class Group:
 
     def __init__(self, parameters: Mapping[str, Parameter]) -> None:
         self.parameters = dict(parameters)
-        kinds: dict[tuple[torch.dtype, torch.device], dict[str, Parameter]] = {}
-        for name, parameter in parameters.items():
-            kinds.setdefault((parameter.dtype, parameter.device), {})[name] = parameter
-        self.flats = [Flat(those) for those in kinds.values()]
+        self.flats = [Flat(dict(those)) for those in _by_kind(parameters.items(), lambda named: named[1])]
         self.steps = 0  # of the optimizer
         self.mixings = 0
         self.under_way: Waitable | None = None
@@ -69,10 +66,6 @@ class Group:
     def numel(self) -> int:
         """Values in all."""
         return sum(flat.numel for flat in self.flats)
-
-    def describe(self) -> str:
-        """For the plan that ranks compare."""
-        return "\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items())
 
 
 class Decentralized(Algorithm):
@@ -104,8 +97,7 @@ class Decentralized(Algorithm):
         for name, flag in (("overlap", overlap), ("consensus", consensus)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
-        if local is not None and not callable(local):
-            raise TypeError(f"local is a function (name, parameter) -> bool, got {local!r}")
+        check_local(local)
         self.topology, self.interval, self.overlap = topology, interval, overlap
         self.consensus, self.local = consensus, local
 
@@ -122,6 +114,10 @@ class Decentralized(Algorithm):
     def start(self, group: Group) -> Waitable:
         """Begin to mix what the group's parameters are now; its end leaves in each `flat.correction` what to add."""
 
+    @abstractmethod
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise a TypeError with the cure if parameters of `dtype` cannot be mixed."""
+
     # The contract
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
@@ -130,20 +126,14 @@ class Decentralized(Algorithm):
         self.topology.check(peers.size)
         self._peers, self._counts, self._awaited = peers, {}, {}
         self.adopt(parameters, sparse=sparse)
-        self._agree("\n".join(f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self._known.items()))
+        self._agree(self._known)
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.adopt`."""
-        for name, parameter in parameters.items():
-            if isinstance(parameter, UninitializedParameter):
-                raise ValueError(f"parameter {name} has no shape yet: run one forward pass before training starts")
-            if not getattr(parameter, "ring_local", False) and not (self.local and self.local(name, parameter)):
-                self.check_dtype(parameter.dtype)
-                self._known[name] = parameter
-
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise a TypeError with the cure if parameters of `dtype` cannot be mixed."""
-        Identity().check(dtype)
+        shared, _ = split(parameters, self.local)
+        for parameter in shared.values():
+            self.check_dtype(parameter.dtype)
+        self._known |= shared
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """Gradients are each rank's own."""
@@ -190,7 +180,7 @@ class Decentralized(Algorithm):
             if group.parameters.keys() == wanted.keys():
                 return group
         new = Group(wanted)
-        self._agree(new.describe())
+        self._agree(wanted)
         for old in [group for group in self._groups if group.parameters.keys() <= wanted.keys()]:  # it has grown
             self._apply(old)
             new.steps, new.mixings = old.steps, old.mixings
@@ -200,11 +190,10 @@ class Decentralized(Algorithm):
         self._groups.append(new)
         return new
 
-    def _agree(self, plan: str) -> None:
-        peers = self._peers
-        assert peers is not None
-        said = f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {peers.size} ranks\n{self!r}\n{plan}"
-        peers.control.submit(lambda: agree(peers.control, said), "while the ranks compare plans").wait()
+    def _agree(self, parameters: Mapping[str, Parameter]) -> None:
+        assert self._peers is not None
+        lines = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+        compare_plans(self._peers, self.plan_text(self._peers.size, lines))
 
     # What people look at
 
@@ -219,12 +208,11 @@ class Decentralized(Algorithm):
         if self._peers is None or self._kept is not None:
             return False
         self.settle()
-        kept = []
+        self._kept = []
         for tensors, mean in self._means(others):
-            kept += [(tensor, tensor.clone()) for tensor in tensors]
+            self._kept += [(tensor, tensor.clone()) for tensor in tensors]  # at once: what follows may fail
             for tensor, value in zip(tensors, mean, strict=True):
                 tensor.copy_(value)
-        self._kept = kept
         return True
 
     @torch.no_grad()
@@ -255,19 +243,11 @@ class Decentralized(Algorithm):
 
     def _means(self, others: Sequence[Tensor] = ()) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Tensors and their means over all ranks, by dtype. What is under way would not change them."""
-        tensors: list[Tensor] = [p for group in self._groups for p in group.parameters.values()]
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in [*tensors, *others]:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for (dtype, _), those in kinds.items():
-            flat = torch.cat([self._numerator(tensor).reshape(-1).to(sums_dtype(dtype)) for tensor in those])
+        parameters = [parameter for group in self._groups for parameter in group.parameters.values()]
+        for tensors in _by_kind([*parameters, *others], lambda tensor: tensor):
+            flat = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
             self._average_(flat, "for the mean of all ranks")
-            sizes = [tensor.numel() for tensor in those]
-            yield those, [run.view(t.shape) for run, t in zip(flat.split(sizes), those, strict=True)]
-
-    def _numerator(self, tensor: Tensor) -> Tensor:
-        """What is averaged for it."""
-        return tensor
+            yield tensors, _cut(flat, tensors)
 
     def _average_(self, flat: Tensor, where: str) -> None:
         peers = self._peers
@@ -295,29 +275,39 @@ class Decentralized(Algorithm):
 
     def own_state(self) -> dict[str, Tensor]:
         """See `Algorithm.own_state`: corrections by parameter."""
-        return {
-            name: change
-            for group in self._groups
-            if group.arrived
-            for flat in group.flats
-            for name, change in zip(flat.names, flat.views(flat.correction), strict=True)
-        }
+        arrived = [flat for group in self._groups if group.arrived for flat in group.flats]
+        return {name: change for flat in arrived for name, change in flat.changes.items()}
 
     def load_own_state(self, state: Mapping[str, Tensor]) -> None:
         """See `Algorithm.load_own_state`."""
+        self.settle()
         self._awaited = dict(state)
         for group in self._groups:
+            group.arrived = False  # of steps that are taken back
             self._resume(group)
 
     def _resume(self, group: Group) -> None:
         if self._awaited and all(name in self._awaited for name in group.parameters):
             for flat in group.flats:
-                for name, change in zip(flat.names, flat.views(flat.correction), strict=True):
+                for name, change in flat.changes.items():
                     change.copy_(self._awaited.pop(name))
             group.arrived = True
 
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
-        state = self.state_dict()
-        self.load_state_dict(state)
+        self.load_state_dict(self.state_dict())
         self._peers, self._known, self._groups, self._kept = None, {}, [], None
+
+
+def _by_kind(items: Iterable[Item], tensor: Callable[[Item], Tensor]) -> Iterable[list[Item]]:
+    """Those whose tensors have one dtype and device, together and in order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
+    for item in items:
+        kinds.setdefault((tensor(item).dtype, tensor(item).device), []).append(item)
+    return kinds.values()
+
+
+def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat` as tensors of these shapes, one after the other."""
+    runs = flat.split([tensor.numel() for tensor in like])
+    return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.decentralized import Decentralized, Flat, Group
-from ringstrategy.algorithms.synchronous import Local
+from ringstrategy.algorithms.local import Local, told
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
@@ -60,7 +60,7 @@ class Gossip(Decentralized):
         """The arguments."""
         return (
             f"Gossip(topology={self.topology}, codec={self.codec}, interval={self.interval}, overlap={self.overlap}, "
-            f"consensus={self.consensus}, local={getattr(self.local, '__qualname__', self.local)})"
+            f"consensus={self.consensus}, local={told(self.local)})"
         )
 
     def check_dtype(self, dtype: torch.dtype) -> None:

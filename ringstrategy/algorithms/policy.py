@@ -36,8 +36,13 @@ class SmallExact:
     vectors: bool = True
     names: Iterable[str] = ()
 
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """All that it may choose; so a collective can refuse one before there are parameters to ask for."""
+        return self.codec, self.small
+
     def __post_init__(self) -> None:
-        for codec in (self.codec, self.small):
+        for codec in self.codecs:
             if not isinstance(codec, Codec):
                 raise TypeError(f"SmallExact takes codecs such as ringstrategy.Identity(), got {codec!r}")
         if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 0:

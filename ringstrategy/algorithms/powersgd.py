@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.synchronous import Local, Synchronous
+from ringstrategy.algorithms.local import Local, told
+from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
@@ -71,7 +72,7 @@ class PowerSGD(Synchronous):
             f"PowerSGD(rank={self.rank}, codec={self.codec}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={getattr(self.local, '__qualname__', self.local)})"
+            f"local={told(self.local)})"
         )
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:

@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy._version import __version__
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.codecs.base import WIRE_FORMAT, derive_seed
-from ringstrategy.collectives.agree import agree, exchange
+from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.codecs.base import derive_seed
+from ringstrategy.collectives.agree import agree, compare_plans, exchange
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.buckets import Bucket, Slot
 from ringstrategy.collectives.peers import Peers, Waitable
 from ringstrategy.collectives.ring import Ring
-
-Local = Callable[[str, Parameter], bool]
 
 
 class Synchronous(Algorithm):
@@ -53,8 +50,7 @@ class Synchronous(Algorithm):
             raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
         if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
-        if local is not None and not callable(local):
-            raise TypeError(f"local is a function (name, parameter) -> bool, got {local!r}")
+        check_local(local)
         self.bucket_mb = bucket_mb
         self.find_unused_parameters = find_unused_parameters
         self.local = local
@@ -93,8 +89,7 @@ class Synchronous(Algorithm):
         self._left, self._left_state = {}, {}
         self.adopt(parameters, sparse=sparse)
         self._append_unfrozen()
-        plan_text = self._plan_text
-        peers.control.submit(lambda: agree(peers.control, plan_text), "while the ranks compare plans").wait()
+        compare_plans(peers, self._plan_text)
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """See `Algorithm.check`."""
@@ -109,16 +104,11 @@ class Synchronous(Algorithm):
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
         self._sparse = self._sparse | sparse
-        for name, parameter in parameters.items():
-            if parameter in self._known:
-                continue
-            if isinstance(parameter, UninitializedParameter):
-                raise ValueError(f"parameter {name} has no shape yet: run one forward pass before training starts")
-            self._known.add(parameter)
-            if getattr(parameter, "ring_local", False) or (self.local is not None and self.local(name, parameter)):
-                self._local_names.append(name)
-            else:
-                self._frozen[name] = parameter
+        new = {name: parameter for name, parameter in parameters.items() if parameter not in self._known}
+        shared, local_names = split(new, self.local)
+        self._known.update(new.values())
+        self._frozen |= shared
+        self._local_names += local_names
 
     def _append_unfrozen(self) -> None:
         joining = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
@@ -139,8 +129,7 @@ class Synchronous(Algorithm):
                 if slot.name in self._awaited:
                     bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
             bucket.load_state(self._awaited_state)
-        lines = [f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {self._peers.size} ranks", repr(self)]
-        self._plan_text = "\n".join(lines + [bucket.describe() for bucket in self._buckets])
+        self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`."""

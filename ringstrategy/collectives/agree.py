@@ -53,6 +53,11 @@ def agree(peers: Peers, text: str) -> None:
     )
 
 
+def compare_plans(peers: Peers, text: str) -> None:
+    """`agree`, beside the training thread and waited for."""
+    peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
+
+
 def _first_difference(rank: int, text: str, reference: str) -> str:
     for mine, theirs in zip_longest(text.splitlines(), reference.splitlines(), fillvalue="(nothing)"):
         if mine != theirs:
