@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -129,6 +130,48 @@ def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
         assert found[0][2] == pytest.approx(distance, abs=1e-5)
         apart.append(max(np.abs(one - flat[0]).max() for one in flat))
     assert size == 2 or max(apart) > 0.1
+
+
+def _interrupted() -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    algorithm = Gossip()
+    parameters = {
+        name: nn.Parameter(torch.full((5,), float(peers.rank), dtype=dtype))
+        for name, dtype in (("narrow", torch.float32), ("wide", torch.float64))
+    }
+    algorithm.setup(parameters, peers)
+    algorithm.after_step(set(parameters.values()))
+    algorithm.settle()
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    finish, calls = peers.finish, []
+
+    def fail_at_second(tickets: Any) -> None:
+        finish(tickets)
+        calls.append(tickets)
+        if len(calls) == 2:
+            raise RuntimeError("a peer was lost")
+
+    peers.finish = fail_at_second  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost"):
+        algorithm.enter_consensus()
+    assert not torch.equal(parameters["narrow"], before["narrow"]) or peers.size == 1
+    algorithm.leave_consensus()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in parameters.items())
+    peers.finish = finish  # type: ignore[method-assign]
+
+    algorithm.after_step(set(parameters.values()))  # leaves an exchange under way
+    begin = time.perf_counter()
+    algorithm.close()
+    peers.close()
+    assert time.perf_counter() - begin < 10
+    dist.destroy_process_group()
+
+
+def test_a_consensus_that_fails_half_way_gives_own_values_back_and_closing_waits_for_what_is_under_way(
+    ranks: Pool,
+) -> None:
+    ranks(2, _interrupted)
 
 
 def test_cutting_into_pieces_changes_no_bit(ranks: Pool) -> None:

@@ -223,11 +223,11 @@ class GlooPeers(Peers):
         """End the thread, then the group."""
         self._lifeline.leave(_LAST_WORDS)
         worker, self._worker = self._worker, None
-        group, self._group = self._group, None
         if worker is not None:
             limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
             if not worker.close(limit) and not self._broken:
                 raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
+        group, self._group = self._group, None  # only now: the thread may still have used it
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self._scratch.clear()
