@@ -4,7 +4,7 @@ Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ri
 """
 
 from ringstrategy._version import __version__
-from ringstrategy.algorithms import Algorithm, AllReduce, Gossip, PowerSGD, SmallExact
+from ringstrategy.algorithms import Algorithm, AllReduce, Choco, Gossip, PowerSGD, PushSum, SmallExact
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.codecs import (
     BlockFloat8,
@@ -29,6 +29,7 @@ __all__ = [
     "BlockFloat8",
     "BlockInt",
     "Cast",
+    "Choco",
     "Codec",
     "Collective",
     "CommunicationMonitor",
@@ -41,6 +42,7 @@ __all__ = [
     "Peers",
     "PlanMismatchError",
     "PowerSGD",
+    "PushSum",
     "RandomK",
     "Ring",
     "RingStrategy",

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from ringstrategy.algorithms import Algorithm, AllReduce, Gossip, PowerSGD
+from ringstrategy.algorithms import Algorithm, AllReduce, Choco, Gossip, PowerSGD, PushSum
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.strategy import RingStrategy
@@ -27,6 +27,8 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring_powersgd": lambda: PowerSGD(collective=Direct()),
     "gossip": lambda: Gossip(),
     "gossip_exponential": lambda: Gossip(OnePeerExponential()),
+    "gossip_int8": lambda: Choco(codec=BlockInt(8)),
+    "push_sum": lambda: PushSum(),
 }
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 

@@ -185,12 +185,14 @@ class RingStrategy(DDPStrategy):
     # One step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Take in parameters that the model has got since setup."""
+        """Take in parameters that the model has got since setup; an epoch may have ended."""
         self._place = f"near batch {batch_idx}"
         module = self.lightning_module
         if batch_idx == 0 and self._peers is not None:
             assert module is not None
             self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
+            for optimizer in self.optimizers if module.trainer.current_epoch else ():
+                self.algorithm.after_epoch(_stepped(optimizer))
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
@@ -251,7 +253,7 @@ class RingStrategy(DDPStrategy):
             after = self._loss_scale()
             # a scaler backs off when it skips, and only then
             skipped = None if before is None or after is None else after < before
-            self.algorithm.after_step({p for group in optimizer.param_groups for p in group["params"]}, skipped)
+            self.algorithm.after_step(_stepped(optimizer), skipped)
         return output
 
     def _loss_scale(self) -> Tensor | None:
@@ -455,6 +457,10 @@ def _disconnect() -> None:
 def _ignored(module: Module) -> set[str]:
     """Names that a module has told torch DDP to leave alone."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _stepped(optimizer: Optimizer) -> set[Parameter]:
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _shared_parameters(module: Module) -> dict[str, Parameter]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,31 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from pool import Pool, RankFailed
+from test_feedback import scaler
 from test_strategy import Net, fit, gathered, net, rows, run_script, said, same_everywhere, trainer_with, world
 from torch import Tensor, nn
 
-from ringstrategy import AllReduce, BlockInt, Cast, Gossip, Identity, PlanMismatchError, RingStrategy
-from ringstrategy.algorithms import gossip
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Cast,
+    Choco,
+    CommunicationMonitor,
+    Gaussian,
+    Gossip,
+    Identity,
+    PeerLostError,
+    PlanMismatchError,
+    PushSum,
+    RingStrategy,
+    Rotated,
+    Sign,
+)
+from ringstrategy.algorithms import exchange
+from ringstrategy.algorithms.decentralized import Decentralized
 from ringstrategy.collectives.peers import connect
 from ringstrategy.topologies import (
     Complete,
@@ -53,25 +73,35 @@ TOPOLOGIES: list[Topology] = [
 Arrays = dict[str, np.ndarray]
 SHAPES = {"wide": (7, 5), "bias": (3,), "scalar": (), "empty": (0, 4), "long": (40,)}
 
+GRID = 15 / 1024  # values on it have exact sums and exact means over 2, 3, 4, 5 and 8 ranks
+
 
 def values_of(rank: int) -> Arrays:
     random = np.random.default_rng(rank)
-    return {name: random.standard_normal(shape) for name, shape in SHAPES.items()}
+    return {name: GRID * np.rint(random.standard_normal(shape) / GRID) for name, shape in SHAPES.items()}
 
 
 def change_of(rank: int, step: int) -> Arrays:
     random = np.random.default_rng([rank, step])
-    return {name: 0.1 * random.standard_normal(shape) for name, shape in SHAPES.items()}
+    return {name: GRID * np.rint(0.1 * random.standard_normal(shape) / GRID) for name, shape in SHAPES.items()}
+
+
+def flat_of(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([arrays[name].ravel() for name in SHAPES])
 
 
 def run(
-    algorithm: Gossip, steps: int, changing: bool = True, piece: int = gossip.PIECE
-) -> tuple[Arrays, Arrays, float]:
-    """This rank's parameters after `steps`, the mean it saw at the end, and the consensus distance."""
-    gossip.PIECE = piece  # type: ignore[misc]
+    algorithm: Decentralized, steps: int, changing: bool = True, piece: int = exchange.PIECE
+) -> tuple[np.ndarray, np.ndarray, float, dict[str, Tensor]]:
+    """This rank's parameters after `steps`, the mean it saw at the end, the consensus distance, and what it keeps."""
+    exchange.PIECE = piece  # type: ignore[misc]
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     peers = connect(torch.device("cpu"), timedelta(seconds=30))
     parameters = {name: nn.Parameter(torch.tensor(v).float()) for name, v in values_of(peers.rank).items()}
+
+    def now() -> np.ndarray:
+        return flat_of({name: parameter.detach().numpy() for name, parameter in parameters.items()})
+
     try:
         algorithm.setup(parameters, peers)
         for step in range(steps):
@@ -81,54 +111,160 @@ def run(
             algorithm.after_step(set(parameters.values()))
         assert (peers.stats.bytes_sent or 0) > 0
         assert algorithm.enter_consensus()
-        mean = {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
+        mean = now()
         algorithm.leave_consensus()
         distance = algorithm.consensus_distance()
-        return {name: p.detach().numpy() for name, p in parameters.items()}, mean, distance
+        assert distance is not None
+        (group,) = algorithm._groups
+        return now(), mean, distance, {kind: kept.clone() for kind, kept in group.flats[0].memory.items()}
     finally:
         algorithm.close()
         peers.close()
         dist.destroy_process_group()
 
 
-def twin(topology: Topology, size: int, steps: int, interval: int, overlap: bool) -> list[Arrays]:
-    """The same in ten lines of float64."""
-    ranks = [values_of(rank) for rank in range(size)]
-    flying, mixing = None, 0
+class GossipTwin:
+    """What is sent, and what lands, of all ranks' values (N, d): the algorithm in float64."""
+
+    def __init__(self, start: np.ndarray) -> None:
+        self.total = np.zeros_like(start)
+
+    def send(self, values: np.ndarray) -> np.ndarray:
+        return values
+
+    def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        return values + matrix @ sent - sent
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        return values.mean(0)
+
+
+class UnequalTwin(GossipTwin):
+    def send(self, values: np.ndarray) -> np.ndarray:
+        return values + self.total
+
+    def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        self.total = self.total + (matrix @ sent - sent) / 2
+        return values + self.total
+
+
+class PushSumTwin(GossipTwin):
+    def __init__(self, start: np.ndarray) -> None:
+        self.numerators, self.weights, self.quotients = start, np.ones((len(start), 1)), start
+
+    def send(self, values: np.ndarray) -> np.ndarray:
+        self.numerators, self.quotients = self.numerators + values - self.quotients, values
+        return self.numerators
+
+    def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        self.numerators = self.send(values) + matrix @ sent - sent
+        self.weights = matrix @ self.weights
+        self.quotients = self.numerators / self.weights
+        return self.quotients
+
+    def mean(self, values: np.ndarray) -> np.ndarray:
+        return self.send(values).mean(0)
+
+
+class ChocoTwin(GossipTwin):
+    """In float32, operation by operation: another last bit could turn a rounding, or the choice of a largest value."""
+
+    def __init__(self, start: np.ndarray, gain: float = 1.0) -> None:
+        self.gain, self.copies = gain, np.broadcast_to(start.mean(0), start.shape).astype(np.float32)
+
+    def lossy(self, blocks: np.ndarray) -> np.ndarray:
+        return blocks
+
+    def send(self, values: np.ndarray) -> np.ndarray:
+        unknown = values.astype(np.float32) - self.copies
+        blocks = np.pad(unknown, ((0, 0), (0, -unknown.shape[1] % 16))).reshape(-1, 16)
+        self.copies = self.copies + self.lossy(blocks).reshape(len(values), -1)[:, : values.shape[1]]
+        return self.copies
+
+    def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+        corrections = np.zeros_like(sent)
+        for rank, source in zip(*np.nonzero(matrix), strict=True):
+            corrections[rank] += np.float32(self.gain * matrix[rank, source]) * (sent[source] - sent[rank])
+        return values.astype(np.float32) + corrections
+
+
+class ChocoIntTwin(ChocoTwin):
+    def __init__(self, start: np.ndarray, gain: float, largest: int) -> None:
+        super().__init__(start, gain)
+        self.largest = largest
+
+    def lossy(self, blocks: np.ndarray) -> np.ndarray:
+        """BlockInt with absmax, as docs/wire-format.md has it."""
+        bound = np.abs(blocks).max(1, keepdims=True) * np.float32(1 / self.largest)
+        bits = np.maximum(bound, np.float32(2.0**-126)).view(np.uint32) + np.uint32(0xFFFF)
+        scale = (bits & np.uint32(0xFFFF0000)).view(np.float32)
+        return np.rint(blocks * (1 / scale)) * scale
+
+
+def twin(
+    make: Callable[[np.ndarray], GossipTwin], topology: Topology, size: int, steps: int, interval: int, overlap: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """All ranks' parameters (N, d), and their mean as people see it."""
+    values = np.stack([flat_of(values_of(rank)) for rank in range(size)])
+    algorithm, sent, mixing = None, None, 0
     for step in range(steps):
-        for rank in range(size):
-            ranks[rank] = {name: ranks[rank][name] + change_of(rank, step)[name] for name in SHAPES}
+        values = values + np.stack([flat_of(change_of(rank, step)) for rank in range(size)])
+        algorithm = make(values) if algorithm is None else algorithm
         if (step + 1) % interval == 0:
-            for late in (True, False):
-                if late or not overlap:
-                    for name in SHAPES if flying else ():
-                        before = np.stack([rank[name] for rank in flying])
-                        after = np.tensordot(topology.matrix(size, mixing).numpy(), before, 1)
-                        for rank in range(size):
-                            ranks[rank][name] = ranks[rank][name] + after[rank] - before[rank]
-                    mixing, flying = mixing + (flying is not None), None
-                if late:
-                    flying = [dict(rank) for rank in ranks]
-    return ranks
+            for now in (True, False):
+                if sent is not None and (now or not overlap):
+                    values = algorithm.land(values, sent, topology.matrix(size, mixing).numpy())
+                    sent, mixing = None, mixing + 1
+                if now:
+                    sent = algorithm.send(values)
+    assert algorithm is not None
+    return values, algorithm.mean(values)
+
+
+def directed(size: int) -> FromMatrix:
+    """Everyone sends to the next, and rank 0 to everyone: columns sum to 1, rows do not."""
+    sends = np.eye(size) + np.roll(np.eye(size), 1, 0)
+    sends[:, 0] = 1
+    return FromMatrix((np.minimum(sends, 1) / np.minimum(sends, 1).sum(0)).tolist())
+
+
+def algorithms(
+    size: int,
+) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
+    gain = 0.5 if size == 2 else 0.75  # times a weight it is 1/4, so that fused multiply-adds change no bit
+    return [
+        *[(Gossip, GossipTwin, topology) for topology in TOPOLOGIES],
+        *[(partial(Gossip, unequal_data=True), UnequalTwin, topology) for topology in (RingGraph(), Star(), Torus())],
+        *[(PushSum, PushSumTwin, topology) for topology in (directed(size), OnePeerExponential(), RandomMatching(5))],
+        (partial(Choco, codec=Identity()), ChocoTwin, Torus()),
+        *[
+            (
+                partial(Choco, codec=BlockInt(bits, block=16), gain=gain),
+                partial(ChocoIntTwin, gain=gain, largest=2 ** (bits - 1) - 1),
+                RingGraph(),
+            )
+            for bits in (8, 2)
+        ],
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     apart = []
-    for number, topology in enumerate(TOPOLOGIES):
+    for number, (make, twin_class, topology) in enumerate(algorithms(size)):
         interval, overlap = (1, 1, 3)[number % 3], number % 2 == 0
-        found = ranks(size, run, Gossip(topology, interval=interval, overlap=overlap), 20)
-        expected = twin(topology, size, 20, interval, overlap)
-        for rank in range(size):
-            for name in SHAPES:
-                own, mean, _ = found[rank]
-                np.testing.assert_allclose(own[name], expected[rank][name], rtol=0, atol=1e-6)
-                np.testing.assert_allclose(mean[name], np.mean([one[name] for one in expected], 0), rtol=0, atol=1e-6)
-                np.testing.assert_array_equal(mean[name], found[0][1][name])
-        flat = [np.concatenate([rank[name].ravel() for name in SHAPES]) for rank in expected]
-        distance = np.mean([np.square(one - np.mean(flat, 0)).sum() for one in flat])
-        assert found[0][2] == pytest.approx(distance, abs=1e-5)
-        apart.append(max(np.abs(one - flat[0]).max() for one in flat))
+        found = ranks(size, run, make(topology, interval=interval, overlap=overlap), 20)
+        expected, mean = twin(twin_class, topology, size, 20, interval, overlap)
+        for rank, (own, seen, distance, kept) in enumerate(found):
+            np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"{make} {topology}")
+            np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
+            np.testing.assert_array_equal(seen, found[0][1])
+            assert distance == pytest.approx(np.square(expected - mean).sum(1).mean(), abs=1e-4)
+            for kind in kept:
+                if kind.startswith("copy of"):
+                    assert torch.equal(kept[kind], found[int(kind.split()[-1])][3]["copy"])
+                    assert rank != int(kind.split()[-1])
+        apart.append(np.abs(expected - expected[0]).max())
     assert size == 2 or max(apart) > 0.1
 
 
@@ -174,24 +310,40 @@ def test_a_consensus_that_fails_half_way_gives_own_values_back_and_closing_waits
     ranks(2, _interrupted)
 
 
-def test_cutting_into_pieces_changes_no_bit(ranks: Pool) -> None:
-    whole, pieces = (ranks(3, run, Gossip(Star(), Cast("float16")), 5, True, piece) for piece in (1 << 21, 16))
+@pytest.mark.parametrize(
+    "algorithm", [Gossip(Star(), Cast("float16")), Choco(Star(), BlockInt(4, block=16, rounding="stochastic"))]
+)
+def test_cutting_into_pieces_changes_no_bit(ranks: Pool, algorithm: Decentralized) -> None:
+    whole, pieces = (ranks(3, run, algorithm, 5, True, piece) for piece in (1 << 21, 16))
     for rank in range(3):
-        for name in SHAPES:
-            np.testing.assert_array_equal(whole[rank][0][name], pieces[rank][0][name])
+        np.testing.assert_array_equal(whole[rank][0], pieces[rank][0])
 
 
-@pytest.mark.parametrize("codec", [Identity(), Cast("bfloat16")])
-@pytest.mark.parametrize("topology", [RingGraph(), OnePeerExponential(), FromGraph([(0, 1), (1, 2), (2, 3), (3, 4)])])
-def test_a_thousand_mixings_keep_the_mean_and_reach_it(ranks: Pool, topology: Topology, codec: Any) -> None:
-    found = ranks(5, run, Gossip(topology, codec, overlap=False), 1000, False)
-    for name in SHAPES:
-        start = np.stack([values_of(rank)[name] for rank in range(5)])
-        end = np.stack([own[name] for own, _, _ in found])
-        rounding, close = (2e-6, 1e-5) if codec == Identity() else (3e-5, 0.03)  # bfloat16 cannot bring them closer
-        np.testing.assert_allclose(end.mean(0), start.mean(0), rtol=0, atol=rounding)
-        np.testing.assert_allclose(end, np.broadcast_to(start.mean(0), end.shape), rtol=0, atol=close)
-        assert np.abs(start - start.mean(0)).max(initial=1) > 0.1
+CHAIN = FromGraph([(0, 1), (1, 2), (2, 3), (3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "rounding", "close"),
+    [
+        (Gossip(RingGraph(), overlap=False), 2e-6, 1e-5),
+        (Gossip(OnePeerExponential(), overlap=False), 2e-6, 1e-5),
+        (Gossip(CHAIN, overlap=False), 2e-6, 1e-5),
+        (Gossip(CHAIN, Cast("bfloat16"), overlap=False), 3e-5, 0.03),  # bfloat16 cannot bring them closer
+        (Gossip(CHAIN, unequal_data=True, overlap=False), 4e-5, 5e-5),
+        (PushSum(directed(5), overlap=False), 2e-6, 1e-5),
+        (Choco(CHAIN, BlockInt(8), overlap=False), 2e-6, 1e-5),
+        (Choco(CHAIN, Sign(), gain=0.2, overlap=False), 2e-6, 1e-4),
+        (Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.5, overlap=False), 2e-6, 1e-4),
+    ],
+)
+def test_a_thousand_mixings_keep_the_mean_and_reach_it(
+    ranks: Pool, algorithm: Decentralized, rounding: float, close: float
+) -> None:
+    found = ranks(5, run, algorithm, 1000, False)
+    start = np.stack([flat_of(values_of(rank)) for rank in range(5)]).mean(0)
+    end = np.stack([own for own, _, _, _ in found])
+    np.testing.assert_allclose(found[0][1], start, rtol=0, atol=rounding)
+    np.testing.assert_allclose(end, np.broadcast_to(start, end.shape), rtol=0, atol=close)
 
 
 # Under a trainer
@@ -257,11 +409,11 @@ def test_validation_changes_nothing_for_training(ranks: Pool) -> None:
         assert without == with_validation
 
 
-def _resume(folder: str, overlap: bool) -> list[float]:
-    """Six steps of twelve, saved at the third: does a second run from there end alike?"""
+def _resume(folder: str, algorithm: Decentralized) -> list[float]:
+    """Four epochs, saved after the second: does a second run from there end alike?"""
 
     def strategy() -> RingStrategy:
-        return RingStrategy(Gossip(OnePeerExponential(), interval=2, overlap=overlap, consensus=False))
+        return RingStrategy(algorithm)
 
     options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
@@ -277,16 +429,32 @@ def _resume(folder: str, overlap: bool) -> list[float]:
     assert one.keys() == two.keys()
     own = torch.load(f"{path}.ringstrategy/rank_{again.global_rank:05d}.pt", weights_only=True)["own"]
     saved = torch.load(path, weights_only=True)["state_dict"]
-    mean = {name: sum(gathered(value)) / world() for name, value in own["module"].items() if "num" not in name}
+    excess = {name: kept.get("excess", 0) for name, kept in own["algorithm"]["kept"].items()}
+    held = {name: value + excess.get(name, 0) for name, value in own["module"].items() if "num" not in name}
+    mean = {name: sum(gathered(value)) / world() for name, value in held.items()}
     for name, value in mean.items():
         torch.testing.assert_close(saved[name], value)
         assert not torch.equal(saved[name], own["module"][name])
     return first.layers[0].weight.detach().reshape(-1).tolist()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_mean(ranks: Pool, overlap: bool, tmp_path: Path) -> None:
-    one, two, three = ranks(3, _resume, str(tmp_path), overlap)
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(OnePeerExponential(), interval=2, overlap=False, consensus=False),
+        Gossip(OnePeerExponential(), interval=2, consensus=False),
+        Gossip(Star(), interval=1, unit="epoch", overlap=False, consensus=False),
+        Gossip(Star(), unequal_data=True, interval=2, consensus=False),
+        PushSum(directed(3), interval=2, consensus=False),
+        Choco(codec=BlockInt(4, block=16, rounding="stochastic"), interval=2, consensus=False),
+        Choco(Star(), Rotated(Gaussian(2)), gain=0.5, overlap=False, consensus=False),
+    ],
+    ids=str,
+)
+def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_mean(
+    ranks: Pool, algorithm: Decentralized, tmp_path: Path
+) -> None:
+    one, two, three = ranks(3, _resume, str(tmp_path), algorithm)
     assert one != two != three != one
 
 
@@ -360,7 +528,7 @@ def _gan() -> tuple[list[int], int]:
     assert same_everywhere(model.other.weight)
     assert not same_everywhere(model.layers[0].bias), "local"
     state = algorithm.state_dict()
-    return sorted(set(state["mixings"].values())), int(model.count)
+    return sorted({count["mixings"] for count in state["counts"].values()}), int(model.count)
 
 
 def test_each_optimizer_mixes_its_own_parameters_and_whole_numbers_are_never_mixed(ranks: Pool) -> None:
@@ -434,7 +602,19 @@ def test_spawned_processes_return_the_mean(tmp_path: Path) -> None:
         (lambda: Gossip(overlap=1), TypeError, "overlap is True or False"),
         (lambda: Gossip(codec=BlockInt(8)), ValueError, "never agree"),
         (lambda: Gossip(local="bias"), TypeError, "function"),
-        (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, "rows"),
+        (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, r"rows.*PushSum"),
+        (lambda: Gossip(codec="int8"), TypeError, r"Identity\(\)"),
+        (lambda: Gossip(codec=BlockInt(8)), ValueError, "Choco"),
+        (lambda: Gossip(unit="steps"), ValueError, "'step' or 'epoch'"),
+        (lambda: Gossip(unequal_data=1), TypeError, "True or False"),
+        (lambda: Gossip(OnePeerExponential(), unequal_data=True), ValueError, "same symmetric matrix"),
+        (lambda: Choco(OnePeerExponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
+        (lambda: Choco(Exponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
+        (lambda: Choco(gain=0), ValueError, "0 < gain <= 1"),
+        (lambda: Choco(gain=float("nan")), ValueError, "0 < gain <= 1"),
+        (lambda: PushSum(RingGraph), TypeError, r"RingGraph\(\)"),
+        (lambda: CommunicationMonitor(-1), ValueError, "0 for never"),
+        (lambda: CommunicationMonitor(0.5), TypeError, "whole number"),
     ],
 )
 def test_what_would_not_average_is_refused(make: Callable[[], Any], error: type[Exception], words: str) -> None:
@@ -447,3 +627,116 @@ def test_it_prints_its_arguments() -> None:
     assert text.startswith("Gossip(topology=Torus(rows=2), codec=Cast(dtype=torch.float16), interval=3, overlap=False")
     assert not AllReduce().decentralized
     assert json.dumps(Gossip().state_dict())
+
+
+class OverflowsHere(Net):
+    """In batch 1 one value of one gradient is infinite, on rank 1 alone."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        overflows = batch_idx == 1 and self.global_rank == 1
+        return loss + float("inf") * self.layers[0].weight[0, 0] if overflows else loss
+
+
+def _skips() -> tuple[float, dict[str, int], bool]:
+    trainer = fit(RingStrategy(Gossip(Complete(), overlap=False)), OverflowsHere(), plugins=[scaler()], max_epochs=1)
+    assert isinstance(trainer.strategy, RingStrategy)
+    counts = trainer.strategy.algorithm.state_dict()["counts"]
+    finite = all(bool(parameter.isfinite().all()) for parameter in trainer.lightning_module.parameters())
+    return trainer.precision_plugin.scaler.get_scale(), counts["layers.0.weight"], finite
+
+
+def test_mixing_goes_on_after_a_step_that_one_ranks_loss_scaler_skipped(ranks: Pool) -> None:
+    one, other = ranks(2, _skips)
+    assert other[0] < one[0], "scalers are each rank's own"
+    assert one[1] == other[1]
+    assert one[1]["mixings"] == one[1]["steps"] > 2
+    assert one[2]
+    assert other[2]
+
+
+def _fails(folder: str) -> str:
+    class Fails(Net):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            if self.global_rank == 1 and self.global_step == 3:
+                raise ArithmeticError("no more")
+            return super().training_step(batch, batch_idx)
+
+    saver = OnExceptionCheckpoint(folder, f"rank{os.environ['RANK']}")
+    with pytest.raises((ArithmeticError, PeerLostError)) as raised:
+        fit(RingStrategy(Gossip(RingGraph())), Fails(), callbacks=[saver], enable_checkpointing=True)
+    return type(raised.value).__name__
+
+
+def test_an_exception_saves_local_weights_and_hangs_nobody(ranks: Pool, tmp_path: Path) -> None:
+    outcomes = ranks(3, _fails, str(tmp_path), limit=50.0)
+    assert outcomes.count("ArithmeticError") == 1
+    assert set(outcomes) == {"ArithmeticError", "PeerLostError"}
+    own = torch.load(tmp_path / "rank1.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]["module"]
+    assert all(value.isfinite().all() for value in own.values())
+
+
+def _epochs() -> dict[str, int]:
+    trainer = fit(RingStrategy(Gossip(Star(), interval=2, unit="epoch", overlap=False)), Net(), max_epochs=5)
+    assert isinstance(trainer.strategy, RingStrategy)
+    assert trainer.strategy.stats.steps == 2
+    return dict(trainer.strategy.algorithm.state_dict()["counts"]["layers.0.weight"])
+
+
+def test_an_interval_may_count_epochs(ranks: Pool) -> None:
+    for counts in ranks(3, _epochs):
+        assert (counts["turns"], counts["mixings"]) == (4, 2)  # the fifth epoch is followed by none
+
+
+def _monitored(folder: str, algorithm: Decentralized) -> None:
+    logger = CSVLogger(folder, name="", version="")
+    fit(RingStrategy(algorithm), Net(), logger=logger, callbacks=[CommunicationMonitor(2)], log_every_n_steps=1)
+
+
+def test_the_monitor_logs_how_far_replicas_are_apart(ranks: Pool, tmp_path: Path) -> None:
+    distances = []
+    for number, algorithm in enumerate((Gossip(Complete(), overlap=False), Gossip(RingGraph()))):
+        ranks(3, _monitored, str(tmp_path / str(number)), algorithm)
+        with open(tmp_path / str(number) / "metrics.csv") as file:
+            logged = [line["communication/consensus_distance"] for line in csv.DictReader(file)]
+        distances.append([float(value) for value in logged if value])
+        assert 3 * len(distances[-1]) == len(logged)  # a row for it beside every second step
+    assert max(distances[0]) < 1e-10 < min(distances[1])
+
+
+def _sampled() -> tuple[float, float]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    algorithm, random = Gossip(interval=100), torch.Generator().manual_seed(peers.rank)
+    parameters = {name: nn.Parameter(torch.randn(50_000, generator=random)) for name in ("one", "two")}
+    algorithm.setup(parameters, peers)
+    algorithm.after_step(set(parameters.values()))
+    exact, estimate = algorithm.consensus_distance(), algorithm.consensus_distance(10_000)
+    algorithm.close()
+    peers.close()
+    dist.destroy_process_group()
+    assert exact is not None
+    assert estimate is not None
+    return exact, estimate
+
+
+def test_a_sample_estimates_the_consensus_distance(ranks: Pool) -> None:
+    (exact, estimate), other = ranks(2, _sampled)
+    assert (exact, estimate) == other
+    assert exact == pytest.approx(50_000, rel=0.02)  # of two normal values 1/4 (x - y)^2 each
+    assert exact != estimate == pytest.approx(exact, rel=0.05)
+
+
+def _other_algorithm(path: str) -> list[float]:
+    class Start(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            begun.append(pl_module.layers[0].weight[0, 0].item())
+
+    begun: list[float] = []
+    fit(RingStrategy(Choco(Star())), Net(), ckpt_path=path, max_epochs=3, callbacks=[Start()])
+    return begun
+
+
+def test_another_decentralized_algorithm_goes_on_from_each_ranks_own(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _save, str(tmp_path))
+    assert len({begun for (begun,) in ranks(3, _other_algorithm, str(tmp_path / "saved.ckpt"))}) == 3

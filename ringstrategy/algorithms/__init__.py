@@ -2,8 +2,10 @@
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.choco import Choco
 from ringstrategy.algorithms.gossip import Gossip
 from ringstrategy.algorithms.policy import SmallExact
 from ringstrategy.algorithms.powersgd import PowerSGD
+from ringstrategy.algorithms.push_sum import PushSum
 
-__all__ = ["Algorithm", "AllReduce", "Gossip", "PowerSGD", "SmallExact"]
+__all__ = ["Algorithm", "AllReduce", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"]

@@ -73,6 +73,9 @@ class Algorithm(ABC):
             skipped: did the loss scaler skip the step? A boolean on the device; None without a loss scaler.
         """
 
+    def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
+        """An epoch has ended, and the next is to begin; once for each optimizer, with its parameters."""
+
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """What must survive a checkpoint and is the same on all ranks: tensors and primitives only. After `close` too.
@@ -99,11 +102,14 @@ class Algorithm(ABC):
     def settle(self) -> None:
         """Wait for what is under way. What it brought is applied when it is due, and in `own_state` until then."""
 
-    def own_state(self) -> dict[str, Tensor]:
-        """What this rank alone has beside its parameters, by name; after `settle`. Copy before the next step."""
+    def own_state(self) -> dict[str, Any]:
+        """What this rank alone has beside its parameters: tensors and primitives only; after `settle`.
+
+        Tensors may be views of the memory in use.
+        """
         return {}
 
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
         """Take back what `own_state` gave; after `setup`."""
 
     def enter_consensus(self, others: Sequence[Tensor] = ()) -> bool:
@@ -119,6 +125,16 @@ class Algorithm(ABC):
     def own(self, tensor: Tensor) -> Tensor:
         """This rank's own values of a parameter or another tensor, consensus or not."""
         return tensor
+
+    def consensus_distance(self, sample: int | None = None) -> float | None:
+        """Mean over ranks of the squared distance of all parameters from their mean; every rank calls it.
+
+        Args:
+            sample: look at no more than so many values, drawn anew each time, and scale up; None: at all.
+
+        None where all ranks hold the same.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -2,70 +2,30 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.exchange import Exchange, Piece
+from ringstrategy.algorithms.flats import Flat, Group, Vector, by_kind, cut_like, row_of
+from ringstrategy.algorithms.local import Local, check_local, split, told
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.agree import compare_plans
 from ringstrategy.collectives.base import mean_
 from ringstrategy.collectives.buckets import sums_dtype
-from ringstrategy.collectives.peers import Peers, Waitable
+from ringstrategy.collectives.peers import Peers
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.topologies.base import Topology
 
-Item = TypeVar("Item")
-
-
-class Flat:
-    """Parameters of one dtype on one device, and memory for all their values in a row."""
-
-    def __init__(self, named: Mapping[str, Parameter]) -> None:
-        self.names = list(named)
-        self.parameters: list[Tensor] = list(named.values())
-        self.numel = sum(parameter.numel() for parameter in self.parameters)
-        first = self.parameters[0]
-        self.values = torch.empty(self.numel, dtype=first.dtype, device=first.device)
-        self.correction = torch.zeros(self.numel, dtype=sums_dtype(self.values.dtype), device=self.values.device)
-
-    @property
-    def changes(self) -> dict[str, Tensor]:
-        """The correction of each parameter."""
-        return dict(zip(self.names, _cut(self.correction, self.parameters), strict=True))
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        """The parameters' values, now."""
-        torch._foreach_copy_(_cut(self.values, self.parameters), self.parameters)
-
-    @torch.no_grad()
-    def correct(self) -> None:
-        """Add the correction to the parameters."""
-        for parameter, change in zip(self.parameters, self.changes.values(), strict=True):
-            parameter.add_(change)
-
-
-class Group:
-    """The parameters that one optimizer steps, mixed together: `flats` by dtype and device."""
-
-    def __init__(self, parameters: Mapping[str, Parameter]) -> None:
-        self.parameters = dict(parameters)
-        self.flats = [Flat(dict(those)) for those in _by_kind(parameters.items(), lambda named: named[1])]
-        self.steps = 0  # of the optimizer
-        self.mixings = 0
-        self.under_way: Waitable | None = None
-        self.arrived = False  # are there corrections that wait for the end of their interval?
-
-    @property
-    def numel(self) -> int:
-        """Values in all."""
-        return sum(flat.numel for flat in self.flats)
+Unit = Literal["step", "epoch"]
 
 
 class Decentralized(Algorithm):
@@ -75,48 +35,102 @@ class Decentralized(Algorithm):
     Validation, test, checkpoints and what training returns see the exact mean over ranks, floating-point buffers such
     as batch-norm statistics included; then each rank's own values come back, and training goes on as if nobody had
     looked. Integer buffers are each rank's own, in a checkpoint rank 0's; optimizer state is never mixed. A checkpoint
-    has a file of each rank's own parameters, optimizers and corrections beside it, from which the same number of ranks
-    goes on bit for bit; another number starts from the mean.
+    has a file of each rank's own parameters, optimizers and whatever the algorithm keeps beside it, from which the same
+    number of ranks goes on bit for bit; another number starts from the mean, as do ranks whose optimizer gets more
+    parameters.
+
+    Subclasses say what neighbours see of a rank's values (`write`, `read`), and what comes of it (`apply`).
 
     Args:
         topology: who mixes with whom.
+        codec: how values travel.
         interval: optimizer steps from one mixing to the next. More: fewer bytes, ranks drift further apart.
         overlap: send while the next `interval` steps are computed, and apply what came as a correction at their end:
             the wire then costs no time while it is faster than they are. False: wait for it at once.
         consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
         local: see `Synchronous`.
+        unit: "step", or "epoch": the interval counts epochs.
     """
 
     decentralized = True
+    gain = 1.0  # of what neighbours differ by
 
-    def __init__(self, topology: Topology, interval: int, overlap: bool, consensus: bool, local: Local | None) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        codec: Codec,
+        interval: int,
+        overlap: bool,
+        consensus: bool,
+        local: Local | None,
+        unit: Unit,
+    ) -> None:
         if not isinstance(topology, Topology):
             raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f"interval is how many optimizer steps lie between mixings: at least 1, got {interval!r}")
+        if unit not in get_args(Unit):
+            raise ValueError(f"unit is 'step' or 'epoch', got {unit!r}")
         for name, flag in (("overlap", overlap), ("consensus", consensus)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
         check_local(local)
-        self.topology, self.interval, self.overlap = topology, interval, overlap
-        self.consensus, self.local = consensus, local
+        self.topology, self.codec, self.interval, self.unit = topology, codec, interval, unit
+        self.overlap, self.consensus, self.local = overlap, consensus, local
 
+        self.exchange = Exchange()
         self._peers: Peers | None = None
         self._known: dict[str, Parameter] = {}
         self._groups: list[Group] = []
         self._kept: list[tuple[Tensor, Tensor]] | None = None  # tensors that hold the mean, and their own values
-        self._awaited: dict[str, Tensor] = {}  # corrections of a checkpoint, by parameter
-        self._counts: dict[str, tuple[int, int]] = {}  # by parameter, of a checkpoint: its group's steps and mixings
+        self._awaited: Mapping[str, Any] = {}  # of a checkpoint: `own_state`
+        self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
-    # What a subclass does
+    def __repr__(self) -> str:
+        """The arguments."""
+        names = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "local")]
+        said = [f"{name}={getattr(self, name)}" for name in names]
+        return f"{type(self).__name__}({', '.join(said)}, local={told(self.local)})"
 
-    @abstractmethod
-    def start(self, group: Group) -> Waitable:
-        """Begin to mix what the group's parameters are now; its end leaves in each `flat.correction` what to add."""
+    # What subclasses say
 
-    @abstractmethod
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """Raise a TypeError with the cure if parameters of `dtype` cannot be mixed."""
+    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Of the values that are mixed, for parameters of `dtype`."""
+        return sums_dtype(dtype)
+
+    def begin(self, group: Group) -> None:
+        """Before the first mixing of a group; all ranks call it."""
+
+    def gather(self, flat: Flat) -> None:
+        """Fill `flat.values` with what is to be mixed."""
+        flat.gather()
+
+    def write(self, piece: Piece, wire: Tensor) -> Tensor:
+        """The bytes that say these values; `wire` is memory for them."""
+        raw = self.codec.raw(piece.values)
+        if raw is not None:
+            return raw
+        self.codec.encode(piece.values, wire, seed=piece.own_seed(self.codec), offset=piece.begin)
+        return wire
+
+    def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
+        """What all see of a rank's values after these bytes; `whose` None: this rank's. Called once a wire."""
+        if whose is None and self.codec.lossless:
+            return piece.values
+        values = piece.scratch("own" if whose is None else "theirs", piece.values.dtype)
+        self.codec.decode(wire, values)
+        return values
+
+    def apply(self, group: Group) -> None:
+        """Bring the corrections into the parameters."""
+        for flat in group.flats:
+            flat.add(flat.correction)
+
+    def mass(self, flat: Flat) -> Tensor:
+        """A copy of what the mean over ranks is of: mixing keeps it."""
+        return row_of(flat.parameters)
 
     # The contract
 
@@ -132,7 +146,7 @@ class Decentralized(Algorithm):
         """See `Algorithm.adopt`."""
         shared, _ = split(parameters, self.local)
         for parameter in shared.values():
-            self.check_dtype(parameter.dtype)
+            self.codec.check(parameter.dtype)
         self._known |= shared
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
@@ -144,18 +158,35 @@ class Decentralized(Algorithm):
     def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
         """See `Algorithm.after_step`."""
         group = self._group_of(parameters)
-        if group is None:
-            return
-        group.steps += 1
-        if group.steps % self.interval:
+        if group is not None:
+            group.steps += 1
+            if self.unit == "step":
+                self._turn(group)
+
+    def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
+        """See `Algorithm.after_epoch`."""
+        group = self._group_of(parameters) if self.unit == "epoch" else None
+        if group is not None:
+            self._turn(group)
+
+    def _turn(self, group: Group) -> None:
+        group.turns += 1
+        if group.turns % self.interval:
             return
         self._apply(group)
-        assert self._peers is not None
-        group.under_way = self.start(group)
-        self._peers.stats.steps += 1
-        self._peers.stats.values_averaged += group.numel
+        peers = self._peers
+        assert peers is not None
+        for flat in group.flats:
+            self.gather(flat)
+        group.under_way = peers.submit(partial(self._mix, peers, group, group.mixings), f"at mixing {group.mixings}")
+        peers.stats.steps += 1
+        peers.stats.values_averaged += group.numel
         if not self.overlap:
             self._apply(group)
+
+    def _mix(self, peers: Peers, group: Group, mixing: int) -> None:
+        for number, vector in enumerate(group.vectors):
+            self.exchange.mix(self, vector, peers, mixing, derive_seed(group.seed, mixing, number))
 
     def _wait(self, group: Group) -> None:
         if group.under_way is not None:
@@ -163,14 +194,15 @@ class Decentralized(Algorithm):
             self._peers.finish([group.under_way])
             group.under_way, group.arrived = None, True
 
+    @torch.no_grad()
     def _apply(self, group: Group) -> None:
         self._wait(group)
         if group.arrived:
             group.arrived = False
             group.mixings += 1
-            for flat in group.flats:
-                flat.correct()
+            self.apply(group)
 
+    @torch.no_grad()
     def _group_of(self, parameters: Collection[Parameter]) -> Group | None:
         """Of the optimizer that steps these; the first time, all ranks compare what it is made of."""
         wanted = {name: parameter for name, parameter in self._known.items() if parameter in parameters}
@@ -179,16 +211,26 @@ class Decentralized(Algorithm):
         for group in self._groups:
             if group.parameters.keys() == wanted.keys():
                 return group
-        new = Group(wanted)
+        new = Group(wanted, self.values_dtype)
         self._agree(wanted)
+        counts = self._counts.get(next(iter(wanted)), {})
         for old in [group for group in self._groups if group.parameters.keys() <= wanted.keys()]:  # it has grown
-            self._apply(old)
-            new.steps, new.mixings = old.steps, old.mixings
+            counts = self._end(old)
             self._groups.remove(old)
-        new.steps, new.mixings = self._counts.get(next(iter(wanted)), (new.steps, new.mixings))
-        self._resume(new)
+        for name, count in counts.items():
+            setattr(new, name, count)
         self._groups.append(new)
+        if not self._resume(new):
+            self.begin(new)
         return new
+
+    def _end(self, group: Group) -> dict[str, int]:
+        """Apply what is due, and start again from the mean."""
+        self._apply(group)
+        for flat, mean in self._means([group]):
+            for parameter, value in zip(flat.parameters, cut_like(mean, flat.parameters), strict=True):
+                parameter.copy_(value)
+        return _counts(group)
 
     def _agree(self, parameters: Mapping[str, Parameter]) -> None:
         assert self._peers is not None
@@ -209,11 +251,19 @@ class Decentralized(Algorithm):
             return False
         self.settle()
         self._kept = []
-        for tensors, mean in self._means(others):
-            self._kept += [(tensor, tensor.clone()) for tensor in tensors]  # at once: what follows may fail
-            for tensor, value in zip(tensors, mean, strict=True):
-                tensor.copy_(value)
+        for flat, mean in self._means(self._groups):
+            self._show(flat.parameters, mean)
+        for tensors in by_kind(others, lambda tensor: tensor):
+            mean = row_of(tensors)
+            self.exchange.average_(mean, self._peers, "for the mean of buffers")
+            self._show(tensors, mean)
         return True
+
+    def _show(self, tensors: Sequence[Tensor], mean: Tensor) -> None:
+        assert self._kept is not None
+        self._kept += [(tensor, tensor.clone()) for tensor in tensors]  # at once: what follows may fail
+        for tensor, value in zip(tensors, cut_like(mean, tensors), strict=True):
+            tensor.copy_(value)
 
     @torch.no_grad()
     def leave_consensus(self) -> None:
@@ -227,87 +277,104 @@ class Decentralized(Algorithm):
         return next((value for shown, value in self._kept or () if shown is tensor), tensor)
 
     @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """Mean over ranks of the squared distance of all mixed parameters from their mean; every rank calls it."""
-        assert self._peers is not None
-        distances = [
-            (tensor.double() - value).square().sum()
-            for tensors, mean in self._means()
-            for tensor, value in zip(tensors, mean, strict=True)
-        ]
-        if not distances:
-            return 0.0
-        total = torch.stack([distance.to(distances[0].device) for distance in distances]).sum(0, keepdim=True)
-        self._average_(total, "for the consensus distance")
+    def consensus_distance(self, sample: int | None = None) -> float | None:
+        """See `Algorithm.consensus_distance`."""
+        peers = self._peers
+        if peers is None:
+            return None
+        total = torch.zeros(1, dtype=torch.float64)
+        numel = sum(group.numel for group in self._groups)
+        for group in self._groups:
+            for flat in group.flats:
+                own, mass, part = row_of(flat.parameters), self.mass(flat), 1.0
+                if sample is not None and numel > sample:
+                    count = max(1, sample * len(own) // numel)
+                    generator = torch.Generator().manual_seed(derive_seed(group.seed, group.steps))
+                    chosen = torch.randint(len(own), (count,), generator=generator).to(own.device)
+                    own, mass, part = own[chosen], mass[chosen], len(own) / count
+                self.exchange.average_(mass, peers, "for the consensus distance")
+                total += part * (own - mass).double().square().sum().cpu()
+        total /= peers.size
+        control = peers.control
+        control.finish(
+            [control.submit(lambda: mean_(total, control, Ring(), Identity()), "for the consensus distance")]
+        )
         return float(total)
 
-    def _means(self, others: Sequence[Tensor] = ()) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Tensors and their means over all ranks, by dtype. What is under way would not change them."""
-        parameters = [parameter for group in self._groups for parameter in group.parameters.values()]
-        for tensors in _by_kind([*parameters, *others], lambda tensor: tensor):
-            flat = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
-            self._average_(flat, "for the mean of all ranks")
-            yield tensors, _cut(flat, tensors)
-
-    def _average_(self, flat: Tensor, where: str) -> None:
-        peers = self._peers
-        assert peers is not None
-        flat /= peers.size
-        peers.finish([peers.submit(lambda: mean_(flat, peers, Ring(), Identity()), where)])
+    def _means(self, groups: Sequence[Group]) -> Iterator[tuple[Flat, Tensor]]:
+        """Flats and their means over all ranks. What is under way would not change them."""
+        assert self._peers is not None
+        for group in groups:
+            for flat in group.flats:
+                mean = self.mass(flat)
+                self.exchange.average_(mean, self._peers, "for the mean of all ranks")
+                yield flat, mean
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """How far each parameter's group has come."""
-        counts = dict(self._counts)
-        counts |= {name: (group.steps, group.mixings) for group in self._groups for name in group.parameters}
-        return {
-            "step": max((steps for steps, _ in counts.values()), default=0),
-            "steps": {name: steps for name, (steps, _) in counts.items()},
-            "mixings": {name: mixings for name, (_, mixings) in counts.items()},
-        }
+        counts = self._counts | {name: _counts(group) for group in self._groups for name in group.parameters}
+        return {"step": max((count["steps"] for count in counts.values()), default=0), "counts": counts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
-        self._counts = {name: (steps, state["mixings"][name]) for name, steps in state["steps"].items()}
-        for group in self._groups:
-            group.steps, group.mixings = self._counts.get(next(iter(group.parameters)), (group.steps, group.mixings))
-
-    def own_state(self) -> dict[str, Tensor]:
-        """See `Algorithm.own_state`: corrections by parameter."""
-        arrived = [flat for group in self._groups if group.arrived for flat in group.flats]
-        return {name: change for flat in arrived for name, change in flat.changes.items()}
-
-    def load_own_state(self, state: Mapping[str, Tensor]) -> None:
-        """See `Algorithm.load_own_state`."""
         self.settle()
-        self._awaited = dict(state)
-        for group in self._groups:
-            group.arrived = False  # of steps that are taken back
-            self._resume(group)
+        self._groups, self._counts = [], dict(state["counts"])
 
-    def _resume(self, group: Group) -> None:
-        if self._awaited and all(name in self._awaited for name in group.parameters):
+    def own_state(self) -> dict[str, Any]:
+        """See `Algorithm.own_state`: by parameter, what its group keeps and the correction that waits."""
+        kept: dict[str, dict[str, Tensor]] = {}
+        others: dict[str, dict[str, Tensor]] = {}
+        for group in self._groups:
             for flat in group.flats:
-                for name, change in flat.changes.items():
-                    change.copy_(self._awaited.pop(name))
-            group.arrived = True
+                due = {"correction": flat.correction} if group.arrived else {}
+                for kind, whole in {**flat.memory, **due}.items():
+                    for name, part in flat.by_name(whole).items():
+                        kept.setdefault(name, {})[kind] = part
+            both = {kind: torch.stack([one.values, one.correction]) for kind, one in group.others.items()}
+            others |= dict.fromkeys(group.parameters, both)
+        return {"of": self._keeper, "kept": kept, "others": others}
+
+    @property
+    def _keeper(self) -> str:
+        return f"{type(self).__name__} over {self.topology}"
+
+    def load_own_state(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_own_state`."""
+        self._awaited = state if state["of"] == self._keeper else {}
+        if not self._awaited:
+            rank_zero_info(
+                f"The checkpoint is of {state['of']}, this run of {self._keeper}: each rank takes its own parameters "
+                "and optimizers, but nothing that only the other kept."
+            )
+
+    def _resume(self, group: Group) -> bool:
+        """Take what a checkpoint kept of this group; False if there is nothing."""
+        kept, others = self._awaited.get("kept", {}), self._awaited.get("others", {})
+        first = next(iter(group.parameters))
+        if not group.parameters.keys() <= kept.keys():
+            return False
+        for kind, both in others.get(first, {}).items():
+            group.others[kind] = Vector(both[0].clone())
+            group.others[kind].correction.copy_(both[1])
+        for flat in group.flats:
+            for kind in kept[first]:
+                group.arrived |= kind == "correction"
+                whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)
+                for name, part in flat.by_name(whole).items():
+                    part.copy_(kept[name][kind])
+                if kind != "correction":
+                    flat.memory[kind] = whole
+        rest = {name: parts for name, parts in kept.items() if name not in group.parameters}
+        self._awaited = {"kept": rest, "others": others}
+        return True
 
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
-        self.load_state_dict(self.state_dict())
+        self._counts = self.state_dict()["counts"]
         self._peers, self._known, self._groups, self._kept = None, {}, [], None
 
 
-def _by_kind(items: Iterable[Item], tensor: Callable[[Item], Tensor]) -> Iterable[list[Item]]:
-    """Those whose tensors have one dtype and device, together and in order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
-    for item in items:
-        kinds.setdefault((tensor(item).dtype, tensor(item).device), []).append(item)
-    return kinds.values()
-
-
-def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """`flat` as tensors of these shapes, one after the other."""
-    runs = flat.split([tensor.numel() for tensor in like])
-    return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
+def _counts(group: Group) -> dict[str, int]:
+    return {"steps": group.steps, "turns": group.turns, "mixings": group.mixings}

@@ -1,24 +1,17 @@
-"""Average parameters with neighbours (D-PSGD, Lian et al. 2017)."""
+"""Average parameters with neighbours (D-PSGD, Lian et al. 2017), corrected for unequal data (exact diffusion)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-
 import torch
-from torch import Tensor
 
-from ringstrategy.algorithms.decentralized import Decentralized, Flat, Group
-from ringstrategy.algorithms.local import Local, told
-from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.algorithms.decentralized import Decentralized, Unit
+from ringstrategy.algorithms.flats import Flat, Group
+from ringstrategy.algorithms.local import Local
+from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import cut
-from ringstrategy.collectives.peers import Handle, Peers, Waitable
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
-
-PIECE = 1 << 21  # values sent at once, while those before are added
 
 
 class Gossip(Decentralized):
@@ -28,11 +21,16 @@ class Gossip(Decentralized):
 
     Args:
         topology: who mixes with whom; rows and columns of its matrix sum to 1.
-        codec: `Identity()`, or `Cast(...)`: half the bytes. Others would lose more of the parameters than a step adds.
+        codec: `Identity()`, or `Cast(...)`: half the bytes. For fewer: `Choco`.
         interval: see `Decentralized`, as for the arguments not named here.
         overlap: see `Decentralized`.
         consensus: see `Decentralized`.
         local: see `Synchronous`.
+        unit: see `Decentralized`.
+        unequal_data: mix what the rank would have without the pull of its own data: all earlier corrections are added
+            again at each mixing, of half the size (exact diffusion, Yuan et al. 2019). Ranks with unequal data then
+            end where the mean of their losses is least, for the same bytes; without, short of it. Needs a topology
+            that is static and symmetric.
     """
 
     def __init__(
@@ -43,89 +41,49 @@ class Gossip(Decentralized):
         overlap: bool = True,
         consensus: bool = True,
         local: Local | None = None,
+        unit: Unit = "step",
+        unequal_data: bool = False,
     ) -> None:
-        super().__init__(RingGraph() if topology is None else topology, interval, overlap, consensus, local)
-        self.codec = Identity() if codec is None else codec
-        if not self.topology.doubly_stochastic:
+        topology = RingGraph() if topology is None else topology
+        codec = Identity() if codec is None else codec
+        super().__init__(topology, codec, interval, overlap, consensus, local, unit)
+        if not isinstance(codec, Identity | Cast):
             raise ValueError(
-                f"the rows of {self.topology}'s matrix do not sum to 1, so mixing by it would not average: "
-                "make them (FromGraph(edges) finds such weights)"
+                f"codec is Identity() or Cast(...), got {codec!r}: parameters sent in fewer bits would never agree. "
+                "Choco(codec=...) sends their differences"
             )
-        if not isinstance(self.codec, Identity | Cast):
+        if not topology.doubly_stochastic:
             raise ValueError(
-                f"codec is Identity() or Cast(...), got {codec!r}: parameters sent in fewer bits would never agree"
+                f"the rows of {topology}'s matrix do not sum to 1, so mixing by it would not average: make them "
+                "(FromGraph(edges) finds such weights), or use PushSum(topology)"
             )
+        if not isinstance(unequal_data, bool):
+            raise TypeError(f"unequal_data is True or False, got {unequal_data!r}")
+        if unequal_data and not (topology.static and topology.symmetric):
+            raise ValueError(f"unequal_data needs the same symmetric matrix at each step, but {topology} has others")
+        self.unequal_data = unequal_data
+        self.gain = 0.5 if unequal_data else 1.0
 
-    def __repr__(self) -> str:
-        """The arguments."""
-        return (
-            f"Gossip(topology={self.topology}, codec={self.codec}, interval={self.interval}, overlap={self.overlap}, "
-            f"consensus={self.consensus}, local={told(self.local)})"
-        )
+    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The parameters' own, unless there is more to say."""
+        return super().values_dtype(dtype) if self.unequal_data else dtype
 
-    def check_dtype(self, dtype: torch.dtype) -> None:
-        """See `Decentralized.check_dtype`."""
-        self.codec.check(dtype)
+    def begin(self, group: Group) -> None:
+        """Nothing was corrected so far."""
+        if self.unequal_data:
+            for flat in group.flats:
+                flat.memory["corrected"] = torch.zeros_like(flat.correction)
 
-    def start(self, group: Group) -> Waitable:
-        """See `Decentralized.start`."""
-        peers, mixing = self._peers, group.mixings
-        assert peers is not None
+    def gather(self, flat: Flat) -> None:
+        """The parameters, and all corrections so far once more."""
+        super().gather(flat)
+        if self.unequal_data:
+            flat.values.add_(flat.memory["corrected"])
+
+    def apply(self, group: Group) -> None:
+        """The correction, or all of them once more."""
+        if not self.unequal_data:
+            super().apply(group)
+            return
         for flat in group.flats:
-            flat.gather()
-        return peers.submit(partial(self._exchange, peers, group, mixing), f"at mixing {mixing}")
-
-    def _exchange(self, peers: Peers, group: Group, mixing: int) -> None:
-        row = self.topology.weights(peers.rank, peers.size, mixing)
-        weights = {peer: weight for peer, weight in row.items() if peer != peers.rank}
-        targets = [
-            peer
-            for peer in range(peers.size)
-            if peer != peers.rank and peers.rank in self.topology.weights(peer, peers.size, mixing)
-        ]
-        for number, flat in enumerate(group.flats):
-            exchange_(flat, peers, self.codec, weights, targets, derive_seed(0, mixing, number, peers.rank))
-
-
-def exchange_(
-    flat: Flat, peers: Peers, codec: Codec, weights: Mapping[int, float], targets: list[int], seed: int
-) -> None:
-    """Send `flat.values` to `targets`, and fill `flat.correction` from what the ranks in `weights` sent."""
-    pieces = cut(0, flat.numel, -(-flat.numel // PIECE), codec.block)
-    dtype, device = flat.values.dtype, flat.values.device
-
-    def memory(name: str, k: int, nbytes: int) -> Tensor:
-        return peers.scratch(f"gossip.{name}.{k % 2}", nbytes, device)[:nbytes]
-
-    def post(k: int) -> tuple[Tensor, dict[int, Tensor], Handle]:
-        begin, end = pieces[k]
-        nbytes = codec.nbytes(end - begin, dtype)
-        wire = codec.raw(flat.values[begin:end])
-        if wire is None:
-            wire = memory("leaving", k, nbytes)
-            codec.encode(flat.values[begin:end], wire, seed=seed, offset=begin)
-        arriving = {peer: memory(f"arriving.{peer}", k, nbytes) for peer in weights}
-        return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
-
-    flat.correction.zero_()
-    under_way = [post(k) for k in range(min(1, len(pieces)))]
-    for k, (begin, end) in enumerate(pieces):
-        if k + 1 < len(pieces):
-            under_way.append(post(k + 1))
-        wire, arriving, handle = under_way.pop(0)
-        handle.wait()
-        own = flat.values[begin:end]
-        if not codec.lossless:
-            own = memory("own", 0, own.nbytes).view(dtype)
-            codec.decode(wire, own)
-        theirs = memory("theirs", 0, own.nbytes).view(dtype)
-        for peer, weight in weights.items():
-            codec.decode(arriving[peer], theirs)
-            correct_(flat.correction[begin:end], own, theirs, weight)
-
-
-def correct_(correction: Tensor, own: Tensor, theirs: Tensor, weight: float) -> None:
-    """correction += weight * (theirs - own), in the dtype of sums. Overwrites `theirs`."""
-    difference = theirs.to(correction.dtype)
-    difference.sub_(own)
-    correction.add_(difference, alpha=weight)
+            flat.add(flat.memory["corrected"].add_(flat.correction))
