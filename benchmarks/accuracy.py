@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
 python benchmarks/accuracy.py stage=rates; python benchmarks/accuracy.py; python benchmarks/accuracy.py stage=paired
-python benchmarks/accuracy.py report=true
+python benchmarks/accuracy.py stage=gossip; python benchmarks/accuracy.py report=true
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from lab import exit_on_sigterm
+from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
+from ringstrategy.algorithms.decentralized import Decentralized
 from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.data.stdlib_text import StdlibText
 from ringstrategy.registry import STRATEGIES
@@ -68,7 +70,7 @@ class Case:
     seed: int
     steps: int
     ranks: int
-    algorithm: Algorithm
+    algorithm: Algorithm | None  # None: Lightning's own `ddp`
     settings: Mapping[str, Any]  # model, data and trainer: plain, as composed
     limit: float
 
@@ -81,7 +83,9 @@ class Case:
 
     def __str__(self) -> str:
         """For the log."""
-        return f"{self.stage}: {self.task} {self.optimizer} {self.rate:g} seed {self.seed}, {self.name}"
+        skew = self.settings["data"].get("skew")
+        data = f"{self.task}{f' skew {skew:g}' if skew else ''} on {self.ranks}"
+        return f"{self.stage}: {data} {self.optimizer} {self.rate:g} seed {self.seed}, {self.name}"
 
 
 @dataclass
@@ -91,14 +95,14 @@ class Outcome:
     curve: list[tuple[int, float]]  # (step, validation loss)
     accuracy: float | None
     steps: int
-    bytes_sent: int | None
+    bytes_sent: float  # in these steps; nan: not counted
     seconds: float
     cpu_seconds: float  # of this rank: what a case costs, whatever else runs on the machine
     parameters: int
     digest: str  # of all parameters' bits
 
 
-def feeds_back(algorithm: Algorithm) -> bool:
+def feeds_back(algorithm: Algorithm | None) -> bool:
     """Whether it keeps what its codec loses, `error_feedback=None` resolved."""
     codec, asked = getattr(algorithm, "codec", None), getattr(algorithm, "error_feedback", None)
     if isinstance(algorithm, AllReduce) and isinstance(codec, Codec) and codec.lossless:
@@ -106,8 +110,10 @@ def feeds_back(algorithm: Algorithm) -> bool:
     return bool(codec.error_feedback if asked is None and isinstance(codec, Codec) else asked)
 
 
-def described(algorithm: Algorithm) -> str:
+def described(algorithm: Algorithm | None) -> str:
     """Its arguments that are not the defaults, so that a new one changes nothing; feedback as it will be."""
+    if algorithm is None:
+        return "ddp"
 
     def told(value: Any) -> Any:
         return type(value).__name__ if isinstance(value, Collective) else value  # segments change no bit
@@ -117,57 +123,79 @@ def described(algorithm: Algorithm) -> str:
         for name, parameter in inspect.signature(type(algorithm).__init__).parameters.items()
         if name not in ("self", "error_feedback") and getattr(algorithm, name) != parameter.default
     }
-    said = [f"{name}={value!r}" for name, value in {**arguments, "feedback": feeds_back(algorithm)}.items()]
+    if isinstance(algorithm, Synchronous):
+        arguments["feedback"] = feeds_back(algorithm)
+    said = [f"{name}={value!r}" for name, value in arguments.items()]
     return f"{type(algorithm).__name__}({', '.join(said)})"
 
 
 # The cases
 
 
-def cases(cfg: DictConfig) -> Iterator[Case]:
+def cases(cfg: DictConfig) -> list[Case]:
     """Those of the stage, the most telling first."""
-    for task in cfg.tasks:
-        stage, options = cfg[cfg.stage][task], cfg[task]
-        for name, algorithm in _algorithms(cfg):
-            for optimizer in cfg.optimizers:
-                rates = stage[optimizer] if cfg.stage == "rates" else [options.rate[optimizer]]
-                for seed in stage.seeds if cfg.seeds is None else cfg.seeds:
-                    for rate in rates:
-                        yield Case(
-                            stage=cfg.stage,
-                            name=name,
-                            task=task,
-                            optimizer=optimizer,
-                            rate=rate,
-                            seed=seed,
-                            steps=stage.steps if cfg.steps is None else cfg.steps,
-                            ranks=cfg.ranks,
-                            algorithm=algorithm,
-                            settings=_settings(cfg, options, optimizer, rate),
-                            limit=cfg.limit,
-                        )
+    found = [
+        Case(
+            stage=cfg.stage,
+            name=name,
+            task=task,
+            optimizer=optimizer,
+            rate=rate,
+            seed=seed,
+            steps=cfg[cfg.stage][task].steps if cfg.steps is None else cfg.steps,
+            ranks=ranks,
+            algorithm=algorithm,
+            settings=_settings(cfg, task, ranks, data, optimizer, rate),
+            limit=cfg.limit,
+        )
+        for task in cfg.tasks
+        for ranks, data in _worlds(cfg, task)
+        for name, algorithm in _algorithms(cfg)
+        for optimizer in _optimizers(cfg, task)
+        for seed in (cfg[cfg.stage][task].seeds if cfg.seeds is None else cfg.seeds)
+        for rate in (cfg.rates[task][optimizer] if cfg.stage == "rates" else [cfg[task].rate[optimizer]])
+    ]
+    # all of one seed before the next, so that a sweep that is stopped compares all names
+    return sorted(found, key=lambda case: case.seed) if cfg.stage == "gossip" else found
 
 
-def _settings(cfg: DictConfig, options: DictConfig, optimizer: str, rate: float) -> dict[str, Any]:
-    plain = OmegaConf.to_container(options, resolve=True)
+def _worlds(cfg: DictConfig, task: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Numbers of ranks, and what is changed in the data for them."""
+    stage = cfg[cfg.stage][task]
+    for ranks in stage.ranks if cfg.ranks is None else cfg.ranks:
+        batch = {"batch_size": stage.batch // ranks} if "batch" in stage else {}
+        for skew in stage.get("skews", [None]):
+            yield ranks, batch if skew is None else {**batch, "skew": skew}
+
+
+def _optimizers(cfg: DictConfig, task: str) -> list[str]:
+    return [name for name in cfg.optimizers if name in cfg[cfg.stage][task].get("optimizers", cfg.optimizers)]
+
+
+def _settings(
+    cfg: DictConfig, task: str, ranks: int, changes: Mapping[str, Any], optimizer: str, rate: float
+) -> dict[str, Any]:
+    plain = OmegaConf.to_container(cfg[task], resolve=True)
     assert isinstance(plain, dict)
+    data = {**plain["data"], **changes}
+    if not data.get("skew"):
+        data.pop("skew", None)  # there are rows, and keys, from before it was an argument
     return {
         "model": {**plain["model"], "optimizer": {**cfg.optimizer[optimizer], "lr": rate}},
-        "data": plain["data"],
+        "data": data,
         "gradient_clip_val": plain["gradient_clip_val"],
         "classes": plain["classes"],
-        "validations": cfg.validations,
+        "validations": cfg[cfg.stage][task].get("validations", cfg.validations),
         "warmup": cfg.warmup,
         "floor": cfg.floor,
     }
 
 
-def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
     if cfg.stage == "rates":
         yield "fp32", AllReduce()
         return
-    everything = _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg)
-    for name, algorithm in everything:
+    for name, algorithm in {"factorial": _factorial, "paired": _registered, "gossip": _gossip}[cfg.stage](cfg):
         if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
             yield name, algorithm
 
@@ -200,6 +228,15 @@ def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
         yield name, instantiate(node)
 
 
+def _gossip(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
+    yield "ddp", None
+    for name, make in STRATEGIES.items():
+        if isinstance(make(), Decentralized):
+            yield name, make()
+    for name, node in cfg.gossip_beside.items():
+        yield name, instantiate(node)
+
+
 # One case, on one rank
 
 
@@ -223,19 +260,38 @@ class Schedule(L.Callback):
 
 
 class Observer(L.Callback):
-    """Notes every validation, and ends a run that has become NaN."""
+    """Notes every validation and what training sent, and ends a run that has become NaN."""
 
     def __init__(self) -> None:
         self.curve: list[tuple[int, float]] = []
         self.accuracy: float | None = None
+        self.bytes_sent = 0.0
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Here ranks that have parameters of their own are about to send them, for the mean that is validated."""
+        self.bytes_sent += sent(trainer)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """The metrics are means over all ranks, so all of them stop together."""
+        self.bytes_sent -= sent(trainer)
         metrics = trainer.callback_metrics
         self.curve.append((trainer.global_step, float(metrics["val_loss"])))
         self.accuracy = float(metrics["val_accuracy"]) if "val_accuracy" in metrics else None
         if not math.isfinite(self.curve[-1][1]):
             trainer.should_stop = True
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Before the mean that training returns."""
+        self.bytes_sent += sent(trainer)
+
+
+def sent(trainer: L.Trainer) -> float:
+    """Bytes that this rank has handed over so far, once nothing is under way; nan: not counted."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, RingStrategy):
+        return math.nan
+    strategy.algorithm.settle()
+    return math.nan if strategy.stats.bytes_sent is None else strategy.stats.bytes_sent
 
 
 def train(case: Case) -> Outcome:
@@ -246,7 +302,8 @@ def train(case: Case) -> Outcome:
     data = instantiate(settings["data"])
     model = instantiate(settings["model"])
     observer = Observer()
-    strategy = RingStrategy(case.algorithm, timeout=timedelta(seconds=case.limit))
+    timeout = timedelta(seconds=case.limit)
+    strategy = DDPStrategy(timeout=timeout) if case.algorithm is None else RingStrategy(case.algorithm, timeout=timeout)
     trainer = L.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -272,8 +329,8 @@ def train(case: Case) -> Outcome:
     return Outcome(
         curve=observer.curve,
         accuracy=observer.accuracy,
-        steps=strategy.stats.steps,
-        bytes_sent=strategy.stats.bytes_sent,
+        steps=trainer.global_step,
+        bytes_sent=observer.bytes_sent,
         seconds=time.perf_counter() - began,
         cpu_seconds=time.process_time() - cpu_began,
         parameters=sum(parameter.numel() for parameter in parameters),
@@ -417,7 +474,7 @@ def row(case: Case, outcomes: Sequence[Outcome] | str, facts: Mapping[str, Any])
             "val_loss": final if math.isfinite(final) else None,
             "val_accuracy": first.accuracy,
             "curve": [(step, loss if math.isfinite(loss) else None) for step, loss in first.curve],
-            "bytes_sent_per_step": None if first.bytes_sent is None else first.bytes_sent / max(1, first.steps),
+            "bytes_sent_per_step": None if math.isnan(first.bytes_sent) else first.bytes_sent / max(1, first.steps),
             "replicas_identical": len({outcome.digest for outcome in outcomes}) == 1,
             "parameters": first.parameters,
             "seconds": round(first.seconds, 2),

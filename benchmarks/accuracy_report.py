@@ -1,4 +1,4 @@
-"""Turn the rows of accuracy.py into accuracy.md and two PNGs; what failed is in all of them."""
+"""Turn the rows of accuracy.py into accuracy.md, accuracy_gossip.md and PNGs; what failed is in all of them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-Panel = tuple[str, str]  # task, optimizer
+Panel = tuple[str, ...]  # task, optimizer; of gossip also ranks and data
 
 NOISE = 0.003  # of the loss: a smaller difference is none
 PROMISED = {"ring_int8": NOISE, "ring_int4": NOISE, "ring_int2": 0.02}  # of the loss: the most by which it may be worse
 CONTROL = "control"  # how the names begin of what must come out worse
-BASELINE = {"factorial": "fp32, ring", "paired": "ring"}
+BASELINE = {"factorial": "fp32, ring", "paired": "ring", "gossip": "ddp"}
 WAYS = ("ring", "ring, feedback", "direct", "direct, feedback")
 TITLES = {"text": "text (byte GPT)", "digits": "digits (CNN)", "adamw": "AdamW", "sgd": "SGD with momentum"}
 
@@ -61,7 +61,20 @@ class Summary:
 
 
 def publish(rows: Sequence[Row], folder: Path) -> None:
-    """Write accuracy.md, and a PNG a stage that has rows."""
+    """Write accuracy.md and accuracy_gossip.md, and a PNG a stage that has rows."""
+    synchronous = [row for row in rows if row["stage"] != "gossip"]
+    if synchronous:
+        _publish_synchronous(synchronous, folder)
+    gossip = _stage(rows, "gossip")
+    if gossip:
+        pieces = ["# What gossip does to training", "", *_setup(gossip), "", *_gossip_text(gossip)]
+        _draw_curves(gossip, folder / "accuracy_gossip.png")
+        pieces += ["", "![Loss of the mean of all ranks at each validation](accuracy_gossip.png)"]
+        pieces += ["", *_failures_text(gossip)]
+        (folder / "accuracy_gossip.md").write_text("\n".join(pieces).rstrip() + "\n")
+
+
+def _publish_synchronous(rows: Sequence[Row], folder: Path) -> None:
     pieces = ["# What each wire does to training", "", *_setup(rows)]
     paired, factorial = (_stage(rows, stage) for stage in ("paired", "factorial"))
     if paired:
@@ -84,7 +97,10 @@ def _stage(rows: Iterable[Row], stage: str) -> list[Row]:
 
 
 def _panel(row: Row) -> Panel:
-    return row["task"], row["optimizer"]
+    if row["stage"] != "gossip":
+        return row["task"], row["optimizer"]
+    skew = row["settings"]["data"].get("skew")
+    return row["task"], row["optimizer"], f"{row['ranks']} ranks", f"skew {skew:g}" if skew else "equal data"
 
 
 def _conditions(row: Row) -> tuple[Any, ...]:
@@ -92,7 +108,7 @@ def _conditions(row: Row) -> tuple[Any, ...]:
 
 
 def _panels(rows: Iterable[Row]) -> list[Panel]:
-    return sorted({_panel(row) for row in rows}, key=lambda panel: (panel[0] != "text", panel[1]))
+    return sorted({_panel(row) for row in rows}, key=lambda panel: (panel[0] != "text", *panel[1:]))
 
 
 def _title(panel: Panel) -> str:
@@ -210,6 +226,39 @@ def _factorial_text(rows: list[Row]) -> list[str]:
     return lines
 
 
+def _gossip_text(rows: list[Row]) -> list[str]:
+    lines = [
+        "Loss and accuracy are of the mean of all ranks' parameters, which all ranks hold at the end. To ddp: the "
+        "difference to Lightning's own `ddp` with the same ranks, data and seed; ± is a standard deviation over seeds. "
+        "Equal data: every rank draws from all images. Skew 1: each rank has images of a few neighbouring labels only. "
+        "kB a step: what rank 0 handed to the transport in training, without the means for validation; ddp's are not "
+        "counted, `ring` adds as it does."
+    ]
+    for panel in _panels(rows):
+        first = next(row for row in rows if _panel(row) == panel)
+        lines += [
+            "",
+            f"## {_title(panel)}: {first['steps']} steps, learning rate {first['rate']:g}",
+            "",
+            "| name | algorithm | kB a step | loss | accuracy | to ddp | seeds |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for summary in _summaries(rows, panel):
+            good = [row for row in summary.rows if _finished(row)]
+            accuracies = [100 * row["val_accuracy"] for row in good if row["val_accuracy"] is not None]
+            cells = [
+                f"`{summary.name}`",
+                f"`{summary.rows[-1]['algorithm']}`",
+                _kilobytes(summary.rows),
+                _mean_and_spread([row["val_loss"] for row in good], "{:.4f}") + _failed(summary),
+                _mean_and_spread(accuracies, "{:.2f}") + (" %" if accuracies else ""),
+                _mean_and_spread([100 * each / summary.base for each in summary.differences], "{:+.2f}") + " %",
+                str(len(summary.rows)),
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def _by_way(summaries: Iterable[Summary]) -> dict[str, dict[str, Summary]]:
     table: dict[str, dict[str, Summary]] = {}
     for summary in summaries:
@@ -290,7 +339,10 @@ def _grid(panels: Sequence[Panel], height: float) -> tuple[Figure, list[Axes]]:
     lines = -(-len(panels) // columns)
     # Figure without pyplot: no display is looked for and no global state is touched
     figure = Figure(figsize=(6.2 * columns, height * lines), layout="constrained")
-    return figure, list(figure.subplots(lines, columns, squeeze=False).flat)
+    all_axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for spare in all_axes[len(panels) :]:
+        spare.set_axis_off()
+    return figure, all_axes
 
 
 def _draw_paired(rows: list[Row], path: Path) -> None:
@@ -364,6 +416,32 @@ def _draw_factorial(rows: list[Row], path: Path) -> None:
     all_axes[0].plot([], [], "x", color="crimson", label="failed or diverged")
     figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
     figure.suptitle(f"Final validation loss beside fp32's, one seed; grey: ± {100 * NOISE:g} %", size=10)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_curves(rows: list[Row], path: Path) -> None:
+    panels = _panels(rows)
+    colors = {name: f"C{place % 10}" for place, name in enumerate(dict.fromkeys(row["name"] for row in rows))}
+    figure, all_axes = _grid(panels, 3.6)
+    for panel, axes in zip(panels, all_axes, strict=False):
+        mine = [row for row in rows if _panel(row) == panel]
+        for row in mine:  # those that diverged too, as far as they came
+            axes.plot(*zip(*row.get("curve", ()), strict=True), color=colors[row["name"]], alpha=0.2, linewidth=0.7)
+        for name, color in colors.items():
+            curves = [row["curve"] for row in mine if row["name"] == name and _finished(row)]
+            if curves:
+                means = [(seen[0][0], statistics.fmean(loss for _, loss in seen)) for seen in zip(*curves, strict=True)]
+                axes.plot(*zip(*means, strict=True), color=color, marker=".")
+        axes.set_yscale("log")
+        axes.set_title(_title(panel), size=10)
+        axes.set_xlabel("step")
+        axes.set_ylabel("validation loss")
+        axes.grid(alpha=0.25, which="both")
+        axes.tick_params(labelsize=8, which="both")
+    for name, color in colors.items():
+        all_axes[0].plot([], [], color=color, marker=".", label=name)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
+    figure.suptitle("Validation loss of the mean of all ranks; thin: each seed, bold: their mean", size=10)
     figure.savefig(path, dpi=130)
 
 

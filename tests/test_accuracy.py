@@ -17,7 +17,10 @@ sys.path.insert(0, str(BENCHMARKS))
 import accuracy  # noqa: E402
 import accuracy_report  # noqa: E402
 
-TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=2", "steps=20", "limit=60"]
+from ringstrategy.algorithms.decentralized import Decentralized  # noqa: E402
+from ringstrategy.registry import STRATEGIES  # noqa: E402
+
+TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60"]
 
 
 def sweep(out: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -62,6 +65,32 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"], "Hydra leaves nothing behind"
 
 
+def test_gossip_beside_ddp(tmp_path: Path) -> None:
+    rows = sweep(
+        tmp_path / "rows.jsonl",
+        *("stage=gossip", "wires=[ddp,gossip]", "seeds=[0]", "gossip.digits.skews=[1.0]"),
+    )
+    named = {row["name"]: row for row in rows}
+    assert list(named) == ["ddp", "gossip", "gossip unequal data", "gossip interval 4"]
+    for row in rows:
+        assert row["status"] == "finished", row
+        assert row["replicas_identical"] is True, "after the last mean"
+        assert row["settings"]["data"]["skew"] == 1.0
+        assert row["settings"]["data"]["batch_size"] == 32
+        assert [step for step, _ in row["curve"]] == list(range(2, 21, 2))
+    assert named["ddp"]["bytes_sent_per_step"] is None
+    assert named["gossip"]["val_loss"] != pytest.approx(named["ddp"]["val_loss"], rel=1e-3)
+    # all parameters to the only neighbour, without the means for ten validations
+    assert 4 * 21386 < named["gossip"]["bytes_sent_per_step"] < 4 * 21386 + 100
+    assert 21386 < named["gossip interval 4"]["bytes_sent_per_step"] < 21386 + 100
+    accuracy_report.publish(rows, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "accuracy_gossip.md",
+        "accuracy_gossip.png",
+        "rows.jsonl",
+    ]
+
+
 def made_up(name: str, loss: float | None, seed: int, **fields: Any) -> dict[str, Any]:
     return {
         **{"stage": "paired", "name": name, "task": "text", "optimizer": "sgd", "rate": 1.0, "seed": seed, "steps": 9},
@@ -104,12 +133,69 @@ def test_report_judges_what_was_promised(tmp_path: Path) -> None:
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("stage", ["rates", "factorial", "paired"])
+def test_report_of_gossip_pairs_with_its_own_ddp(tmp_path: Path) -> None:
+    def gossip(name: str, loss: float | None, seed: int, ranks: int, skew: float | None) -> dict[str, Any]:
+        settings = {"classes": 10, "data": {} if skew is None else {"skew": skew}}
+        fields = {"stage": "gossip", "task": "digits", "ranks": ranks, "settings": settings}
+        return made_up(name, loss, seed, **fields, curve=[[1, 3.0], [2, loss]])
+
+    rows = [
+        gossip(name, loss, seed, *world)
+        for world, base in {(8, 1.0): 1.0, (8, None): 2.0, (4, None): 4.0}.items()
+        for seed in (0, 1)
+        for name, loss in {"ddp": base + seed, "gossip": 1.5 * (base + seed), "push_sum": None if seed else 9.0}.items()
+    ]
+    accuracy_report.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
+    report = (tmp_path / "accuracy_gossip.md").read_text()
+    titles = [line for line in report.splitlines() if line.startswith("## ")]
+    assert [title.split(": ")[0].split(", ", 2)[2] for title in titles[:-1]] == [
+        *("4 ranks, equal data", "8 ranks, equal data", "8 ranks, skew 1")
+    ]
+    lines = [line for line in report.splitlines() if line.startswith("| `gossip`")]
+    assert ["+50.00 ± 7.86 %" in line for line in lines] == [True, False, False]
+    assert ["6.7500 ± 1.0607" in line for line in lines] == [True, False, False]
+    assert all("+50.00 ± " in line for line in lines)
+    assert report.count("(1 failed)") == report.count("- diverged: ") == 3
+    assert "push_sum" not in (tmp_path / "accuracy.md").read_text()
+    assert (tmp_path / "accuracy_gossip.png").stat().st_size > 10_000
+
+
+def test_published_rows_are_still_the_same_cases() -> None:
+    plain = [
+        row
+        for row in accuracy.read_rows(accuracy.RESULTS)
+        if (row["stage"], row["name"]) in (("rates", "fp32"), ("paired", "ring"))
+    ]
+    with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
+        known = {
+            case.key
+            for stage in ("rates", "paired")
+            for case in accuracy.cases(compose("accuracy", [f"stage={stage}"]))
+        }
+    assert len(plain) == 32
+    assert {row["key"] for row in plain} <= known
+
+
+def test_gossip_takes_all_registered_names_and_goes_seed_by_seed() -> None:
+    with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
+        cases = accuracy.cases(compose("accuracy", ["stage=gossip"]))
+    names = {case.name for case in cases}
+    for name, make in STRATEGIES.items():
+        assert (name in names) == (isinstance(make(), Decentralized) or name == "ring")
+    assert [case.seed for case in cases] == sorted(case.seed for case in cases)
+    digits = {
+        (case.ranks, case.settings["data"]["batch_size"], case.settings["data"].get("skew"))
+        for case in cases
+        if case.task == "digits"
+    }
+    assert digits == {(ranks, 64 // ranks, skew) for ranks in (4, 8) for skew in (None, 1.0)}
+
+
+@pytest.mark.parametrize("stage", ["rates", "factorial", "paired", "gossip"])
 def test_every_case_is_another(stage: str) -> None:
     with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
         cfg = compose("accuracy", [f"stage={stage}"])
-        cases = list(accuracy.cases(cfg))
-        again = list(accuracy.cases(cfg))
+        cases, again = accuracy.cases(cfg), accuracy.cases(cfg)
     assert len({case.key for case in cases}) == len(cases) > 10
     assert [case.key for case in cases] == [case.key for case in again]
     assert cases[0].task == "text"

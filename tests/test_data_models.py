@@ -2,12 +2,13 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from ringstrategy.data.digits import Digits
 from ringstrategy.data.regression import COEFFICIENTS, MEANS, Regression
@@ -50,6 +51,106 @@ def test_digits_split_follows_its_seed_only():
         assert not torch.equal(labels, getattr(other, part).tensors[1])
     # two of the 1,797 images could be alike, but none is
     assert rows(first.training.tensors[0]).isdisjoint(rows(first.validation.tensors[0]))
+
+
+def on_rank(rank, ranks, skew):
+    """The loader that a trainer on this rank would get."""
+    data = ready(Digits(skew=skew))
+    data.trainer = SimpleNamespace(global_rank=rank, world_size=ranks)
+    return data.train_dataloader()
+
+
+@pytest.mark.parametrize("skew", [1e-9, 0.4, 1.0])
+@pytest.mark.parametrize("ranks", [1, 3, 4, 8])
+def test_skewed_shards_are_disjoint_and_equally_long(ranks, skew):
+    loaders = [on_rank(rank, ranks, skew) for rank in range(ranks)]
+    shares = [rows(torch.cat([images for images, _ in loader])) for loader in loaders]
+    assert {len(share) for share in shares} == {1437 // ranks}
+    assert len(set.union(*shares)) == 1437 // ranks * ranks
+    assert len({len(loader) for loader in loaders}) == 1, "or ranks would wait for ever"
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(4, 4), (8, 3)])
+def test_skew_is_the_share_of_a_run_of_labels(ranks, most):
+    for rank in range(ranks):
+        none, half, full = (
+            torch.cat([labels for _, labels in on_rank(rank, ranks, skew)]).bincount(minlength=10)
+            for skew in (1e-9, 0.5, 1.0)
+        )
+        mine = full > 0
+        assert 2 <= mine.sum() <= most
+        assert mine.nonzero().diff(dim=0).eq(1).all(), "neighbouring labels"
+        assert none.min() > 0
+        assert half.min() > 0
+        assert none[mine].sum() < half.sum() / 2 < half[mine].sum() < half.sum()
+
+
+def test_skewed_order_follows_the_epoch_and_the_seed_of_the_run(monkeypatch):
+    def order(seed, epoch, rank=1):
+        monkeypatch.setenv("PL_GLOBAL_SEED", str(seed))
+        loader = on_rank(rank, 4, 1.0)
+        loader.sampler.set_epoch(epoch)
+        return torch.cat([images for images, _ in loader])
+
+    first = order(0, 0)
+    assert torch.equal(first, order(0, 0))
+    for other in (order(0, 1), order(1, 0)):
+        assert not torch.equal(first, other)
+        assert rows(first) == rows(other)
+
+
+def test_no_skew_is_lightnings_to_share_out():
+    data = ready(Digits())
+    torch.manual_seed(5)
+    mine = list(data.train_dataloader())
+    torch.manual_seed(5)
+    plain = list(DataLoader(data.training, 32, shuffle=True))
+    assert all(
+        torch.equal(a, b) for one, other in zip(mine, plain, strict=True) for a, b in zip(one, other, strict=True)
+    )
+    for skew in (-0.1, 1.1, math.nan):
+        with pytest.raises(ValueError, match=r"skew is a share .* 0 .* to 1, got"):
+            Digits(skew=skew)
+
+
+class Labels(L.Callback):
+    def __init__(self):
+        self.epochs = []
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        self.epochs.append([])
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.epochs[-1] += batch[1].tolist()
+
+
+def _labels_of_two_epochs(strategy):
+    seen = Labels()
+    trainer = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=2,
+        max_epochs=2,
+        limit_val_batches=0,
+        callbacks=[seen],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(MLP(), Digits(batch_size=200, skew=1.0))
+    return trainer.world_size, seen.epochs
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gossip"])
+def test_lightning_leaves_skewed_shards_alone(ranks, strategy):
+    (two, low), (_, high) = ranks(2, _labels_of_two_epochs, strategy)
+    assert two == 2
+    for epochs in (low, high):
+        assert [len(epoch) for epoch in epochs] == [718, 718]
+        assert epochs[0] != epochs[1]
+        assert sorted(epochs[0]) == sorted(epochs[1])
+    assert max(low[0]) <= min(high[0])
 
 
 def test_stdlib_text_is_python_cut_at_the_asked_size():
