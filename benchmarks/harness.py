@@ -41,14 +41,16 @@ class Case:
     bytes_sent: Callable[[], int | None] = lambda: None  # counted at the transport so far; None: nobody counts
     limit_seconds: float | None = None  # no run can be faster than this
     steps: int = 1  # how many steps a run is; times and bytes are given for one
+    waited: Callable[[], float | None] = lambda: None  # seconds of `Stats.exposed_seconds` so far; None: nobody counts
 
 
 @dataclass
 class Measured:
-    """What a case's runs gave; lists have one entry a counted round, seconds are the slowest rank's."""
+    """What a case's runs gave, for one step; lists have one entry a counted round."""
 
-    seconds: list[float] = field(default_factory=list)
-    bytes_sent: int | None = None  # in a step of the last run, the rank that sent most
+    seconds: list[float] = field(default_factory=list)  # the slowest rank's
+    waited: list[float] = field(default_factory=list)  # of the rank that waited longest; empty: nobody counts
+    bytes_sent: int | None = None  # in the last run, the rank that sent most
     bytes_at_interface: int | None = None  # the same as the kernel counts it, headers included; None on loopback
 
 
@@ -64,6 +66,7 @@ class Row:
     ratio: float  # median over the rounds of baseline / case, so 2 is twice as fast
     bytes_sent: int | None  # by the rank that sent most, in one step, counted at the transport
     bytes_at_interface: int | None
+    waited_seconds: float | None  # of one step, the training thread waited for the exchange, median over the rounds
     error: float | None
     ranks_identical: bool
     limit_seconds: float | None
@@ -155,12 +158,12 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Mea
         for place in range(len(cases)):
             case = cases[(place + round_) % len(cases)]
             case.prepare()
-            sent, counted = case.bytes_sent(), _interface_bytes()
+            sent, waited, counted = case.bytes_sent(), case.waited(), _interface_bytes()
             dist.barrier()
             start = time.perf_counter()
             case.run()
             elapsed = time.perf_counter() - start
-            now = case.bytes_sent()
+            now, waited_now = case.bytes_sent(), case.waited()
             bytes_sent = None if now is None or sent is None else now - sent
             slowest = max_over_ranks(elapsed)  # and by now nothing is left in any queue
             bytes_at_interface = None if counted is None else (_interface_bytes() or 0) - counted
@@ -168,6 +171,8 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Mea
                 measured[case.name].seconds.append(slowest / case.steps)
                 measured[case.name].bytes_sent = _max_count(bytes_sent, case.steps)
                 measured[case.name].bytes_at_interface = _max_count(bytes_at_interface, case.steps)
+                if waited is not None and waited_now is not None:
+                    measured[case.name].waited.append(max_over_ranks(waited_now - waited) / case.steps)
     return measured
 
 
@@ -176,6 +181,14 @@ def max_over_ranks(value: float) -> float:
     largest = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
+
+
+def of_all_ranks(values: Sequence[float]) -> list[list[float]]:
+    """Every rank's values, in rank order, on every rank; all have equally many."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [theirs.tolist() for theirs in everyone]
 
 
 def _max_count(count: int | None, steps: int) -> int | None:
@@ -222,6 +235,7 @@ def rows(
             ratio=statistics.median(b / s for b, s in zip(base, measured[case.name].seconds, strict=True)),
             bytes_sent=measured[case.name].bytes_sent,
             bytes_at_interface=measured[case.name].bytes_at_interface,
+            waited_seconds=statistics.median(measured[case.name].waited) if measured[case.name].waited else None,
             error=errors[case.name],
             ranks_identical=identical[case.name],
             limit_seconds=case.limit_seconds,
@@ -249,7 +263,8 @@ def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[
         title_justify="left",
     )
     table.add_column("case", no_wrap=True)
-    for heading in ("median s", "min..max", "x baseline", "limit s", "MB sent", "MB at nic", "error", "same bits"):
+    times = ("median s", "min..max", "x baseline", "limit s", "waited s")
+    for heading in (*times, "MB sent", "MB at nic", "error", "same bits"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results:
         table.add_row(
@@ -258,6 +273,7 @@ def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[
             f"{min(row.seconds):.3f}..{max(row.seconds):.3f}",
             f"{row.ratio:.3f}",
             _shown(row.limit_seconds, "{:.4f}"),
+            _shown(row.waited_seconds, "{:.4f}"),
             _shown(row.bytes_sent, "{:.2f}", 1e-6),
             _shown(row.bytes_at_interface, "{:.2f}", 1e-6),
             _shown(row.error, "{:.1e}"),
