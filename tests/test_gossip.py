@@ -319,6 +319,42 @@ def test_cutting_into_pieces_changes_no_bit(ranks: Pool, algorithm: Decentralize
         np.testing.assert_array_equal(whole[rank][0], pieces[rank][0])
 
 
+def _kinds(algorithm: Decentralized) -> dict[str, list[float]]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    dtypes = {"narrow": torch.bfloat16, "middle": torch.float32, "other": torch.float32, "wide": torch.float64}
+    parameters = {
+        name: nn.Parameter(torch.tensor([1 + rank / 3, 2.0 - rank]).to(dtype))
+        for rank in [peers.rank]
+        for name, dtype in dtypes.items()
+    }
+    algorithm.setup(parameters, peers)
+    for _ in range(2):
+        algorithm.after_step(set(parameters.values()))
+    ends = {name: parameter.detach().double().tolist() for name, parameter in parameters.items()}
+    algorithm.close()
+    peers.close()
+    dist.destroy_process_group()
+    return ends
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(Complete(), overlap=False),
+        Gossip(Complete(), Cast("float16"), overlap=False),
+        PushSum(Complete(), overlap=False),
+        Choco(Complete(), Identity(), overlap=False),
+    ],
+    ids=str,
+)
+def test_parameters_of_all_widths_are_mixed_in_one_group(ranks: Pool, algorithm: Decentralized) -> None:
+    rounding = {"narrow": 2**-7, "middle": 2**-9, "other": 2**-9, "wide": 2**-9}
+    for ends in ranks(2, _kinds, algorithm):
+        for name, end in ends.items():
+            assert end == pytest.approx([7 / 6, 1.5], abs=rounding[name]), name
+
+
 CHAIN = FromGraph([(0, 1), (1, 2), (2, 3), (3, 4)])
 
 

@@ -60,11 +60,11 @@ class PushSum(Decentralized):
     def apply(self, group: Group) -> None:
         """Divide the new x by the new w."""
         weight = group.others["weight"]
-        weight.values.add_(weight.correction)
+        divisor = weight.values.add_(weight.correction)[:, None]
         for flat in group.flats:
-            numerator = self.mass(flat).add_(flat.correction)
-            divisor = weight.values.to(numerator.dtype).view(-1, 1)
-            quotient = (numerator.view(len(divisor), -1) / divisor).view(-1)
-            for parameter, value in zip(flat.parameters, cut_like(quotient, flat.parameters), strict=True):
-                parameter.copy_(value)
-            torch.sub(numerator, super().mass(flat), out=flat.memory["excess"])
+            excess = flat.memory["excess"].add_(flat.correction)
+            for parameter, numerator in zip(flat.parameters, cut_like(excess, flat.parameters), strict=True):
+                numerator.add_(parameter)
+                quotient = numerator.view(len(divisor), -1) / divisor.to(numerator.dtype)
+                parameter.copy_(quotient.view_as(parameter))
+                numerator.sub_(parameter)
