@@ -35,7 +35,6 @@ from ringstrategy.registry import STRATEGIES
 _BATCH = 32
 _INPUTS, _OUTPUTS = 1024, 512
 _ALONE = "compute alone"
-_MARGIN = 1.25  # an interval's compute is to take this many times as long as the exchange: the two share the cores
 _BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
@@ -306,7 +305,7 @@ def _mixing_entry(bench: _Bench, algorithm: Decentralized) -> _Entry:
 
 
 def _hiding_interval(bench: _Bench, algorithm: Decentralized) -> int:
-    """The smallest number of steps whose compute takes `_MARGIN` times as long as an exchange, both measured now."""
+    """The smallest number of steps whose compute takes `--margin` times as long as an exchange, both measured now."""
     alone = Training(bench.model(), bench.batches)
     exchange = _Exchange(bench.model(), algorithm, bench.timeout)
     cases = [
@@ -316,7 +315,7 @@ def _hiding_interval(bench: _Bench, algorithm: Decentralized) -> int:
     measured = harness.interleave(cases, rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
     exchange.close()
     step, mixing = (statistics.median(measured[case.name].seconds) for case in cases)
-    return math.ceil(_MARGIN * mixing / step)
+    return math.ceil(bench.options.margin * mixing / step)
 
 
 def worker(options: argparse.Namespace) -> None:
@@ -466,6 +465,13 @@ if __name__ == "__main__":
         default=[],
         metavar="NAMES",
         help="also these at the smallest interval that hides their exchange, with and without overlap",
+    )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=1.25,
+        help="with --overlap-of: how many times as long as an exchange the compute of an interval is to take, both "
+        "measured alone; where hosts share cores, as in the lab, each slows the other down and needs more",
     )
     parser.add_argument(
         "--exchanges", action="store_true", help="instead: one mixing of each decentralized name, alone"
