@@ -71,7 +71,13 @@ TOPOLOGIES: list[Topology] = [
     Hierarchical(1),
 ]
 Arrays = dict[str, np.ndarray]
-SHAPES = {"wide": (7, 5), "bias": (3,), "scalar": (), "empty": (0, 4), "long": (40,)}
+SHAPES = {
+    "wide": (7, 5),
+    "bias": (3,),
+    "scalar": (),
+    "empty": (0, 4),
+    "long": (300,),
+}  # of 339, the first 256 are rotated
 
 GRID = 15 / 1024  # values on it have exact sums and exact means over 2, 3, 4, 5 and 8 ranks
 
@@ -146,6 +152,16 @@ class UnequalTwin(GossipTwin):
     def land(self, values: np.ndarray, sent: np.ndarray, matrix: np.ndarray) -> np.ndarray:
         self.total = self.total + (matrix @ sent - sent) / 2
         return values + self.total
+
+
+class UnequalLateTwin(UnequalTwin):
+    def __init__(self, start: np.ndarray) -> None:
+        super().__init__(start)
+        self.before = start
+
+    def send(self, values: np.ndarray) -> np.ndarray:
+        before, self.before = self.before, values
+        return 2 * values - before
 
 
 class PushSumTwin(GossipTwin):
@@ -228,23 +244,19 @@ def directed(size: int) -> FromMatrix:
     return FromMatrix((np.minimum(sends, 1) / np.minimum(sends, 1).sum(0)).tolist())
 
 
-def algorithms(
-    size: int,
-) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
+def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
     gain = 0.5 if size == 2 else 0.75  # times a weight it is 1/4, so that fused multiply-adds change no bit
+    at_once = partial(Gossip, overlap=False)
+    int8, int2 = (partial(Choco, codec=BlockInt(bits, block=16), gain=gain) for bits in (8, 2))
+    sums = [directed(size), OnePeerExponential(), RandomMatching(5)]
     return [
-        *[(Gossip, GossipTwin, topology) for topology in TOPOLOGIES],
-        *[(partial(Gossip, unequal_data=True), UnequalTwin, topology) for topology in (RingGraph(), Star(), Torus())],
-        *[(PushSum, PushSumTwin, topology) for topology in (directed(size), OnePeerExponential(), RandomMatching(5))],
+        *[(at_once if number % 2 else Gossip, GossipTwin, topology) for number, topology in enumerate(TOPOLOGIES)],
+        *[(partial(Gossip, unequal_data=True), UnequalLateTwin, topology) for topology in (RingGraph(), Star())],
+        *[(partial(at_once, unequal_data=True), UnequalTwin, topology) for topology in (RingGraph(), Torus())],
+        *[(partial(PushSum, overlap=number != 1), PushSumTwin, topology) for number, topology in enumerate(sums)],
         (partial(Choco, codec=Identity()), ChocoTwin, Torus()),
-        *[
-            (
-                partial(Choco, codec=BlockInt(bits, block=16), gain=gain),
-                partial(ChocoIntTwin, gain=gain, largest=2 ** (bits - 1) - 1),
-                RingGraph(),
-            )
-            for bits in (8, 2)
-        ],
+        (int8, partial(ChocoIntTwin, gain=gain, largest=127), RingGraph()),
+        (partial(int2, overlap=False), partial(ChocoIntTwin, gain=gain, largest=1), RingGraph()),
     ]
 
 
@@ -252,9 +264,9 @@ def algorithms(
 def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     apart = []
     for number, (make, twin_class, topology) in enumerate(algorithms(size)):
-        interval, overlap = (1, 1, 3)[number % 3], number % 2 == 0
-        found = ranks(size, run, make(topology, interval=interval, overlap=overlap), 20)
-        expected, mean = twin(twin_class, topology, size, 20, interval, overlap)
+        algorithm = make(topology, interval=(1, 1, 3)[number % 3])
+        found = ranks(size, run, algorithm, 20)
+        expected, mean = twin(twin_class, topology, size, 20, algorithm.interval, algorithm.overlap)
         for rank, (own, seen, distance, kept) in enumerate(found):
             np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"{make} {topology}")
             np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
@@ -365,10 +377,10 @@ CHAIN = FromGraph([(0, 1), (1, 2), (2, 3), (3, 4)])
         (Gossip(OnePeerExponential(), overlap=False), 2e-6, 1e-5),
         (Gossip(CHAIN, overlap=False), 2e-6, 1e-5),
         (Gossip(CHAIN, Cast("bfloat16"), overlap=False), 3e-5, 0.03),  # bfloat16 cannot bring them closer
-        (Gossip(CHAIN, unequal_data=True, overlap=False), 4e-5, 5e-5),
+        (Gossip(CHAIN, unequal_data=True, overlap=False), 4e-5, 5e-5),  # what rounding adds, each mixing adds again
         (PushSum(directed(5), overlap=False), 2e-6, 1e-5),
         (Choco(CHAIN, BlockInt(8), overlap=False), 2e-6, 1e-5),
-        (Choco(CHAIN, Sign(), gain=0.2, overlap=False), 2e-6, 1e-4),
+        (Choco(CHAIN, Sign(), gain=0.2, overlap=False), 2e-6, 0.02),
         (Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.5, overlap=False), 2e-6, 1e-4),
     ],
 )
@@ -481,6 +493,7 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
         Gossip(OnePeerExponential(), interval=2, consensus=False),
         Gossip(Star(), interval=1, unit="epoch", overlap=False, consensus=False),
         Gossip(Star(), unequal_data=True, interval=2, consensus=False),
+        Gossip(Star(), unequal_data=True, overlap=False, consensus=False),
         PushSum(directed(3), interval=2, consensus=False),
         Choco(codec=BlockInt(4, block=16, rounding="stochastic"), interval=2, consensus=False),
         Choco(Star(), Rotated(Gaussian(2)), gain=0.5, overlap=False, consensus=False),

@@ -45,9 +45,9 @@ class Flat(Vector):
         return dict(zip(self.names, cut_like(flat, self.parameters), strict=True))
 
     @torch.no_grad()
-    def gather(self) -> None:
-        """Let `values` be the parameters', now."""
-        torch._foreach_copy_(cut_like(self.values, self.parameters), self.parameters)
+    def gather(self, into: Tensor | None = None) -> None:
+        """Let `values`, or another flat tensor, be the parameters', now."""
+        torch._foreach_copy_(cut_like(self.values if into is None else into, self.parameters), self.parameters)
 
     @torch.no_grad()
     def add(self, flat: Tensor) -> None:

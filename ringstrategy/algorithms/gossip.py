@@ -27,10 +27,10 @@ class Gossip(Decentralized):
         consensus: see `Decentralized`.
         local: see `Synchronous`.
         unit: see `Decentralized`.
-        unequal_data: mix what the rank would have without the pull of its own data: all earlier corrections are added
-            again at each mixing, of half the size (exact diffusion, Yuan et al. 2019). Ranks with unequal data then
-            end where the mean of their losses is least, for the same bytes; without, short of it. Needs a topology
-            that is static and symmetric.
+        unequal_data: undo the pull of each rank's own data (exact diffusion, Yuan et al. 2019; D2, Tang et al. 2018),
+            for the same bytes; one more vector of memory, with overlap two. With an interval of 1 and plain SGD, ranks then end where
+            the mean of their losses is least; without, short of it. With longer intervals or other optimizers they
+            end nearer. Needs a topology that is static and symmetric, and mixes half as far at once.
     """
 
     def __init__(
@@ -69,21 +69,23 @@ class Gossip(Decentralized):
         return super().values_dtype(dtype) if self.unequal_data else dtype
 
     def begin(self, group: Group) -> None:
-        """Nothing was corrected so far."""
-        if self.unequal_data:
-            for flat in group.flats:
-                flat.memory["corrected"] = torch.zeros_like(flat.correction)
+        """Nothing was corrected so far, and nothing has moved."""
+        for flat in group.flats if self.unequal_data else ():
+            flat.memory["corrected"] = torch.zeros_like(flat.correction)
+            if self.overlap:
+                flat.gather(into=flat.memory.setdefault("before", torch.empty_like(flat.correction)))
 
     def gather(self, flat: Flat) -> None:
-        """The parameters, and all corrections so far once more."""
+        """The parameters; for unequal data, where they would be after as much again as was corrected last."""
         super().gather(flat)
-        if self.unequal_data:
+        if self.unequal_data and self.overlap:  # the last correction is in what they have moved by since the last time
+            before = flat.memory["before"]
+            flat.values.add_(torch.sub(flat.values, before, out=before))
+            flat.gather(into=before)
+        elif self.unequal_data:  # it was applied after they were sent
             flat.values.add_(flat.memory["corrected"])
 
     def apply(self, group: Group) -> None:
-        """The correction, or all of them once more."""
-        if not self.unequal_data:
-            super().apply(group)
-            return
+        """The correction; for unequal data, with all before once more."""
         for flat in group.flats:
-            flat.add(flat.memory["corrected"].add_(flat.correction))
+            flat.add(flat.memory["corrected"].add_(flat.correction) if self.unequal_data else flat.correction)

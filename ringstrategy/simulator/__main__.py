@@ -1,0 +1,264 @@
+"""Steps to consensus, and loss against rounds and against bytes, of each topology and algorithm: tables and a drawing.
+
+python -m ringstrategy.simulator --sizes 8,64,512,4096 --out benchmarks/results
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from ringstrategy.algorithms import Choco, Gossip, PushSum
+from ringstrategy.algorithms.decentralized import Decentralized
+from ringstrategy.codecs import BlockInt, Gaussian, Rotated
+from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
+from ringstrategy.topologies import (
+    Complete,
+    Exponential,
+    FromMatrix,
+    Hypercube,
+    OnePeerExponential,
+    RandomMatching,
+    RingGraph,
+    Star,
+    Topology,
+    Torus,
+)
+
+TOPOLOGIES: list[Topology] = [
+    RingGraph(),
+    Torus(),
+    Hypercube(),
+    Exponential(),
+    OnePeerExponential(),
+    RandomMatching(),
+    Star(),
+    Complete(),
+]
+_MOST = {Star(): 64, Complete(): 512}  # ranks; beyond, the hub has too much to send, or everyone
+_PATIENCE = 50_000_000  # steps times ranks until consensus is given up
+_EVERY = 10  # rounds of training from one look at the loss to the next
+_TARGETS = (1e-1, 1e-2, 1e-3)  # of the loss at the start
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
+
+
+def steps_to_consensus(topology: Topology, size: int) -> tuple[int, float] | None:
+    """Steps of `Gossip` alone until the squared distance is 1e-6 of the first, and bytes a rank sent for each value.
+
+    Looks at every step at first, then after every 2 % more; None: patience ended.
+    """
+    start = torch.randn(size, 8, generator=torch.Generator().manual_seed(size))
+    simulation, nothing = Simulation(Gossip(topology, overlap=False), start), torch.zeros_like(start)
+    first = simulation.consensus_distance()
+    for step in range(1, _PATIENCE // size + 1):
+        simulation.step(nothing)
+        if step % max(1, step // 50) == 0 and simulation.consensus_distance() <= 1e-6 * first:
+            return step, simulation.bytes_sent / start.shape[1]
+    return None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mean model's excess loss over that at the start, and the bytes that a rank sent, every few rounds."""
+
+    losses: list[float]
+    bytes_sent: list[float]
+    distance: float  # of a rank's parameter from the mean at the end, root of the mean square
+
+
+def train(algorithm: Decentralized | None, problem: Problem, rate: float, rounds: int) -> Curve:
+    """SGD from zeros, with each rank's gradient at its own parameters; no algorithm: exact all-reduce."""
+    start = torch.zeros(problem.size, problem.dim)
+    ranks = AllReduced(start) if algorithm is None else Simulation(algorithm, start)
+    first = problem.loss(start[0])
+    losses, sent = [1.0], [0.0]
+    for step in range(rounds):
+        ranks.step(problem.gradient(ranks.values, step).mul_(-rate))
+        if (step + 1) % _EVERY == 0:
+            losses.append(problem.loss(ranks.mean()) / first)
+            sent.append(ranks.bytes_sent)
+    return Curve(losses, sent, math.sqrt(ranks.consensus_distance() / problem.dim))
+
+
+def directed(size: int) -> FromMatrix:
+    """Rank r shares equally between itself, r + 1 and 2 r: some hear of more ranks than others, so rows miss 1."""
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for rank in range(size):
+        targets = sorted({rank, (rank + 1) % size, 2 * rank % size})
+        matrix[targets, rank] = 1 / len(targets)
+    return FromMatrix(matrix.tolist())
+
+
+def topologies(size: int) -> dict[str, Topology]:
+    """Those that `size` ranks can afford, by name."""
+    return {type(topology).__name__: topology for topology in TOPOLOGIES if size <= _MOST.get(topology, size)}
+
+
+def algorithms(size: int) -> dict[str, Decentralized | None]:
+    """What trains, by name."""
+    ring = RingGraph()
+    return {
+        "all-reduce": None,
+        **{name: Gossip(topology) for name, topology in topologies(size).items()},
+        "ring, overlap=False": Gossip(ring, overlap=False),
+        "ring, interval=4": Gossip(ring, interval=4),
+        "ring, unequal_data": Gossip(ring, unequal_data=True),
+        "ring, unequal_data, overlap=False": Gossip(ring, unequal_data=True, overlap=False),
+        "Choco, ring, int8": Choco(ring, BlockInt(8)),
+        "Choco, ring, int4": Choco(ring, BlockInt(4)),
+        "Choco, ring, rotated 2-bit": Choco(ring, Rotated(Gaussian(2))),
+        "PushSum, directed": PushSum(directed(size)),
+    }
+
+
+def problems(size: int) -> dict[str, tuple[Problem, float]]:
+    """What is trained, and at which learning rate, by name."""
+    return {
+        "quadratic, equal data": (Quadratic(size), 0.1),
+        "quadratic, unequal data": (Quadratic(size, unequal=1.0), 0.1),
+        "logistic, equal data": (Logistic(size), 0.5),
+        "logistic, unequal data": (Logistic(size, unequal=1.0), 0.5),
+    }
+
+
+Steps = dict[tuple[str, int], tuple[int, float] | None]
+
+
+def _consensus_table(sizes: list[int], steps: Steps) -> Table:
+    rows = []
+    for name in topologies(1):
+        row = [name]
+        for size in sizes:
+            found = steps.get((name, size))
+            never = f"> {_PATIENCE // size}" if (name, size) in steps else "-"
+            row.append(never if found is None else f"{found[0]} / {found[1]:.4g}")
+        rows.append(row)
+    title = (
+        "Pure mixing: steps until the squared distance is 1e-6 of the first / bytes a rank sent then, for each value"
+    )
+    return title, ["topology", *map(str, sizes)], rows
+
+
+def _size_table(sizes: list[int], rounds: int) -> Table:
+    rows = []
+    for name in topologies(1):
+        row = [name]
+        for size in sizes:
+            if name not in topologies(size):
+                row.append("-")
+                continue
+            curve = train(Gossip(topologies(size)[name]), Quadratic(size, dim=64, unequal=1.0), 0.1, rounds)
+            row.append(f"{curve.losses[-1]:.2e} / {curve.distance:.2e}")
+        rows.append(row)
+    title = f"SGD, quadratic of 64 parameters, unequal data, learning rate 0.1: loss / distance after {rounds} rounds"
+    return title, ["topology", *map(str, sizes)], rows
+
+
+def _training_table(name: str, size: int, rate: float, curves: dict[str, Curve]) -> Table:
+    last = len(next(iter(curves.values())).losses) - 1
+    looks = [last // 8, last // 2, last]
+    losses_at = [f"loss at {look * _EVERY}" for look in looks]
+    header = ["", *losses_at, "distance", *(f"kB until {target:g}" for target in _TARGETS)]
+    rows = []
+    for algorithm, curve in curves.items():
+        row = [algorithm, *(f"{curve.losses[look]:.2e}" for look in looks), f"{curve.distance:.2e}"]
+        for target in _TARGETS:
+            sent = [sent for loss, sent in zip(curve.losses, curve.bytes_sent, strict=True) if loss <= target]
+            row.append(f"{sent[0] / 1e3:.4g}" if sent else "-")
+        rows.append(row)
+    return f"SGD, {name}, {size} ranks, learning rate {rate:g}", header, rows
+
+
+def _draw(path: Path, title: str, curves: dict[str, Curve], steps: Steps) -> None:
+    figure = Figure(figsize=(15, 10), layout="constrained")
+    by_rounds, by_bytes, by_codec, by_size = figure.subplots(2, 2).flatten()
+    for name, curve in curves.items():
+        kilobytes = [sent / 1e3 for sent in curve.bytes_sent]
+        if name == "all-reduce" or name in topologies(1):
+            by_rounds.semilogy([look * _EVERY for look in range(len(curve.losses))], curve.losses, label=name)
+            by_bytes.loglog(kilobytes[1:], curve.losses[1:], label=name)
+        if name not in topologies(1) or name == "RingGraph":
+            by_codec.loglog(kilobytes[1:], curve.losses[1:], label=name)
+    for name in topologies(1):
+        found = [(size, result[0]) for (whose, size), result in steps.items() if whose == name and result]
+        by_size.loglog(*zip(*found, strict=True), marker="o", label=name)
+    by_rounds.set(title=f"Gossip: {title}", xlabel="rounds", ylabel="excess loss of the mean model, over the first")
+    by_bytes.set(title="the same against what a rank sent", xlabel="kB", ylabel="excess loss")
+    by_codec.set(title="more algorithms", xlabel="kB", ylabel="excess loss")
+    by_size.set(title="pure mixing until the squared distance is 1e-6 of the first", xlabel="ranks", ylabel="steps")
+    for axis in (by_rounds, by_bytes, by_codec, by_size):
+        axis.legend(fontsize=7)
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=80)
+
+
+_ABOUT = """# Decentralized averaging, simulated
+
+Made by `{command}` with torch {torch}.
+All ranks' parameters are rows of one tensor; topologies, codecs and algorithms are the package's own, and
+`tests/test_simulator.py` holds them equal to real processes. Ranks overlap the exchange with the next step, as is the
+default, unless a row says otherwise; Choco's gain is 1. In pure mixing nothing is trained, and steps are exact to 2 %.
+
+- **loss**: of the mean model on all ranks' data, above the least there is, over the same at the start (all zeros);
+  looked at every 10 rounds.
+- **distance**: of a rank's parameter from the mean, root of the mean square.
+- **kB**, **bytes**: sent by a rank, on average over ranks (a star's hub sends as much as all others together); for
+  all-reduce 2 (N-1)/N of 4 bytes a value. The exact mean that Choco needs once, at its start, is not counted.
+- Trained are 256 parameters: a quadratic with curvatures from 0.1 to 1 and gradient noise of 0.1, and logistic
+  regression on 32 samples a rank, 8 in a batch. Unequal data: each rank has its own optimum and curvatures, or samples
+  of one label alone.
+"""
+
+
+def _markdown(table: Table) -> str:
+    title, header, rows = table
+    lines = [header, ["---", *["--:"] * (len(header) - 1)], *rows]
+    return f"\n## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _print(table: Table) -> None:
+    title, header, rows = table
+    shown = RichTable()
+    for place, name in enumerate(header):
+        shown.add_column(name, justify="right" if place else "left", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=40 + 16 * len(header)).print(title, shown)
+
+
+def main() -> None:
+    """Simulate, print, write and draw."""
+    parser = argparse.ArgumentParser(prog="python -m ringstrategy.simulator", description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes about three minutes")
+    parser.add_argument("--size", type=int, default=64, help="ranks that train with every algorithm")
+    parser.add_argument("--rounds", type=int, default=400, help="of training; half as many for each size")
+    parser.add_argument("--out", type=Path, default=Path("."), help="folder for simulation.md and simulation.png")
+    options = parser.parse_args()
+    sizes = [int(size) for size in options.sizes.split(",")]
+    torch.set_num_threads(1)
+    steps = {(name, size): steps_to_consensus(t, size) for size in sizes for name, t in topologies(size).items()}
+    tables, curves = [_consensus_table(sizes, steps), _size_table(sizes, options.rounds // 2)], {}
+    for name, (problem, rate) in problems(options.size).items():
+        curves = {
+            whose: train(algorithm, problem, rate, options.rounds)
+            for whose, algorithm in algorithms(options.size).items()
+        }
+        tables.append(_training_table(name, options.size, rate, curves))
+    for table in tables:
+        _print(table)
+    command = f"{parser.prog} --sizes {options.sizes} --size {options.size} --rounds {options.rounds}"
+    about = _ABOUT.format(command=command, torch=torch.__version__)
+    (options.out / "simulation.md").write_text(about + "".join(map(_markdown, tables)))
+    _draw(options.out / "simulation.png", tables[-1][0], curves, steps)
+    print(f"written: {options.out / 'simulation.md'} and .png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The simulator beside real processes, the laws that both keep, and its problems beside their own slow twins."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_gossip import directed
+from torch import Tensor, nn
+
+from ringstrategy import BlockInt, Cast, Choco, Gaussian, Gossip, PushSum, Rotated
+from ringstrategy.algorithms.decentralized import Decentralized
+from ringstrategy.collectives.peers import connect
+from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
+from ringstrategy.simulator import __main__ as report
+from ringstrategy.simulator.__main__ import main, steps_to_consensus, train
+from ringstrategy.simulator.simulation import NAME
+from ringstrategy.topologies import Complete, OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
+
+SIZE, DIM, STEPS = 4, 512, 20
+
+
+def start() -> Tensor:
+    """Of all ranks, on a grid, so that their mean after the first step has no rounding."""
+    return torch.randn(SIZE, DIM, generator=torch.Generator().manual_seed(1)).mul_(16).round_().div_(16)
+
+
+def change(values: Tensor, rank: int | slice) -> Tensor:
+    """A step of gradient descent on sum a (x - b)**2 / 2 from a rank's own values; a and b differ between ranks."""
+    generator = torch.Generator().manual_seed(2)
+    a = torch.randint(1, 5, (SIZE, DIM), generator=generator) / 4
+    b = torch.randn(SIZE, DIM, generator=generator).mul_(16).round_().div_(16)
+    return (values - b[rank]) * a[rank] / -4
+
+
+def really(algorithm: Decentralized) -> tuple[np.ndarray, np.ndarray, int]:
+    """This rank's parameters after all steps, the mean it saw, and the bytes it sent for all mixings but the first."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    assert peers.size == SIZE
+    parameter = nn.Parameter(start()[peers.rank], requires_grad=False)
+    try:
+        algorithm.setup({NAME: parameter}, peers)
+        for step in range(STEPS):
+            parameter += change(parameter, peers.rank)
+            algorithm.after_step({parameter})
+            algorithm.settle()
+            if step + 1 == algorithm.interval:
+                before = peers.stats.bytes_sent
+        sent = peers.stats.bytes_sent - before
+        own = parameter.numpy().copy()
+        algorithm.enter_consensus()
+        return own, parameter.numpy().copy(), sent
+    finally:
+        algorithm.close()
+        peers.close()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(RingGraph()),
+        Gossip(RingGraph(), overlap=False),
+        Gossip(OnePeerExponential(), interval=3),
+        Gossip(Star(), Cast("float16"), overlap=False),
+        Gossip(RingGraph(), unequal_data=True),
+        Gossip(Torus(), unequal_data=True, interval=3, overlap=False),
+        PushSum(directed(SIZE)),
+        PushSum(directed(SIZE), interval=3, overlap=False),
+        # gain times a weight is 1/4, so that fused multiply-adds change no bit, and no rounding turns
+        Choco(RingGraph(), BlockInt(8, block=16), gain=0.75),
+        Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.75, overlap=False),
+    ],
+    ids=str,
+)
+def test_it_does_what_real_processes_do(ranks: Pool, algorithm: Decentralized) -> None:
+    simulation, first = Simulation(algorithm, start()), 0.0
+    for step in range(STEPS):
+        simulation.step(change(simulation.values, slice(None)))
+        if step + 1 == algorithm.interval:
+            first = simulation.bytes_sent
+    real = ranks(SIZE, really, algorithm)
+    mean = simulation.mean()
+    for rank, (own, seen, _) in enumerate(real):
+        np.testing.assert_allclose(simulation.values[rank].numpy(), own, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(mean.numpy(), seen, rtol=0, atol=1e-6)
+    assert simulation.bytes_sent - first == np.mean([sent for _, _, sent in real]) > 0
+    assert simulation.consensus_distance() > 0.01
+
+
+def test_what_people_see_without_a_mixing_is_the_mean_too() -> None:
+    simulation = Simulation(Gossip(), start())
+    torch.testing.assert_close(simulation.mean(), start().mean(0), rtol=0, atol=1e-7)
+    distance = (start() - start().mean(0)).square().sum(1).mean()
+    assert simulation.consensus_distance() == pytest.approx(float(distance), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(RandomMatching()),
+        Gossip(Torus(), unequal_data=True),
+        PushSum(report.directed(64)),
+        Choco(RingGraph(), BlockInt(4)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_mean_goes_where_the_changes_go(algorithm: Decentralized, overlap: bool) -> None:
+    algorithm.overlap = overlap
+    values = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
+    simulation, expected = Simulation(algorithm, values), values.double().mean(0)
+    for step in range(30):
+        change = torch.randn(64, 256, generator=torch.Generator().manual_seed(step)) / (step + 1)
+        expected += change.double().mean(0)
+        simulation.step(change)
+    torch.testing.assert_close(simulation.mean().double(), expected, rtol=0, atol=2e-6)
+    assert not torch.equal(simulation.values[0], simulation.values[1])
+
+
+def test_one_rank_takes_its_own_steps_and_sends_nothing() -> None:
+    problem = Quadratic(1)
+    for algorithm in (Gossip(), Gossip(unequal_data=True), PushSum(), Choco()):
+        simulation, plain = Simulation(algorithm, torch.ones(1, 256)), torch.ones(1, 256)
+        for step in range(5):
+            plain = plain - 0.1 * problem.gradient(plain, step)
+            simulation.step(-0.1 * problem.gradient(simulation.values, step))
+        assert torch.equal(simulation.values, plain)
+        assert torch.equal(simulation.mean(), plain[0])
+        assert simulation.bytes_sent == 0
+
+
+def test_blocks_that_would_run_over_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="take a multiple of 256"):
+        Simulation(Choco(), torch.zeros(4, 100))
+
+
+def test_all_reduce_is_the_complete_graph_for_fewer_bytes() -> None:
+    problem = Quadratic(8, unequal=1.0)
+    reduced, complete = (
+        AllReduced(torch.zeros(8, 256)),
+        Simulation(Gossip(Complete(), overlap=False), torch.zeros(8, 256)),
+    )
+    for step in range(10):
+        for ranks in (reduced, complete):
+            ranks.step(-0.1 * problem.gradient(ranks.values, step))
+    torch.testing.assert_close(reduced.values, complete.values, rtol=0, atol=1e-6)
+    assert reduced.bytes_sent == 10 * 2 * 7 / 8 * 4 * 256
+    assert complete.bytes_sent == 10 * 7 * 4 * 256
+
+
+@pytest.mark.parametrize(
+    ("topology", "steps", "messages"),
+    [(Complete(), 1, 31), (OnePeerExponential(), 5, 1), (RandomMatching(), None, 1), (RingGraph(), None, 2)],
+)
+def test_consensus_comes_no_later_than_the_matrix_says(
+    topology: Topology, steps: int | None, messages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "_PATIENCE", 32_000)
+    assert steps_to_consensus(RingGraph(), 320) is None
+    found = steps_to_consensus(topology, 32)
+    bound = topology.steps_to_consensus(32, 1e-3)
+    assert found is not None
+    assert bound is not None
+    assert bound / 2 < found[0] <= bound * 1.02
+    assert steps is None or found[0] == steps
+    assert found[1] == 4 * messages * found[0]
+
+
+PROBLEMS: list[Problem] = [
+    Quadratic(6, dim=5, unequal=0.5, noise=0.0),
+    Logistic(6, dim=5, unequal=0.5, samples=8, batch=8),
+]
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_nothing_is_below_the_optimum_and_gradients_lead_there(problem: Problem) -> None:
+    x = torch.zeros(problem.dim, dtype=torch.float64)
+    for _ in range(3000):
+        x -= problem.gradient(x.float().expand(problem.size, -1), 0).mean(0)
+    assert 0 <= problem.loss(x) + 1e-12 < 1e-10 < 1e-2 < problem.loss(torch.zeros(problem.dim))
+    for place in range(problem.dim):  # beside differences of the loss
+        away = torch.full((problem.dim,), 0.5, dtype=torch.float64)
+        up, down = away.clone(), away.clone()
+        up[place] += 1e-5
+        down[place] -= 1e-5
+        slope = (problem.loss(up) - problem.loss(down)) / 2e-5
+        gradient = problem.gradient(away.float().expand(problem.size, -1), 0).mean(0)
+        assert float(gradient[place]) == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", [Quadratic, Logistic])
+def test_noise_is_a_function_of_the_step_and_unequal_data_pull_ranks_apart(kind: type[Quadratic | Logistic]) -> None:
+    zeros = torch.zeros(8, 16)
+    equal, unequal = (kind(8, dim=16, unequal=unequal) for unequal in (0.0, 1.0))
+    assert torch.equal(equal.gradient(zeros, 1), kind(8, dim=16).gradient(zeros, 1))
+    assert not torch.equal(equal.gradient(zeros, 1), equal.gradient(zeros, 2))
+    pulls = [sum(problem.gradient(zeros, step) for step in range(100)) / 100 for problem in (equal, unequal)]
+    apart = [float((pull - pull.mean(0)).square().sum()) for pull in pulls]
+    assert apart[1] > 2 * apart[0] > 0
+
+
+def test_a_curve_is_of_the_mean_model() -> None:
+    problem = Quadratic(8, dim=16, unequal=1.0)
+    simulation = Simulation(Gossip(), torch.zeros(8, 16))
+    curve = train(Gossip(), problem, 0.1, 20)
+    for step in range(20):
+        simulation.step(problem.gradient(simulation.values, step) * -0.1)
+    mean = simulation.values.double().mean(0)
+    assert curve.losses[-1] == pytest.approx(problem.loss(mean) / problem.loss(torch.zeros(16)), rel=1e-5)
+    assert curve.distance == pytest.approx(float((simulation.values - mean).square().mean().sqrt()), rel=1e-5)
+    assert curve.bytes_sent == [0, 10 * 2 * 4 * 16, 20 * 2 * 4 * 16]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("topology", [RingGraph(), Torus(), Star()])
+def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
+    topology: Topology, overlap: bool
+) -> None:
+    problem = Quadratic(8, dim=16, unequal=1.0, noise=0.0)
+    plain, exact = (
+        train(Gossip(topology, overlap=overlap, unequal_data=unequal), problem, 0.2, 800).losses[-1]
+        for unequal in (False, True)
+    )
+    assert exact < 1e-8 < 1e-4 < plain
+
+
+def test_the_command_writes_a_table_and_a_drawing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["simulator", "--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(tmp_path)]
+    )
+    main()
+    text = (tmp_path / "simulation.md").read_text()
+    assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text
+    assert text.count("\n## ") == 6
+    assert "Choco, ring, int8" in capsys.readouterr().out
+    assert (tmp_path / "simulation.png").stat().st_size > 10_000
