@@ -122,6 +122,8 @@ def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> 
     """Each rank's own parameters and optimizers, if all have theirs; else all start from the mean."""
     before, now = saved["world_size"], strategy.world_size
     mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io) if before == now else None
+    if mine is not None and mine["own"]["algorithm"]["torn"]:
+        mine = None
     missing = _missing(strategy, mine)
     if not missing:
         assert mine is not None
@@ -133,8 +135,9 @@ def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> 
         )
     else:
         rank_zero_warn(
-            f"the parameters of rank {_list(missing)} are not in {_folder(path)} (it must be kept beside its "
-            "checkpoint): all start from the mean and from rank 0's optimizers"
+            f"what rank {_list(missing)} has of its own is not in {_folder(path)} (it must be kept beside its "
+            "checkpoint), or an exception saved it within an exchange: all ranks start from the checkpoint's "
+            "parameters and optimizers"
         )
 
 

@@ -43,7 +43,7 @@ _FROM_DDP = {
     "bucket_cap_mb": "here it is RingStrategy(AllReduce(bucket_mb=...))",
     "gradient_as_bucket_view": "leave it out, gradients always are views of the buckets",
     "static_graph": "leave it out, nothing here depends on the graph",
-    "model_averaging_period": "leave it out, averaging of parameters is not built yet",
+    "model_averaging_period": "here it is RingStrategy(Gossip(interval=...))",
 }
 
 

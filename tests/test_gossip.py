@@ -649,7 +649,6 @@ def test_spawned_processes_return_the_mean(tmp_path: Path) -> None:
         (lambda: Gossip(interval=True), ValueError, "at least 1"),
         (lambda: Gossip("ring"), TypeError, r"RingGraph\(\)"),
         (lambda: Gossip(overlap=1), TypeError, "overlap is True or False"),
-        (lambda: Gossip(codec=BlockInt(8)), ValueError, "never agree"),
         (lambda: Gossip(local="bias"), TypeError, "function"),
         (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, r"rows.*PushSum"),
         (lambda: Gossip(codec="int8"), TypeError, r"Identity\(\)"),
@@ -704,25 +703,48 @@ def test_mixing_goes_on_after_a_step_that_one_ranks_loss_scaler_skipped(ranks: P
     assert other[2]
 
 
-def _fails(folder: str) -> str:
+def _fails(folder: str, algorithm: Decentralized) -> str:
     class Fails(Net):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             if self.global_rank == 1 and self.global_step == 3:
                 raise ArithmeticError("no more")
             return super().training_step(batch, batch_idx)
 
-    saver = OnExceptionCheckpoint(folder, f"rank{os.environ['RANK']}")
+    saver = OnExceptionCheckpoint(folder, "left")
     with pytest.raises((ArithmeticError, PeerLostError)) as raised:
-        fit(RingStrategy(Gossip(RingGraph())), Fails(), callbacks=[saver], enable_checkpointing=True)
+        fit(RingStrategy(algorithm), Fails(), callbacks=[saver], enable_checkpointing=True)
     return type(raised.value).__name__
 
 
 def test_an_exception_saves_local_weights_and_hangs_nobody(ranks: Pool, tmp_path: Path) -> None:
-    outcomes = ranks(3, _fails, str(tmp_path), limit=50.0)
+    outcomes = ranks(3, _fails, str(tmp_path), Gossip(RingGraph()), limit=50.0)
     assert outcomes.count("ArithmeticError") == 1
     assert set(outcomes) == {"ArithmeticError", "PeerLostError"}
-    own = torch.load(tmp_path / "rank1.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]["module"]
+    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]["module"]
     assert all(value.isfinite().all() for value in own.values())
+
+
+def _torn(folder: str) -> None:
+    _fails(folder, Choco(Star()))
+
+
+def _begins(path: str, algorithm: Decentralized) -> float:
+    """The first of this rank's parameters as training goes on from there, which then ends."""
+
+    class Start(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            begun.append(pl_module.layers[0].weight[0, 0].item())
+
+    begun: list[float] = []
+    fit(RingStrategy(algorithm), Net(), ckpt_path=path, max_epochs=3, callbacks=[Start()])
+    return begun[0]
+
+
+def test_copies_saved_within_an_exchange_are_not_taken_back(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _torn, str(tmp_path), limit=50.0)
+    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]
+    assert own["algorithm"]["torn"]
+    assert len(set(ranks(3, _begins, str(tmp_path / "left.ckpt"), Choco(Star())))) == 1
 
 
 def _epochs() -> dict[str, int]:
@@ -776,16 +798,45 @@ def test_a_sample_estimates_the_consensus_distance(ranks: Pool) -> None:
     assert exact != estimate == pytest.approx(exact, rel=0.05)
 
 
-def _other_algorithm(path: str) -> list[float]:
-    class Start(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            begun.append(pl_module.layers[0].weight[0, 0].item())
-
-    begun: list[float] = []
-    fit(RingStrategy(Choco(Star())), Net(), ckpt_path=path, max_epochs=3, callbacks=[Start()])
-    return begun
-
-
-def test_another_decentralized_algorithm_goes_on_from_each_ranks_own(ranks: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [Choco(Star()), PushSum(directed(3)), Gossip(RingGraph(), unequal_data=True)], ids=str
+)
+def test_another_decentralized_algorithm_goes_on_from_each_ranks_own(
+    ranks: Pool, algorithm: Decentralized, tmp_path: Path
+) -> None:
     ranks(3, _save, str(tmp_path))
-    assert len({begun for (begun,) in ranks(3, _other_algorithm, str(tmp_path / "saved.ckpt"))}) == 3
+    assert len(set(ranks(3, _begins, str(tmp_path / "saved.ckpt"), algorithm))) == 3
+
+
+def _grows(algorithm: Decentralized) -> tuple[list[float], list[float], str]:
+    """An optimizer gets a second parameter; then another one wants to step the first too."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    random = torch.Generator().manual_seed(peers.rank)
+    parameters = {name: nn.Parameter(torch.randn(300, generator=random)) for name in ("one", "two", "three")}
+    sums = [torch.stack(list(parameters.values())).detach().sum(0)[:3].tolist()]
+    algorithm.setup(parameters, peers)
+    one, two, three = parameters.values()
+    for stepped in ({one}, {one}, {one, two}, {one, two}):
+        algorithm.after_step(stepped)
+    assert len(algorithm._groups) == 1
+    assert algorithm._groups[0].steps == 4
+    algorithm.enter_consensus()
+    sums.append(torch.stack(list(parameters.values())).detach().sum(0)[:3].tolist())
+    algorithm.leave_consensus()
+    with pytest.raises(ValueError, match="two optimizers step one") as raised:
+        algorithm.after_step({one, three})
+    algorithm.close()
+    peers.close()
+    dist.destroy_process_group()
+    return sums[0], sums[1], str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Gossip(), PushSum(directed(3)), Choco(overlap=False), Gossip(unequal_data=True)], ids=str
+)
+def test_an_optimizer_may_get_more_parameters_but_not_anothers(ranks: Pool, algorithm: Decentralized) -> None:
+    found = ranks(3, _grows, algorithm)
+    start, end = (np.array([sums[place] for sums in found]) for place in (0, 1))
+    np.testing.assert_allclose(end.mean(0), start.mean(0), rtol=0, atol=1e-5)
+    assert "such as 'ring'" in found[0][2]

@@ -46,7 +46,8 @@ class Decentralized(Algorithm):
         codec: how values travel.
         interval: optimizer steps from one mixing to the next. More: fewer bytes, ranks drift further apart.
         overlap: send while the next `interval` steps are computed, and apply what came as a correction at their end:
-            the wire then costs no time while it is faster than they are. False: wait for it at once.
+            the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
+            largest stable learning rate is lower, the more so with long intervals. False: wait for it at once.
         consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
         local: see `Synchronous`.
         unit: "step", or "epoch": the interval counts epochs.
@@ -214,8 +215,14 @@ class Decentralized(Algorithm):
         new = Group(wanted, self.values_dtype)
         self._agree(wanted)
         counts = self._counts.get(next(iter(wanted)), {})
-        for old in [group for group in self._groups if group.parameters.keys() <= wanted.keys()]:  # it has grown
-            counts = self._end(old)
+        for old in [group for group in self._groups if group.parameters.keys() & wanted.keys()]:
+            if not old.parameters.keys() <= wanted.keys():
+                shared = ", ".join(sorted(old.parameters.keys() & wanted.keys())[:3])
+                raise ValueError(
+                    f"two optimizers step {shared}, but with gossip the parameters of an optimizer are mixed together, "
+                    "so they must be its own: give them to one of the two, or use a synchronous strategy such as 'ring'"
+                )
+            counts = self._end(old)  # it has grown
             self._groups.remove(old)
         for name, count in counts.items():
             setattr(new, name, count)
@@ -282,15 +289,15 @@ class Decentralized(Algorithm):
         peers = self._peers
         if peers is None:
             return None
-        total = torch.zeros(1, dtype=torch.float64)
+        total = torch.zeros(1, dtype=torch.float64, device="cpu")
         numel = sum(group.numel for group in self._groups)
         for group in self._groups:
             for flat in group.flats:
                 own, mass, part = row_of(flat.parameters), self.mass(flat), 1.0
                 if sample is not None and numel > sample:
                     count = max(1, sample * len(own) // numel)
-                    generator = torch.Generator().manual_seed(derive_seed(group.seed, group.steps))
-                    chosen = torch.randint(len(own), (count,), generator=generator).to(own.device)
+                    generator = torch.Generator("cpu").manual_seed(derive_seed(group.seed, group.steps))
+                    chosen = torch.randint(len(own), (count,), generator=generator, device="cpu").to(own.device)
                     own, mass, part = own[chosen], mass[chosen], len(own) / count
                 self.exchange.average_(mass, peers, "for the consensus distance")
                 total += part * (own - mass).double().square().sum().cpu()
@@ -334,29 +341,33 @@ class Decentralized(Algorithm):
                         kept.setdefault(name, {})[kind] = part
             both = {kind: torch.stack([one.values, one.correction]) for kind, one in group.others.items()}
             others |= dict.fromkeys(group.parameters, both)
-        return {"of": self._keeper, "kept": kept, "others": others}
+        # after an exception: copies and weights that another thread is changing fit those of no other rank
+        torn = any(group.under_way is not None and any(flat.memory for flat in group.flats) for group in self._groups)
+        return {"of": self.keeper, "kept": kept, "others": others, "torn": torn}
 
     @property
-    def _keeper(self) -> str:
+    def keeper(self) -> str:
+        """Whose state it is: what another one kept is of no use."""
         return f"{type(self).__name__} over {self.topology}"
 
     def load_own_state(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_own_state`."""
-        self._awaited = state if state["of"] == self._keeper else {}
+        self._awaited = state if state["of"] == self.keeper else {}
         if not self._awaited:
             rank_zero_info(
-                f"The checkpoint is of {state['of']}, this run of {self._keeper}: each rank takes its own parameters "
+                f"The checkpoint is of {state['of']}, this run of {self.keeper}: each rank takes its own parameters "
                 "and optimizers, but nothing that only the other kept."
             )
 
     def _resume(self, group: Group) -> bool:
         """Take what a checkpoint kept of this group; False if there is nothing."""
         kept, others = self._awaited.get("kept", {}), self._awaited.get("others", {})
-        first = next(iter(group.parameters))
-        if not group.parameters.keys() <= kept.keys():
-            return False
+        names = [name for flat in group.flats for name in flat.names]
+        if not names or len({tuple(kept.get(name, {})) for name in names}) != 1 or names[0] not in kept:
+            return False  # or it was kept by more groups than one
+        first = names[0]
         for kind, both in others.get(first, {}).items():
-            group.others[kind] = Vector(both[0].clone())
+            group.others[kind] = Vector(both[0].to(group.flats[0].values.device, copy=True))
             group.others[kind].correction.copy_(both[1])
         for flat in group.flats:
             for kind in kept[first]:

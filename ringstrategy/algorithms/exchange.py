@@ -88,7 +88,7 @@ class Exchange:
             return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
 
         vector.correction.zero_()
-        under_way = [post(k) for k in range(min(1, len(pieces)))]
+        under_way = [post(0)]
         for k, piece in enumerate(pieces):
             if k + 1 < len(pieces):
                 under_way.append(post(k + 1))

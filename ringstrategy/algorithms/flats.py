@@ -72,7 +72,8 @@ class Group:
     def __init__(self, parameters: Mapping[str, Parameter], dtype: Callable[[torch.dtype], torch.dtype]) -> None:
         self.parameters = dict(parameters)
         kinds = by_kind(parameters.items(), lambda named: named[1])
-        self.flats = [Flat(dict(those), dtype(those[0][1].dtype)) for those in kinds]
+        flats = [Flat(dict(those), dtype(those[0][1].dtype)) for those in kinds]
+        self.flats = [flat for flat in flats if flat.values.numel()]
         self.others: dict[str, Vector] = {}
         self.steps = self.turns = self.mixings = 0
         self.under_way: Waitable | None = None

@@ -28,9 +28,9 @@ class Gossip(Decentralized):
         local: see `Synchronous`.
         unit: see `Decentralized`.
         unequal_data: undo the pull of each rank's own data (exact diffusion, Yuan et al. 2019; D2, Tang et al. 2018),
-            for the same bytes; one more vector of memory, with overlap two. With an interval of 1 and plain SGD, ranks then end where
-            the mean of their losses is least; without, short of it. With longer intervals or other optimizers they
-            end nearer. Needs a topology that is static and symmetric, and mixes half as far at once.
+            for the same bytes; one more vector of memory, with overlap two. With an interval of 1 and SGD, ranks then
+            end where the mean of their losses is least; without, short of it. With longer intervals they end nearer.
+            Needs a topology that is static and symmetric, and mixes half as far at once.
     """
 
     def __init__(
@@ -63,6 +63,12 @@ class Gossip(Decentralized):
             raise ValueError(f"unequal_data needs the same symmetric matrix at each step, but {topology} has others")
         self.unequal_data = unequal_data
         self.gain = 0.5 if unequal_data else 1.0
+
+    @property
+    def keeper(self) -> str:
+        """With what it keeps."""
+        kept = f" for unequal data, overlap={self.overlap}" if self.unequal_data else ""
+        return super().keeper + kept
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The parameters' own, unless there is more to say."""
