@@ -181,7 +181,7 @@ def test_gossip_takes_all_registered_names_and_goes_seed_by_seed() -> None:
         cases = accuracy.cases(compose("accuracy", ["stage=gossip"]))
     names = {case.name for case in cases}
     for name, make in STRATEGIES.items():
-        assert (name in names) == (isinstance(make(), Decentralized) or name == "ring")
+        assert (name in names) == isinstance(make(), Decentralized)
     assert [case.seed for case in cases] == sorted(case.seed for case in cases)
     digits = {
         (case.ranks, case.settings["data"]["batch_size"], case.settings["data"].get("skew"))
