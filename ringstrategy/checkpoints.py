@@ -1,7 +1,8 @@
-"""Each rank's residuals in a file beside the checkpoint, and what a run of any size makes of them.
+"""What each rank has of its own in a file beside the checkpoint, and what a run of any size makes of it.
 
 `run.ckpt` holds, under `ringstrategy`, what all ranks share, and the sum of all ranks' residuals; the folder
-`run.ckpt.ringstrategy` holds one file a rank. Tensors and primitives only, so that `weights_only=True` loads them all.
+`run.ckpt.ringstrategy` holds one file a rank: its residuals or, with gossip, its parameters, optimizers and whatever
+the algorithm keeps. Tensors and primitives only, so that `weights_only=True` loads them all.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SHOWN = 5  # names in a message
 
 
 def collect(strategy: RingStrategy, path: _PATH, storage_options: Any) -> dict[str, Any]:
-    """Write this rank's residuals beside the checkpoint `path`; returns what belongs into the checkpoint itself.
+    """Write what this rank has of its own beside the checkpoint `path`; returns what belongs into the checkpoint.
 
     All ranks call it, unless the run of this rank ended in an exception: then it calls nobody, and the sum is None.
     """
@@ -127,7 +128,11 @@ def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> 
     missing = _missing(strategy, mine)
     if not missing:
         assert mine is not None
-        strategy.load_own_state(mine["own"])
+        if not strategy.load_own_state(mine["own"]):
+            rank_zero_info(
+                f"The checkpoint is of {mine['own']['algorithm']['of']}, this run of {strategy.algorithm}: each rank "
+                "takes its own parameters and optimizers, but nothing that only the other kept."
+            )
     elif before != now:
         rank_zero_info(
             f"The checkpoint is of world size {before}, this run of {now}: "

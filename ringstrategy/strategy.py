@@ -362,12 +362,12 @@ class RingStrategy(DDPStrategy):
             "algorithm": self.algorithm.own_state(),
         }
 
-    def load_own_state(self, own: Mapping[str, Any]) -> None:
-        """Take back what `own_state` gave; its optimizers when they are loaded."""
+    def load_own_state(self, own: Mapping[str, Any]) -> bool:
+        """Take back what `own_state` gave; its optimizers when they are loaded. See `Algorithm.load_own_state`."""
         assert self.lightning_module is not None
         self.lightning_module.load_state_dict(own["module"], strict=False)
-        self.algorithm.load_own_state(own["algorithm"])
         self._own = own
+        return self.algorithm.load_own_state(own["algorithm"])
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """This rank's own, if it has any."""

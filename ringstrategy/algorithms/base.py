@@ -109,8 +109,9 @@ class Algorithm(ABC):
         """
         return {}
 
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
-        """Take back what `own_state` gave; after `setup`."""
+    def load_own_state(self, state: Mapping[str, Any]) -> bool:
+        """Take back what `own_state` gave; after `setup`. False: another algorithm gave it, and it is of no use."""
+        return True
 
     def enter_consensus(self, others: Sequence[Tensor] = ()) -> bool:
         """Put the exact mean of all ranks into the parameters and into `others`, until `leave_consensus`.

@@ -28,8 +28,8 @@ class Choco(Decentralized):
         topology: who mixes with whom; static and symmetric, since copies must follow every change.
         codec: any.
         gain: how far to go towards the copies' mean (the paper's gamma), 0 < gain <= 1. With `BlockInt` and `Gaussian`
-            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, or ranks drift apart: in the
-            simulator 0.3 for `Rotated(Gaussian(1))`, 0.05 for `TopK(8)`, 0.02 for `RandomK(8)`.
+            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` and `RandomK` far less,
+            or ranks drift apart: look at the consensus distance.
         interval: see `Decentralized`, as for the arguments not named here.
         overlap: see `Decentralized`.
         consensus: see `Decentralized`.
@@ -75,7 +75,7 @@ class Choco(Decentralized):
         difference = piece.scratch("unknown", piece.values.dtype)
         torch.sub(piece.values, piece.of(_memory(piece, None)), out=difference)
         self.codec.prepare_(difference, piece.seed)
-        self.codec.encode(difference, wire, seed=piece.own_seed(self.codec), offset=piece.begin)
+        self.encode(piece, difference, wire)
         return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -17,12 +16,9 @@ from ringstrategy.algorithms.exchange import Exchange, Piece
 from ringstrategy.algorithms.flats import Flat, Group, Vector, by_kind, cut_like, row_of
 from ringstrategy.algorithms.local import Local, check_local, split, told
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.agree import compare_plans
-from ringstrategy.collectives.base import mean_
 from ringstrategy.collectives.buckets import sums_dtype
 from ringstrategy.collectives.peers import Peers
-from ringstrategy.collectives.ring import Ring
 from ringstrategy.topologies.base import Topology
 
 Unit = Literal["step", "epoch"]
@@ -113,8 +109,13 @@ class Decentralized(Algorithm):
         raw = self.codec.raw(piece.values)
         if raw is not None:
             return raw
-        self.codec.encode(piece.values, wire, seed=piece.own_seed(self.codec), offset=piece.begin)
+        self.encode(piece, piece.values, wire)
         return wire
+
+    def encode(self, piece: Piece, values: Tensor, wire: Tensor) -> None:
+        """By the codec, with this rank's own noise."""
+        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
+        self.codec.encode(values, wire, seed=own_seed, offset=piece.begin)
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
         """What all see of a rank's values after these bytes; `whose` None: this rank's. Called once a wire."""
@@ -301,11 +302,7 @@ class Decentralized(Algorithm):
                     own, mass, part = own[chosen], mass[chosen], len(own) / count
                 self.exchange.average_(mass, peers, "for the consensus distance")
                 total += part * (own - mass).double().square().sum().cpu()
-        total /= peers.size
-        control = peers.control
-        control.finish(
-            [control.submit(lambda: mean_(total, control, Ring(), Identity()), "for the consensus distance")]
-        )
+        self.exchange.average_(total, peers.control, "for the consensus distance")
         return float(total)
 
     def _means(self, groups: Sequence[Group]) -> Iterator[tuple[Flat, Tensor]]:
@@ -350,14 +347,11 @@ class Decentralized(Algorithm):
         """Whose state it is: what another one kept is of no use."""
         return f"{type(self).__name__} over {self.topology}"
 
-    def load_own_state(self, state: Mapping[str, Any]) -> None:
+    def load_own_state(self, state: Mapping[str, Any]) -> bool:
         """See `Algorithm.load_own_state`."""
-        self._awaited = state if state["of"] == self.keeper else {}
-        if not self._awaited:
-            rank_zero_info(
-                f"The checkpoint is of {state['of']}, this run of {self.keeper}: each rank takes its own parameters "
-                "and optimizers, but nothing that only the other kept."
-            )
+        mine = bool(state["of"] == self.keeper)
+        self._awaited = state if mine else {}
+        return mine
 
     def _resume(self, group: Group) -> bool:
         """Take what a checkpoint kept of this group; False if there is nothing."""

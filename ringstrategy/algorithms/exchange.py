@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.flats import Vector
-from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import cut, mean_
 from ringstrategy.collectives.peers import Handle, Peers
@@ -40,10 +39,6 @@ class Piece:
     def values(self) -> Tensor:
         """What is mixed."""
         return self.of(self.vector.values)
-
-    def own_seed(self, codec: Codec) -> int:
-        """What this rank encodes with."""
-        return self.seed if codec.shares_seed else derive_seed(self.seed, self.peers.rank)
 
     def scratch(self, name: str, dtype: torch.dtype) -> Tensor:
         """Memory for so many values, which lasts until the next call with this name."""

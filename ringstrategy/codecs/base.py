@@ -99,6 +99,10 @@ class Codec(ABC):
     def restore_(self, values: Tensor, seed: int) -> None:
         """Undo `prepare_`."""
 
+    def own_seed(self, seed: int, rank: int) -> int:
+        """What `rank` encodes with, where `seed` is everyone's."""
+        return seed if self.shares_seed else derive_seed(seed, rank)
+
     def raw(self, values: Tensor) -> Tensor | None:
         """The bytes of `values` themselves (no copy) if they are the wire format, else None."""
         return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import (
     Collective,
     check_segments,
@@ -41,7 +41,7 @@ class Direct(Collective):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
         count = len(chunks[0])
-        own_seed = seed if codec.shares_seed else derive_seed(seed, rank)
+        own_seed = codec.own_seed(seed, rank)
         in_place = codec.raw(values) is not None
         stride = wire_stride(chunks, codec, values)
         leaving = peers.scratch("direct.leaving", size * count * stride, values.device)
