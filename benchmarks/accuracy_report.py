@@ -232,7 +232,7 @@ def _gossip_text(rows: list[Row]) -> list[str]:
         "difference to Lightning's own `ddp` with the same ranks, data and seed; ± is a standard deviation over seeds. "
         "Equal data: every rank draws from all images. Skew 1: each rank has images of a few neighbouring labels only. "
         "kB a step: what rank 0 handed to the transport in training, without the means for validation; ddp's are not "
-        "counted, `ring` adds as it does."
+        "counted."
     ]
     for panel in _panels(rows):
         first = next(row for row in rows if _panel(row) == panel)
