@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -22,24 +23,71 @@ LIMIT = 20.0  # seconds; a schedule that waits for what nobody sends fails here
 class Network:
     """First in, first out between each pair; nothing is matched by tag or by size."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] | None = None) -> None:
         self.size = size
-        self.channels: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = defaultdict(queue.SimpleQueue)
+        self.hosts = None if hosts is None else tuple(hosts)
+        pairs = itertools.permutations(range(size), 2)
+        self.channels: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
+        self.posts: list[list[_Post]] = [[] for _ in range(size)]
         self.barrier = threading.Barrier(size)
         self.table: list[Tensor | None] = [None] * size
 
+    def check(self) -> None:
+        """All was waited for, and would have ended over NCCL, where a post begins when those before have ended."""
+        assert all(channel.empty() for channel in self.channels.values()), "bytes were sent that nobody received"
+        assert all(post.landed for posts in self.posts for post in posts), "a handle was not waited for"
+        begun: Counter[tuple[int, int, int]] = Counter()  # at how many of its ends; by sender, receiver and number
+        sent: Counter[tuple[int, int]] = Counter()
+        received: Counter[tuple[int, int]] = Counter()
+        left = [iter(posts) for posts in self.posts]
+        current: list[list[tuple[int, int, int]]] = [[] for _ in range(self.size)]
+        going, progress = set(range(self.size)), True
+        while going:
+            assert progress, f"over NCCL ranks {sorted(going)} would wait for each other forever"
+            progress = False
+            for rank in sorted(going):
+                if any(begun[message] < 2 for message in current[rank]):
+                    continue
+                progress = True
+                post = next(left[rank], None)
+                if post is None:
+                    going.remove(rank)
+                    continue
+                outward = [(rank, peer) for peer in post.targets]
+                inward = [(peer, rank) for peer in post.sources]
+                current[rank] = [(*pair, sent[pair]) for pair in outward] + [(*pair, received[pair]) for pair in inward]
+                begun.update(current[rank])
+                sent.update(outward)
+                received.update(inward)
 
-class _FakeHandle:
-    def __init__(self, arrivals: list[tuple[queue.SimpleQueue[Tensor], Tensor]], turn: list[int], place: int) -> None:
-        self._arrivals, self._turn, self._place = arrivals, turn, place
+
+class _Post:
+    """Sends leave at once, but their memory must not change; receives complete in order, and land when waited for."""
+
+    def __init__(self, peers: FakePeers, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
+        self.targets, self.sources, self.landed = tuple(sends), tuple(recvs), False
+        self._peers, self._recvs = peers, recvs
+        self._sent = [(tensor, tensor.clone()) for tensor in sends.values()]
+        for peer, (_, copy) in zip(sends, self._sent, strict=True):
+            peers.network.channels[peers.rank, peer].put(copy)
+        for tensor in recvs.values():
+            tensor.fill_(0xA5)  # nobody may still need what was here
+        self._arrived: list[Tensor] = []
+
+    def complete(self) -> None:
+        channels, rank = self._peers.network.channels, self._peers.rank
+        self._arrived = [channels[source, rank].get(timeout=LIMIT) for source in self.sources]
 
     def wait(self) -> None:
-        assert self._turn[0] == self._place, "handles must be waited for in the order of their posts, as NCCL completes"
-        self._turn[0] += 1
-        for channel, target in self._arrivals:
-            arrived = channel.get(timeout=LIMIT)
+        assert not self.landed, "waited for twice"
+        while self in self._peers.incomplete:
+            self._peers.incomplete.popleft().complete()
+        for tensor, copy in self._sent:
+            assert torch.equal(tensor, copy), "memory changed while it was being sent"
+        for target, arrived in zip(self._recvs.values(), self._arrived, strict=True):
             assert arrived.numel() == target.numel(), f"{arrived.numel()} bytes met a receive of {target.numel()}"
             target.copy_(arrived)
+        self._sent, self._recvs, self._arrived, self.landed = [], {}, [], True
 
 
 class _DoneTicket:
@@ -48,38 +96,42 @@ class _DoneTicket:
 
 
 class FakePeers(Peers):
-    """The strictest transport: sends leave at once, receives land at `wait`, in the order of the posts."""
+    """The strictest transport: what a collective does here it can do over gloo and over NCCL.
+
+    Attributes:
+        sent_to: bytes by receiver.
+        incomplete: posts in order.
+    """
 
     def __init__(self, network: Network, rank: int) -> None:
-        super().__init__(rank, network.size)
-        self._network = network
-        self._posts = 0
-        self._turn = [0]
+        super().__init__(rank, network.size, hosts=network.hosts)
+        self.network = network
+        self.sent_to: Counter[int] = Counter()
+        self.incomplete: deque[_Post] = deque()
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        for peer, tensor in sends.items():
+        for peer, tensor in [*sends.items(), *recvs.items()]:
             assert tensor.dtype == torch.uint8
             assert tensor.dim() == 1
+            assert tensor.numel() > 0
+            assert 0 <= peer < self.size
             assert peer != self.rank
-            self._network.channels[self.rank, peer].put(tensor.clone())
-        for peer, tensor in recvs.items():
-            assert peer != self.rank
-            tensor.fill_(0xA5)  # nobody may still need what was here
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
-        arrivals = [(self._network.channels[peer, self.rank], tensor) for peer, tensor in recvs.items()]
-        handle = _FakeHandle(arrivals, self._turn, self._posts)
-        self._posts += 1
-        return handle
+        self.sent_to.update({peer: tensor.nbytes for peer, tensor in sends.items()})
+        post = _Post(self, sends, recvs)
+        self.network.posts[self.rank].append(post)
+        self.incomplete.append(post)
+        return post
 
     def all_reduce_(self, values: Tensor) -> None:
         self.stats.uncountable()
-        self._network.table[self.rank] = values.clone()
-        self._network.barrier.wait(LIMIT)
+        self.network.table[self.rank] = values.clone()
+        self.network.barrier.wait(LIMIT)
         total = torch.zeros_like(values)
-        for other in self._network.table:
+        for other in self.network.table:
             assert other is not None
             total += other
-        self._network.barrier.wait(LIMIT)
+        self.network.barrier.wait(LIMIT)
         values.copy_(total)
 
     def submit(self, work: Callable[[], None], where: str) -> _DoneTicket:
@@ -90,13 +142,16 @@ class FakePeers(Peers):
         return
 
 
-def on_all_ranks(size: int, function: Callable[[FakePeers], Any]) -> list[Any]:
-    """Run `function` on every rank of a fake network; nothing may be left in flight."""
-    network = Network(size)
+def on_all_ranks(size: int, function: Callable[[FakePeers], Any], hosts: Sequence[str] | None = None) -> list[Any]:
+    """Run `function` on every rank of a fake network, where rank r is on `hosts[r]`; nothing may be left in flight."""
+    network = Network(size, hosts)
     with ThreadPoolExecutor(size) as pool:
-        results = list(pool.map(function, [FakePeers(network, rank) for rank in range(size)], timeout=4 * LIMIT))
-    assert all(channel.empty() for channel in network.channels.values()), "bytes were sent that nobody received"
-    return results
+        futures = [pool.submit(function, FakePeers(network, rank)) for rank in range(size)]
+        errors = [error for error in (future.exception(4 * LIMIT) for future in futures) if error is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, queue.Empty)):  # others only waited for the culprit
+        raise error
+    network.check()
+    return [future.result() for future in futures]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -61,11 +62,14 @@ class Peers(ABC):
         size: how many.
         stats: bytes are counted here, where they are handed to the transport.
         control: peers for small host-side messages (itself, unless the data go over NCCL).
+        hosts: for each rank which host it is on: equal where ranks share one. By default each has its own.
     """
 
-    def __init__(self, rank: int, size: int, stats: Stats | None = None) -> None:
+    def __init__(self, rank: int, size: int, stats: Stats | None = None, hosts: tuple[str, ...] | None = None) -> None:
         self.rank, self.size = rank, size
         self.stats = Stats() if stats is None else stats
+        self.hosts = tuple(map(str, range(size))) if hosts is None else hosts
+        assert len(self.hosts) == size
         self._scratch: dict[tuple[str, torch.device], Tensor] = {}
 
     @property
@@ -130,8 +134,16 @@ class _GlooHandle:
 class GlooPeers(Peers):
     """CPU tensors over gloo, exchanged by one thread. `timed`: its work counts as communication time."""
 
-    def __init__(self, group: dist.ProcessGroup, lifeline: Lifeline, stats: Stats, *, timed: bool = True) -> None:
-        super().__init__(dist.get_rank(group), dist.get_world_size(group), stats)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lifeline: Lifeline,
+        stats: Stats,
+        hosts: tuple[str, ...],
+        *,
+        timed: bool = True,
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), stats, hosts)
         self._group: dist.ProcessGroup | None = group
         self._lifeline = lifeline
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -271,8 +283,15 @@ class _Staging:
 class StagedPeers(GlooPeers):
     """CUDA tensors over gloo: the thread copies wire bytes through pinned host memory, on a stream of its own."""
 
-    def __init__(self, group: dist.ProcessGroup, lifeline: Lifeline, stats: Stats, device: torch.device) -> None:
-        super().__init__(group, lifeline, stats)
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lifeline: Lifeline,
+        stats: Stats,
+        hosts: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
+        super().__init__(group, lifeline, stats, hosts)
         self._stream = torch.cuda.Stream(device)
         self._pool: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
@@ -335,7 +354,7 @@ class NcclPeers(Peers):
     """
 
     def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
-        super().__init__(control.rank, control.size, control.stats)
+        super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -431,15 +450,23 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     # counted in the store, so that it is the same on all ranks of this store
     generation = base.add(f"ringstrategy/generation/{rank}", 1)
     store = dist.PrefixStore(f"ringstrategy/{generation}", base)
-    store.set(f"host/{rank}", socket.gethostname())
-    hosts = [store.get(f"host/{peer}").decode() for peer in range(size)]
-    lifeline = Lifeline(store, rank, hosts)
+    store.set(f"host/{rank}", f"{socket.gethostname()} {_boot_id()}")
+    hosts = tuple(store.get(f"host/{peer}").decode() for peer in range(size))
+    lifeline = Lifeline(store, rank, [host.partition(" ")[0] for host in hosts])
     host_group = dist.new_group(timeout=timeout, backend="gloo")
     if device.type == "cpu":
-        return GlooPeers(host_group, lifeline, stats)
+        return GlooPeers(host_group, lifeline, stats, hosts)
     if "nccl" not in dist.get_backend():
-        return StagedPeers(host_group, lifeline, stats, device)
+        return StagedPeers(host_group, lifeline, stats, hosts, device)
     device_group = dist.new_group(timeout=timeout, backend="nccl")
     # all ranks must take part in a group's first call; a ring's first messages may leave some out
     dist.all_reduce(torch.zeros(1, device=device), group=device_group)
-    return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, timed=False), device)
+    return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
+
+
+def _boot_id() -> str:
+    """Tells machines of one host name apart; empty where the kernel has none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

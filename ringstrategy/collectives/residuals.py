@@ -80,6 +80,11 @@ class Residuals:
                 residual.copy_(torch.where(skipped, self._backup_of[slot.name], residual))
         self._undecided.difference_update(slot.name for slot, _ in stepped)
 
+    @property
+    def undecided(self) -> bool:
+        """Is there an exchange that `decide` has not judged yet?"""
+        return bool(self._undecided)
+
     def state(self) -> Iterator[tuple[str, Tensor | None]]:
         """Names and residuals, in units of the unscaled loss; None: its exchange did not end, so it is unknown.
 
