@@ -4,7 +4,7 @@ Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ri
 """
 
 from ringstrategy._version import __version__
-from ringstrategy.algorithms import Algorithm, AllReduce, Choco, Gossip, PowerSGD, PushSum, SmallExact
+from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum, SmallExact
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.codecs import (
     BlockFloat8,
@@ -18,7 +18,7 @@ from ringstrategy.codecs import (
     Sign,
     TopK,
 )
-from ringstrategy.collectives import Collective, Direct, Native, Peers, Ring, Stats
+from ringstrategy.collectives import Collective, Direct, Hierarchical, Native, Peers, Ring, Stats
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.registry import register
 from ringstrategy.strategy import RingStrategy
@@ -26,6 +26,7 @@ from ringstrategy.strategy import RingStrategy
 __all__ = [
     "Algorithm",
     "AllReduce",
+    "Auto",
     "BlockFloat8",
     "BlockInt",
     "Cast",
@@ -36,6 +37,7 @@ __all__ = [
     "Direct",
     "Gaussian",
     "Gossip",
+    "Hierarchical",
     "Identity",
     "Native",
     "PeerLostError",

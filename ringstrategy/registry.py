@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from ringstrategy.algorithms import Algorithm, AllReduce, Choco, Gossip, PowerSGD, PushSum
+from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.strategy import RingStrategy
@@ -25,6 +25,7 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring_sign": lambda: AllReduce(Rotated(Gaussian(1)), Direct()),
     "ring_topk": lambda: AllReduce(TopK(), Direct()),
     "ring_powersgd": lambda: PowerSGD(collective=Direct()),
+    "ring_auto": lambda: Auto(),
     "gossip": lambda: Gossip(),
     "gossip_exponential": lambda: Gossip(OnePeerExponential()),
     "gossip_int8": lambda: Choco(codec=BlockInt(8)),

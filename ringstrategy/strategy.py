@@ -19,7 +19,7 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
@@ -171,6 +171,11 @@ class RingStrategy(DDPStrategy):
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
+        self._log_news()
+
+    def _log_news(self) -> None:
+        for line in self.algorithm.news():
+            rank_zero_info(line)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Refuse what cannot work."""
@@ -193,6 +198,7 @@ class RingStrategy(DDPStrategy):
             self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
             for optimizer in self.optimizers if module.trainer.current_epoch else ():
                 self.algorithm.after_epoch(_stepped(optimizer))
+        self._log_news()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""

@@ -59,6 +59,7 @@ class AllReduce(Synchronous):
         for each in (self.codec,) if isinstance(self.codec, Codec) else getattr(self.codec, "codecs", ()):
             self.collective.check(each)
         self.error_feedback = error_feedback
+        self.delivers = False  # lossless codecs get residuals too, and deliver what is loaded into them
         self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
 
     def __repr__(self) -> str:
@@ -73,7 +74,7 @@ class AllReduce(Synchronous):
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""
         return plan(
-            parameters, sparse, self._codec_of, self._feeds_back, self._capacity, first_index, self.residual_dtype
+            parameters, sparse, self._codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
         )
 
     def _codec_of(self, name: str, parameter: Parameter) -> Codec:
@@ -85,7 +86,8 @@ class AllReduce(Synchronous):
         self.collective.check(codec)
         return codec
 
-    def _feeds_back(self, codec: Codec) -> bool:
+    def feeds_back(self, codec: Codec) -> bool:
+        """Do buckets of this codec keep residuals?"""
         if codec.lossless:
-            return False
+            return self.delivers
         return codec.error_feedback if self.error_feedback is None else self.error_feedback

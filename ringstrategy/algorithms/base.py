@@ -137,6 +137,10 @@ class Algorithm(ABC):
         """
         return None
 
+    def news(self) -> list[str]:
+        """What belongs into the log, each line once; the same on all ranks."""
+        return []
+
     @abstractmethod
     def close(self) -> None:
         """Detach from the parameters. Idempotent, never a collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -40,6 +41,10 @@ class Synchronous(Algorithm):
         local: `local(name, parameter)` is true for parameters that are never averaged. So is a parameter with a true
             attribute `ring_local`. When a fit, validation or test begins they too start from rank 0's, and a
             checkpoint holds rank 0's.
+
+    Attributes:
+        launches: of the last backward, for each bucket its elements and how many seconds after `before_backward` it was
+            complete.
     """
 
     def __init__(
@@ -67,6 +72,7 @@ class Synchronous(Algorithm):
         self._pass: _Pass | None = None
         self._accumulating = False
         self._step = 0
+        self.launches: list[tuple[int, float]] = []
         # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
         self._awaited: dict[str, Tensor] = {}
         self._awaited_state: dict[str, Tensor] = {}
@@ -168,6 +174,7 @@ class Synchronous(Algorithm):
             return
         assert self._peers is not None
         current.finish()
+        self.launches = current.launches
         self._pass = None
         self._step += 1
         self._peers.stats.steps += 1
@@ -178,6 +185,11 @@ class Synchronous(Algorithm):
         if skipped is not None:
             for bucket in self._buckets:
                 bucket.residuals.decide(parameters, skipped)
+
+    @property
+    def undecided(self) -> bool:
+        """Is it still unknown of an exchange whether its step counts? Only with a loss scaler, until `after_step`."""
+        return any(bucket.residuals.undecided for bucket in self._buckets)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, from which codecs draw their seeds, and what buckets keep beside residuals."""
@@ -249,6 +261,8 @@ class _Pass:
         self._waiting = waiting
         self.active = [bucket for bucket in buckets if waiting[bucket]]
         self._launched = 0
+        self._begin = time.perf_counter()
+        self.launches: list[tuple[int, float]] = []
         self._tickets: list[Waitable] = []
         self._collect: Callable[[], Tensor] | None = None
         self._used_anywhere: Tensor | None = None
@@ -278,6 +292,7 @@ class _Pass:
         # index order, not readiness: all ranks must pair up
         bucket = self.active[self._launched]
         self._launched += 1
+        self.launches.append((bucket.numel, time.perf_counter() - self._begin))
         last = self._launched == len(self.active)
         if last:
             # Everyone tells everyone what it used, beside the last bucket, which hides it.

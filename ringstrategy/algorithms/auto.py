@@ -1,0 +1,406 @@
+"""All-reduce that measures the machines it is on, and chooses codec, collective, segments and bucket size by itself."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.algorithms.allreduce import AllReduce
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.local import Local, split, told
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.block_int import BlockInt
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.agree import compare_plans
+from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.direct import Direct
+from ringstrategy.collectives.hierarchical import Hierarchical
+from ringstrategy.collectives.native import Native
+from ringstrategy.collectives.peers import Peers
+from ringstrategy.collectives.ring import Ring
+from ringstrategy.cost.model import Machines
+from ringstrategy.cost.probe import measure, of_all
+from ringstrategy.cost.step import Prediction, Profile, predict
+
+_BUCKETS_MB = (25.0, 5.0, 100.0)
+_WARM_UP = 3  # passes before the true gradients are timed, and
+_TIMED = 5  # passes that are
+_ROUNDS = 2  # of trials, each candidate once a round, so that what comes and goes hits all alike
+_TRIAL_WARM_UP = 1
+_TRIAL = 3
+_MOST_TRIED = 4
+_NEAR = 1.25  # candidates predicted to take up to so many times as long as the best are tried
+_NEAR_OTHER_CODEC = 1.5  # the best of each codec likewise, since codecs differ most in what no model knows
+
+
+@dataclass
+class _Trial:
+    """Candidates whose passes are timed in turn."""
+
+    candidates: list[int]
+    seconds: dict[int, list[float]]
+    turns: list[int]  # still to come, the one under way first
+
+
+class Auto(Algorithm):
+    """`AllReduce` with what is fastest here, of what it is allowed.
+
+    At `setup` it measures latency, bandwidth and codecs among the ranks (under a second), predicts for each candidate
+    how long the exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
+    knows when gradients are ready, predicts again, tries the few best candidates for some passes each, and keeps the
+    fastest: about 40 passes, all of them ordinary training steps. All ranks decide by the same figures.
+
+    What is chosen depends on times, so a run with lossy codecs repeats bit for bit only if the same is chosen; a
+    checkpoint holds the choice, and a run of as many ranks goes on with it. What one candidate's error feedback holds
+    when another takes over is not lost: a lossless one delivers it.
+
+    Args:
+        allow: the codecs it may choose from. None: `Identity()` and `BlockInt(8)`.
+        error_feedback: for the lossy ones among them.
+        tune: False: keep what was chosen at `setup`.
+        find_unused_parameters: see `AllReduce`, as for the arguments not named here.
+        local: see `AllReduce`.
+        residual_dtype: see `AllReduce`.
+    """
+
+    def __init__(
+        self,
+        allow: Sequence[Codec] | None = None,
+        error_feedback: bool = True,
+        tune: bool = True,
+        find_unused_parameters: bool = False,
+        local: Local | None = None,
+        residual_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        allow = (Identity(), BlockInt(8)) if allow is None else tuple(allow)
+        if not allow or not all(isinstance(codec, Codec) for codec in allow):
+            raise TypeError(f"allow is one codec or more, such as [ringstrategy.Identity()], got {allow!r}")
+        for name, value in {"error_feedback": error_feedback, "tune": tune}.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name} is True or False, got {value!r}")
+        self.allow = allow
+        self.error_feedback = error_feedback
+        self.tune = tune
+        self._common = {
+            "error_feedback": error_feedback,
+            "find_unused_parameters": find_unused_parameters,
+            "local": local,
+            "residual_dtype": residual_dtype,
+        }
+        # refuses what these arguments cannot be; and holds what is left when training ends or has not begun
+        self._inner = AllReduce(**self._common)  # type: ignore[arg-type]
+        self._peers: Peers | None = None
+        self._size = 0
+        self._parameters: dict[str, Parameter] = {}
+        self._sparse: frozenset[str] = frozenset()
+        self._machines: Machines | None = None
+        self._candidates: list[AllReduce] = []
+        self._chosen = 0
+        self._tuned = False
+        self._trial: _Trial | None = None
+        self._passes = 0  # with the inner algorithm as it is
+        self._seconds: list[float] = []
+        self._waited: list[float] = []
+        self._begin: float | None = None
+        self._news: list[str] = []
+
+    def __repr__(self) -> str:
+        """The arguments."""
+        return (
+            f"Auto(allow={list(self.allow)}, error_feedback={self.error_feedback}, tune={self.tune}, "
+            f"find_unused_parameters={self._inner.find_unused_parameters}, local={told(self._inner.local)}, "
+            f"residual_dtype={self._inner.residual_dtype})"
+        )
+
+    @property
+    def chosen(self) -> AllReduce:
+        """What it averages with now; give it to `RingStrategy` to pin it."""
+        return self._candidates[self._chosen] if self._candidates else self._inner
+
+    def news(self) -> list[str]:
+        """See `Algorithm.news`: what was measured and chosen."""
+        news, self._news = self._news, []
+        return news
+
+    # Choosing
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks measure together
+        self._peers, self._size = peers, peers.size
+        self._parameters, self._sparse = dict(parameters), sparse
+        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        begin = time.perf_counter()
+        self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], device)
+        took = time.perf_counter() - begin
+        self._candidates = eligible(self.allow, peers.hosts, device.type, **self._common)
+        self._tuned = not self.tune
+        predictions = self._predict(Profile(rest=0.0, backward=0.0))
+        best, *others = sorted(predictions, key=lambda place: predictions[place].seconds)
+        self._news.append(
+            f"ring_auto measured for {took:.2f} s: {_told(self._machines)}. "
+            f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best].seconds:.1f} ms"
+            + self._next_best(best, {place: predictions[place].seconds for place in others})
+        )
+        self._take(best)
+
+    def _predict(self, profile: Profile) -> dict[int, Prediction]:
+        """Of each candidate; of those that come to the same only the first."""
+        assert self._machines is not None
+        shared, _ = split(self._parameters, self._inner.local)
+        dense = {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
+        predictions: dict[int, Prediction] = {}
+        seen = set()
+        for place, candidate in enumerate(self._candidates):
+            prediction = predict(candidate, dense, self._machines, profile)
+            same = (candidate.codec, type(candidate.collective), prediction)
+            if same not in seen:
+                seen.add(same)
+                predictions[place] = prediction
+        return predictions
+
+    def _next_best(self, best: int, seconds: Mapping[int, float]) -> str:
+        """Of those that differ from the best in more than sizes."""
+
+        def kind(place: int) -> tuple[object, type]:
+            return self._candidates[place].codec, type(self._candidates[place].collective)
+
+        others = [place for place in seconds if kind(place) != kind(best)]
+        if not others:
+            return ""
+        other = min(others, key=lambda place: seconds[place])
+        return f"; next best {in_words(self._candidates[other])}, {1000 * seconds[other]:.1f} ms"
+
+    def _take(self, place: int, deliver: bool | None = None) -> None:
+        """Go on with another candidate.
+
+        Args:
+            place: of the candidate.
+            deliver: a lossless one gets residuals too, and delivers them. None: if there are any.
+        """
+        assert self._peers is not None
+        old, new = self._inner, copy.deepcopy(self._candidates[place])
+        old.close()
+        residuals = {name: value for name, value in old.residuals() if value is not None}
+        new.delivers = bool(residuals) if deliver is None else deliver
+        new.setup(self._parameters, self._peers, sparse=self._sparse)
+        new.load_state_dict(old.state_dict())
+        for name in new.load_residuals(residuals):
+            assert not residuals[name].any(), "an error that feedback held would be lost"
+        self._inner, self._chosen = new, place
+        self._passes, self._seconds, self._waited = 0, [], []
+
+    def _turn(self) -> None:
+        """Between two passes: is something due?"""
+        if self._inner.undecided:  # a loss scaler has not said yet whether the last step counts: the next time, then
+            return
+        # a parameter that gets no gradient keeps its residual, so look ever more rarely
+        looks = self._passes and self._passes & (self._passes - 1) == 0
+        if self._inner.delivers and looks and not self._any_rank_holds_residuals():
+            self._take(self._chosen, deliver=False)
+        elif self._tuned:
+            return
+        elif self._trial is not None:
+            if self._passes >= _TRIAL_WARM_UP + _TRIAL:
+                self._next_trial(self._trial)
+        elif self._passes >= _WARM_UP + _TIMED:
+            self._begin_trials()
+
+    def _any_rank_holds_residuals(self) -> bool:
+        assert self._peers is not None
+        mine = any(residual is not None and bool(residual.any()) for _, residual in self._inner.residuals())
+        return any(row[0] for row in of_all(self._peers, [float(mine)]))
+
+    def _begin_trials(self) -> None:
+        """Predict again with what the true gradients have shown, and try the best."""
+        assert self._peers is not None
+        backward = statistics.median(s - w for s, w in zip(self._seconds, self._waited, strict=True))
+        slowest = max(row[0] for row in of_all(self._peers, [backward]))
+        predictions = self._predict(Profile(rest=0.0, backward=slowest, ready=self._ready(backward)))
+        order = sorted(predictions, key=lambda place: predictions[place].seconds)
+        best = predictions[order[0]].seconds
+        tried = [place for place in order if predictions[place].seconds <= _NEAR * best][:_MOST_TRIED]
+        for codec in self.allow:
+            first = next(place for place in order if self._candidates[place].codec == codec)  # Direct carries all
+            if first not in tried and predictions[first].seconds <= _NEAR_OTHER_CODEC * best:
+                tried.append(first)
+        turns = [place for round_ in range(_ROUNDS) for place in (tried if round_ % 2 == 0 else tried[::-1])]
+        self._trial = _Trial(tried, {place: [] for place in tried}, turns)
+        self._take(turns[0])
+
+    def _ready(self, backward: float) -> tuple[tuple[float, float], ...] | None:
+        """When gradients were complete, as rank 0 saw it in the last pass, so that all ranks predict alike."""
+        assert self._peers is not None
+        launches = self._inner.launches
+        told = of_all(self._peers, [x for numel, seconds in launches for x in (float(numel), seconds)])[0]
+        total = sum(told[::2])
+        points, filled = [(0.0, 0.0)], 0.0
+        for numel, seconds in zip(told[::2], told[1::2], strict=True):
+            filled += numel
+            points.append((filled / total, max(points[-1][1], min(1.0, seconds / backward))))
+        return tuple(points)
+
+    def _next_trial(self, trial: _Trial) -> None:
+        assert self._peers is not None
+        trial.seconds[trial.turns.pop(0)] += self._seconds[_TRIAL_WARM_UP:]
+        if trial.turns:
+            self._take(trial.turns[0])
+            return
+        mine = [statistics.median(trial.seconds[place]) for place in trial.candidates]
+        slowest = [max(column) for column in zip(*of_all(self._peers, mine), strict=True)]
+        seconds = dict(zip(trial.candidates, slowest, strict=True))
+        best = min(seconds, key=lambda place: seconds[place])
+        self._trial, self._tuned = None, True
+        self._news.append(
+            f"ring_auto tried {len(seconds)} of {len(self._candidates)} candidates and keeps "
+            f"{in_words(self._candidates[best])}: backward and exchange take {1000 * seconds[best]:.1f} ms"
+            + self._next_best(best, {place: s for place, s in seconds.items() if place != best})
+        )
+        if best != self._chosen:
+            self._take(best)
+
+    # Averaging
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """See `Algorithm.check`."""
+        self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.adopt`."""
+        self._parameters |= parameters
+        self._sparse |= sparse
+        self._inner.adopt(parameters, sparse=sparse)
+
+    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+        """See `Algorithm.before_backward`."""
+        if self._peers is not None and sync:
+            self._turn()
+            self._begin = self._now()
+        self._inner.before_backward(loss, sync=sync, scale=scale)
+
+    def after_backward(self) -> None:
+        """See `Algorithm.after_backward`."""
+        if self._peers is None or self._begin is None:
+            self._inner.after_backward()
+            return
+        waited = self._peers.stats.exposed_seconds
+        self._inner.after_backward()
+        self._passes += 1
+        self._seconds.append(self._now() - self._begin)
+        self._waited.append(self._peers.stats.exposed_seconds - waited)
+        self._begin = None
+
+    def _now(self) -> float:
+        """The time; while candidates are compared, when the device has done what it was given."""
+        if not self._tuned and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
+        """See `Algorithm.after_step`."""
+        self._inner.after_step(parameters, skipped)
+
+    # What survives a checkpoint
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.state_dict`: what was chosen too, and whether by trial."""
+        chosen = {"auto": repr(self.chosen), "ranks": self._size, "tuned": self._tuned}
+        return {**self._inner.state_dict(), **chosen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`. As many ranks go on with what was chosen; others choose anew."""
+        assert self._peers is not None
+        place = next((i for i, made in enumerate(self._candidates) if repr(made) == state.get("auto")), None)
+        if place is not None and state["ranks"] == self._peers.size:
+            self._chosen, self._tuned = place, not self.tune or bool(state["tuned"])
+        self._trial = None
+        # whatever it was saved by: residuals may follow, and have a place then
+        self._take(self._chosen, deliver=True)
+        self._inner.load_state_dict(state)
+
+    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+        """See `Algorithm.residuals`."""
+        return self._inner.residuals()
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
+        """See `Algorithm.load_residuals`."""
+        return self._inner.load_residuals(residuals)
+
+    def close(self) -> None:
+        """See `Algorithm.close`."""
+        self._inner.close()
+        self._peers = None
+        self._parameters, self._sparse = {}, frozenset()
+        self._trial, self._begin = None, None
+
+
+def eligible(allow: Iterable[Codec], hosts: Sequence[str], device_type: str, **common: Any) -> list[AllReduce]:
+    """Every combination of codec, collective, segments and bucket size that makes sense, the usual ones first.
+
+    Args:
+        allow: the codecs.
+        hosts: for each rank which host it is on.
+        device_type: "cpu" or "cuda", where gradients live.
+        common: further arguments of each `AllReduce`.
+    """
+    collectives: list[Collective] = [Ring(), Direct(), Ring(segments=1)]
+    if 1 < len(set(hosts)) < len(hosts):
+        collectives.insert(0, Hierarchical())
+    if device_type == "cuda":  # on CPUs it is no faster, and its bytes are not counted
+        collectives.append(Native())
+    made = []
+    for codec in allow:
+        for collective in collectives:
+            try:
+                collective.check(codec)
+            except ValueError:  # this codec cannot travel this way
+                continue
+            made += [AllReduce(codec, collective, bucket_mb=bucket_mb, **common) for bucket_mb in _BUCKETS_MB]
+    return made
+
+
+def in_words(algorithm: AllReduce) -> str:
+    """In a few words, for a log or a table."""
+    assert isinstance(algorithm.codec, Codec)
+    fed = " with error feedback" if algorithm.error_feedback and not algorithm.codec.lossless else ""
+    return f"{_brief(algorithm.codec)}{fed} over {_brief(algorithm.collective)}, buckets of {algorithm.bucket_mb:g} MB"
+
+
+def _brief(part: object) -> str:
+    """As its `repr`, without what is as usual."""
+    assert is_dataclass(part)
+    given = [(field, getattr(part, field.name)) for field in fields(part) if field.init]
+    shown = [
+        f"{field.name}={_brief(value) if is_dataclass(value) else repr(value)}"
+        for field, value in given
+        if field.default is MISSING or value != field.default
+    ]
+    return f"{type(part).__name__}({', '.join(shown)})"
+
+
+def _told(machines: Machines) -> str:
+    """The figures that matter, in words."""
+    hosts = len(set(machines.hosts))
+    link = machines.across if hosts > 1 else machines.inside
+    where = f"{hosts} hosts" if hosts > 1 else "one host"
+    codecs = [
+        f"{_brief(codec)} {4e-9 / cost.encode.per_value:.1f} GB/s"
+        for (codec, _), cost in machines.codecs.items()
+        if not codec.lossless and cost.encode.per_value > 0
+    ]
+    return ", ".join(
+        [
+            f"{len(machines.hosts)} ranks on {where}",
+            f"latency {1e6 * link.alpha:.0f} us",
+            f"{1e-6 / link.beta if link.beta else float('inf'):.1f} MB/s",
+            *codecs,
+        ]
+    )

@@ -1,0 +1,256 @@
+"""Seconds that an all-reduce takes on given machines: the collective's own code, run against a clock.
+
+The alpha-beta-gamma model (Hockney 1994; Thakur, Rabenseifner and Gropp 2005): a message of n bytes takes
+alpha + n beta on a link, a codec gamma a value. What overlaps what is not modelled a second time: the collective itself
+runs, with tensors on the meta device, peers whose posts only reserve a link, and a codec whose calls only pass the
+time. One rank is enough, because in a schedule all ranks do alike at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.peers import Handle, Peers, Waitable
+from ringstrategy.collectives.worker import Work as Task
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex link: a message of n bytes arrives `alpha + n * beta` seconds after it was begun."""
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """A computation over n values: `fixed + n * per_value` seconds of one thread."""
+
+    fixed: float
+    per_value: float
+
+    def seconds(self, numel: int) -> float:
+        """For `numel` values."""
+        return self.fixed + numel * self.per_value
+
+
+@dataclass(frozen=True)
+class CodecCost:
+    """What a codec's calls cost one thread. With feedback, `encode` and `relay` add a residual and write `lost`."""
+
+    encode: Work
+    relay: Work
+    decode: Work
+    turn: Work  # `prepare_`, and `restore_` likewise
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The ranks and what joins them.
+
+    Attributes:
+        hosts: each rank's host.
+        across: a host's link to the network, which all its ranks share.
+        inside: between two ranks of one host.
+        post: seconds that starting a message costs the thread that communicates.
+        codecs: what each codec costs there, without and with feedback.
+        crowding: 0 to 1, how far computing and the communication thread's work slow each other down: 1 where they share
+            a core, 0 where each has one.
+    """
+
+    hosts: tuple[str, ...]
+    across: Link
+    inside: Link
+    post: float
+    codecs: Mapping[tuple[Codec, bool], CodecCost]
+    crowding: float
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one exchange, as the rank with the most to send sees it."""
+
+    seconds: float
+    busy: float  # of them, the communication thread computes
+    bytes_sent: int
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds
+        self.busy += seconds
+
+
+class _Arrival:
+    """Sends and receives that end at a known time."""
+
+    def __init__(self, clock: _Clock, time: float) -> None:
+        self._clock, self._time = clock, time
+
+    def wait(self) -> None:
+        self._clock.now = max(self._clock.now, self._time)
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+
+class _Clocked(Peers):
+    """Peers that carry nothing: a post reserves the links, and its handle ends when the slower side would."""
+
+    def __init__(self, rank: int, machines: Machines, clock: _Clock, shared_by: float) -> None:
+        super().__init__(rank, len(machines.hosts))
+        self.hosts = machines.hosts
+        self._machines, self._clock = machines, clock
+        self._across = replace(machines.across, beta=machines.across.beta * shared_by)
+        self._free: dict[tuple[bool, bool], float] = {}  # (across, outward): when that direction is free again
+        self.bytes_across = 0
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """Messages of one link queue up behind each other, in both directions at once."""
+        end = self._clock.now
+        for peers, outward in ((sends, True), (recvs, False)):
+            for peer, tensor in peers.items():
+                self._clock.work(self._machines.post)
+                is_across = self.hosts[peer] != self.hosts[self.rank]
+                link = self._across if is_across else self._machines.inside
+                key = (is_across, outward)
+                self._free[key] = max(self._free.get(key, 0.0), self._clock.now) + tensor.numel() * link.beta
+                end = max(end, self._free[key] + link.alpha)
+                self.bytes_across += tensor.numel() if outward and is_across else 0
+        self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
+        return _Arrival(self._clock, end)
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """A backend's own: taken for a ring over the network whose additions are hidden."""
+        share = 2 * (self.size - 1) / self.size
+        link = self._across if len(set(self.hosts)) > 1 else self._machines.inside
+        self._clock.now += 2 * (self.size - 1) * link.alpha + share * values.nbytes * link.beta
+        self.stats.count(round(share * values.nbytes), round(share * values.nbytes))
+
+    def submit(self, work: Task, where: str) -> Waitable:
+        """At once."""
+        work()
+        return _Done()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Timed(Codec):
+    """A codec whose calls only take time."""
+
+    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock) -> None:
+        self._codec, self._cost, self._clock = codec, cost, clock
+        self.block, self.hop_by_hop, self.shares_seed = codec.block, codec.hop_by_hop, codec.shares_seed
+
+    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self._codec.nbytes(numel, dtype)
+
+    def raw(self, values: Tensor) -> Tensor | None:
+        return self._codec.raw(values)
+
+    def summable(self, dtype: torch.dtype) -> torch.dtype | None:
+        return self._codec.summable(dtype)
+
+    @property
+    def lossless(self) -> bool:
+        return self._codec.lossless
+
+    def encode(
+        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
+    ) -> None:
+        self._clock.work(self._cost.encode.seconds(values.numel()))
+
+    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
+        self._clock.work(self._cost.decode.seconds(out.numel()))
+
+    def relay(
+        self,
+        wire_in: Tensor,
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        self._clock.work(self._cost.relay.seconds(values.numel()))
+
+    def reduce(
+        self,
+        wires: Sequence[Tensor],
+        values: Tensor,
+        wire_out: Tensor,
+        *,
+        lost: Tensor | None = None,
+        seed: int = 0,
+        offset: int = 0,
+    ) -> None:
+        decoded = (len(wires) - 1) * self._cost.decode.seconds(values.numel())
+        self._clock.work(decoded + self._cost.relay.seconds(values.numel()))
+
+    def prepare_(self, values: Tensor, seed: int) -> None:
+        self._clock.work(self._cost.turn.seconds(values.numel()))
+
+    def restore_(self, values: Tensor, seed: int) -> None:
+        self._clock.work(self._cost.turn.seconds(values.numel()))
+
+
+def exchange_cost(
+    machines: Machines,
+    collective: Collective,
+    codec: Codec,
+    numel: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    feedback: bool = False,
+    slowed: float = 1.0,
+) -> Cost:
+    """What it costs to average `numel` values over all ranks.
+
+    Args:
+        machines: the ranks; `machines.codecs` has this codec, with or without feedback.
+        collective: the schedule.
+        codec: what travels.
+        numel: values, of `dtype`.
+        dtype: of the values.
+        feedback: is there a residual?
+        slowed: how many times as long as alone the communication thread's own work takes.
+    """
+
+    def run(rank: int, shared_by: float) -> tuple[_Clocked, _Clock]:
+        clock = _Clock()
+        cost = _slower(machines.codecs[codec, feedback], slowed)
+        peers = _Clocked(rank, machines, clock, shared_by)
+        values = torch.empty(numel, dtype=dtype, device="meta")
+        residual = torch.empty_like(values) if feedback else None
+        mean_(values, peers, collective, _Timed(codec, cost, clock), residual=residual)
+        return peers, clock
+
+    first = [rank for rank, host in enumerate(machines.hosts) if host == machines.hosts[0]]
+    # a rank's share of its host's link shrinks with what the others of its host send at the same time
+    sent = {rank: run(rank, 1.0)[0].bytes_across for rank in first} if len(first) > 1 else {first[0]: 1}
+    most = max(sent, key=lambda rank: sent[rank])
+    peers, clock = run(most, sum(sent.values()) / sent[most] if sent[most] else 1.0)
+    return Cost(clock.now, clock.busy, peers.stats.bytes_sent or 0)
+
+
+def _slower(cost: CodecCost, factor: float) -> CodecCost:
+    if factor == 1.0:
+        return cost
+
+    def slower(work: Work) -> Work:
+        return Work(work.fixed * factor, work.per_value * factor)
+
+    return CodecCost(slower(cost.encode), slower(cost.relay), slower(cost.decode), slower(cost.turn))

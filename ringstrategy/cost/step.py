@@ -1,0 +1,116 @@
+"""Seconds that a training step takes: a backward that fills buckets, and one thread that exchanges them in order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import Parameter
+
+from ringstrategy.collectives.buckets import DenseBucket
+from ringstrategy.cost.model import Cost, Machines, exchange_cost
+
+if TYPE_CHECKING:
+    from ringstrategy.algorithms.allreduce import AllReduce
+
+_ROUNDS = 4  # of the fixed point: how long the backward takes depends on how much is exchanged beside it
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step computes, exchanges aside, in seconds.
+
+    Attributes:
+        rest: forward, optimizer and everything else outside the backward.
+        backward: alone.
+        ready: (part of the gradients that is complete, part of the backward that has passed), both from 0 to 1, rising;
+            between two points linear. None: gradients complete at a constant rate.
+    """
+
+    rest: float
+    backward: float
+    ready: tuple[tuple[float, float], ...] | None = None
+
+    def passed(self, part: float) -> float:
+        """The part of the backward that has passed when this part of the gradients is complete."""
+        points = self.ready or ((0.0, 0.0), (1.0, 1.0))
+        before = points[0]
+        for point in points:
+            if part <= point[0]:
+                width = point[0] - before[0]
+                share = 0.0 if width == 0 else (part - before[0]) / width
+                return before[1] + share * (point[1] - before[1])
+            before = point
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one step.
+
+    Attributes:
+        seconds: from step to step.
+        exposed: of them, training waits for the exchange, or is slowed down by it.
+        communication: the exchanges alone.
+        bytes_sent: by the rank that sends most.
+    """
+
+    seconds: float
+    exposed: float
+    communication: float
+    bytes_sent: int
+
+
+def predict(
+    algorithm: AllReduce, parameters: Mapping[str, Parameter], machines: Machines, profile: Profile
+) -> Prediction:
+    """What a step takes with `algorithm` (not set up), whose own plan of buckets is made and thrown away.
+
+    Sparse gradients, and the few bytes by which ranks agree at each step, are left out.
+    """
+    ghosts = {
+        name: Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for name, parameter in parameters.items()
+    }
+    buckets = [bucket for bucket in algorithm.plan(ghosts, frozenset(), 0) if isinstance(bucket, DenseBucket)]
+    total = sum(bucket.numel for bucket in buckets)
+    filled, parts = 0, []
+    for bucket in buckets:
+        filled += bucket.numel
+        parts.append(profile.passed(filled / total))
+    known: dict[tuple[object, ...], Cost] = {}
+
+    def cost_of(bucket: DenseBucket, slowed: float) -> Cost:
+        feedback = bucket.residual is not None
+        key = (bucket.codec, bucket.buffer.numel(), bucket.buffer.dtype, feedback, slowed)
+        if key not in known:
+            known[key] = exchange_cost(
+                machines,
+                algorithm.collective,
+                bucket.codec,
+                bucket.buffer.numel(),
+                bucket.buffer.dtype,
+                feedback=feedback,
+                slowed=slowed,
+            )
+        return known[key]
+
+    backward, end = profile.backward, 0.0
+    for _ in range(_ROUNDS):
+        now = busy = 0.0
+        for bucket, part in zip(buckets, parts, strict=True):
+            now = max(now, part * backward)
+            cost = cost_of(bucket, 1 + machines.crowding if now < backward else 1.0)
+            hidden = min(1.0, max(0.0, backward - now) / cost.seconds) if cost.seconds else 0.0
+            busy += hidden * cost.busy / (1 + machines.crowding if now < backward else 1.0)
+            now += cost.seconds
+        backward, end = profile.backward + machines.crowding * busy, now
+    alone = [cost_of(bucket, 1.0) for bucket in buckets]
+    return Prediction(
+        seconds=profile.rest + max(backward, end),
+        exposed=max(backward, end) - profile.backward,
+        communication=sum(cost.seconds for cost in alone),
+        bytes_sent=sum(cost.bytes_sent for cost in alone),
+    )

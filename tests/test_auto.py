@@ -1,0 +1,287 @@
+"""`Auto` chooses by figures that all ranks share, switches without losing anything, and keeps what was fastest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import FakePeers, on_all_ranks
+from pool import Pool
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from ringstrategy import AllReduce, Auto, BlockInt, Direct, Hierarchical, Identity, Ring, RingStrategy, TopK
+from ringstrategy.algorithms import auto
+from ringstrategy.collectives.peers import Peers
+from ringstrategy.cost import CodecCost, Link, Machines, Work
+
+NETWORKS = {"slow": Link(1e-4, 1e-7), "fast": Link(1e-6, 1e-12)}
+
+
+def told(network: str) -> Any:
+    """Instead of measuring: a codec of 1 GB/s, and this network."""
+
+    def measure(peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device) -> Machines:
+        work = Work(1e-6, 4e-9)
+        costs = {key: CodecCost(work, work, work, Work(0.0, 0.0)) for key in codecs}
+        free = CodecCost(Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 1e-12), Work(0.0, 0.0))
+        costs = {key: free if key[0].lossless else cost for key, cost in costs.items()}
+        return Machines(peers.hosts, NETWORKS[network], Link(1e-6, 1e-11), 1e-6, costs, 0.0)
+
+    return measure
+
+
+class Clock:
+    """Instead of the time: the slowest rank finds `fastest` faster, another rank finds it slower."""
+
+    def __init__(self, fastest: type, rank: int) -> None:
+        self.fastest, self.rank = fastest, rank
+        self.time = 0.0
+
+    def __call__(self, algorithm: Auto) -> float:
+        inner = algorithm.chosen
+        pass_ = (1.0, 1.0, 2.0)[self.rank] if isinstance(inner.codec, self.fastest) else (3.0, 0.5, 3.0)[self.rank]
+        self.time += pass_ * (1 + isinstance(inner.collective, Direct))
+        return self.time
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto, "measure", told("slow"))
+
+
+def gradients_of(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 1000, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def module() -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(3)])
+
+
+def one_pass(algorithm: Auto | AllReduce, parameters: nn.ParameterList, gradients: Tensor) -> Tensor:
+    """The mean gradients."""
+    for parameter in parameters:
+        parameter.grad = None
+    loss = sum(((parameter * gradient).sum() for parameter, gradient in zip(parameters, gradients, strict=True)))
+    assert isinstance(loss, Tensor)
+    algorithm.before_backward(loss)
+    loss.backward()
+    algorithm.after_backward()
+    algorithm.after_step(set(parameters))
+    return torch.stack([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
+
+
+@pytest.mark.parametrize(("network", "codec"), [("slow", BlockInt(8)), ("fast", Identity())])
+def test_the_network_decides_at_setup(monkeypatch: pytest.MonkeyPatch, network: str, codec: Any) -> None:
+    monkeypatch.setattr(auto, "measure", told(network))
+
+    def chosen(peers: FakePeers) -> tuple[str, list[str]]:
+        algorithm = Auto(tune=False)
+        algorithm.setup(dict(module().named_parameters()), peers)
+        assert algorithm.chosen.codec == codec
+        assert algorithm.chosen.error_feedback is True
+        news = algorithm.news()
+        assert algorithm.news() == [], "once"
+        repr_ = repr(algorithm.chosen)
+        algorithm.close()
+        return repr_, news
+
+    every_rank = on_all_ranks(4, chosen)
+    assert all(repr_ == every_rank[0][0] for repr_, _ in every_rank)
+    [line] = every_rank[0][1]
+    for part in ("4 ranks", "latency", "MB/s", "It chose", type(codec).__name__, "next best"):
+        assert part in line
+
+
+def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:
+    def chosen(peers: FakePeers) -> AllReduce:
+        peers.hosts = ("a", "a", "b", "b")
+        algorithm = Auto(tune=False)
+        algorithm.setup(dict(module().named_parameters()), peers)
+        return algorithm.chosen
+
+    assert all(made.collective == Hierarchical() for made in on_all_ranks(4, chosen))
+    with_one_host = auto.eligible([Identity()], ("a", "a"), "cpu")
+    assert {type(made.collective) for made in with_one_host} == {Ring, Direct}
+    assert {type(made.collective) for made in auto.eligible([TopK()], ("a", "b"), "cpu")} == {Direct}
+
+
+@pytest.mark.parametrize("fastest", [Identity, BlockInt])
+def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
+    slow: None, monkeypatch: pytest.MonkeyPatch, fastest: type
+) -> None:
+    # both are near in the model; what the clock says decides
+    monkeypatch.setattr(auto, "_NEAR", 100.0)
+    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
+    monkeypatch.setattr(auto, "_MOST_TRIED", 100)
+
+    def train(peers: FakePeers) -> tuple[list[Tensor], Tensor, list[str], str, list[str]]:
+        algorithm = Auto()
+        clock = Clock(fastest, peers.rank)
+        monkeypatch.setattr(algorithm, "_now", lambda: clock(algorithm))
+        parameters = module()
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        means, used = [], []
+        for step in range(90):
+            means.append(one_pass(algorithm, parameters, gradients_of(step, peers.rank)))
+            used.append(repr(algorithm.chosen))
+        left = torch.zeros(3, 1000)
+        for name, residual in algorithm.residuals():
+            assert residual is not None
+            left[int(name)] = residual
+        chosen, news = repr(algorithm.chosen), algorithm.news()
+        algorithm.close()
+        return means, left, used, chosen, news
+
+    every_rank = on_all_ranks(3, train)
+    means, _, used, chosen, news = every_rank[0]
+    for other in every_rank[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(means, other[0], strict=True))
+        assert other[2] == used
+    assert len(set(used)) >= 4, "lossy and lossless, over rings and directly"
+    assert fastest.__name__ in chosen
+    assert "Ring" in chosen
+    assert len(news) == 2
+    assert "keeps" in news[1]
+    assert used[-1] == used[-20] == chosen, "and then no more trials"
+
+    true = torch.stack([gradients_of(step, rank) for step in range(90) for rank in range(3)]).double().sum(0) / 3
+    delivered = torch.stack(means).double().sum(0)
+    left = torch.stack([rank[1] for rank in every_rank]).double().sum(0)
+    assert (delivered + left - true).abs().max() < 1e-4
+    if fastest is Identity:
+        assert not left.any()
+        assert (means[-1] - torch.stack([gradients_of(89, rank) for rank in range(3)]).mean(0)).abs().max() < 1e-6
+    else:
+        assert left.any()
+
+
+def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered(slow: None) -> None:
+    def train(peers: FakePeers) -> list[int]:
+        algorithm = Auto(tune=False)
+        parameters = module()
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        held = []
+        for step in range(4):
+            if step == 2:
+                algorithm._take(next(i for i, made in enumerate(algorithm._candidates) if made.codec == Identity()))
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+            held.append(sum(1 for _ in algorithm.residuals()))
+        algorithm.close()
+        return held
+
+    assert on_all_ranks(2, train) == [[3, 3, 3, 0]] * 2
+
+
+def test_wrong_arguments_are_refused() -> None:
+    for wrong in ([], ["int8"], [Ring()]):
+        with pytest.raises(TypeError, match="allow is one codec or more"):
+            Auto(allow=wrong)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="error_feedback is True or False"):
+        Auto(error_feedback=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="residual_dtype"):
+        Auto(residual_dtype="float64")
+
+
+class _Model(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(16, 96), nn.ReLU(), nn.Linear(96, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def _rows() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    return DataLoader(
+        TensorDataset(torch.randn(960, 16, generator=generator), torch.randint(0, 4, (960,), generator=generator)),
+        batch_size=4,
+    )
+
+
+def _fit(folder: str, steps: int, resume: str | None, precision: Any = 32) -> dict[str, Any]:
+    plugins = []
+    if precision == "scaled":
+        from lightning.pytorch.plugins import MixedPrecision
+
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
+        plugins, precision = [MixedPrecision("16-mixed", "cpu", scaler)], None
+    trainer = L.Trainer(
+        strategy="ring_auto",
+        accelerator="cpu",
+        devices=2,
+        max_steps=steps,
+        max_epochs=-1,
+        precision=precision,
+        plugins=plugins or None,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    model = _Model()
+    trainer.fit(model, _rows(), ckpt_path=resume)
+    strategy = trainer.strategy
+    assert isinstance(strategy, RingStrategy)
+    assert isinstance(strategy.algorithm, Auto)
+    assert dist.get_world_size() > 1
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, weights)
+    assert all(torch.equal(other, weights) for other in others)
+    path = str(Path(folder) / f"{steps}.ckpt")
+    trainer.save_checkpoint(path)
+    dist.barrier()
+    return {"weights": weights, "chosen": repr(strategy.algorithm.chosen), "path": path}
+
+
+def _train_and_resume(folder: str, precision: Any) -> list[dict[str, Any]]:
+    whole = _fit(folder, 120, None, precision)
+    # a run that was killed at step 100 by now knows what is best; the rest must not depend on the times any more
+    first = _fit(folder, 100, None, precision)
+    again = [_fit(folder, 130, first["path"], precision), _fit(folder, 130, first["path"], precision)]
+    return [whole, first, *again]
+
+
+@pytest.mark.parametrize("precision", [32, "scaled"])
+def test_a_resumed_run_goes_on_with_what_was_chosen(ranks: Pool, tmp_path: Path, precision: Any) -> None:
+    every_rank = ranks(2, _train_and_resume, str(tmp_path), precision, limit=120)
+    for whole, first, again, and_again in every_rank:
+        assert first["chosen"] == again["chosen"] == and_again["chosen"]
+        assert torch.equal(again["weights"], and_again["weights"])
+        assert not torch.equal(first["weights"], again["weights"])
+        assert whole["weights"].isfinite().all()
+    assert len({repr(results[1]["chosen"]) for results in every_rank}) == 1
+
+
+def test_fields_of_a_frozen_choice_are_shown_short() -> None:
+    shown = auto.in_words(AllReduce(BlockInt(4), Direct(), error_feedback=True, bucket_mb=5))
+    assert shown == "BlockInt(bits=4) with error feedback over Direct(), buckets of 5 MB"
+
+
+def test_another_number_of_ranks_chooses_anew(slow: None) -> None:
+    def state_of(peers: FakePeers) -> dict[str, Any]:
+        algorithm = Auto(allow=[Identity()])
+        algorithm.setup(dict(module().named_parameters()), peers)
+        algorithm._tuned = True
+        algorithm.close()
+        return algorithm.state_dict()
+
+    def goes_on_as(peers: FakePeers) -> tuple[Any, bool]:
+        algorithm = Auto()
+        algorithm.setup(dict(module().named_parameters()), peers)
+        algorithm.load_state_dict(state)
+        return algorithm.chosen.codec, algorithm._tuned
+
+    state = on_all_ranks(3, state_of)[0]
+    assert on_all_ranks(3, goes_on_as) == [(Identity(), True)] * 3, "chosen by the network told of: BlockInt"
+    assert on_all_ranks(2, goes_on_as) == [(BlockInt(8), False)] * 2

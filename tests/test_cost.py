@@ -1,0 +1,209 @@
+"""The cost model sends what collectives send, keeps the closed forms, and is fed by what all ranks measure together."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import FakePeers, on_all_ranks
+from pool import Pool
+from torch.nn import Parameter
+
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Codec,
+    Collective,
+    Direct,
+    Gaussian,
+    Hierarchical,
+    Identity,
+    Native,
+    Ring,
+    Rotated,
+    TopK,
+)
+from ringstrategy.collectives import connect, mean_
+from ringstrategy.cost import CodecCost, Link, Machines, Profile, Work, exchange_cost, predict
+from ringstrategy.cost.probe import measure
+from ringstrategy.plan import main, parse, plan
+
+NOTHING = Work(0.0, 0.0)
+FREE = CodecCost(NOTHING, NOTHING, NOTHING, NOTHING)
+SLOW = Link(1e-3, 1e-7)
+GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50", "--codec-gb-per-s", "10"]
+CODECS: list[Codec] = [Identity(), BlockInt(8), Rotated(Gaussian(4)), TopK()]
+
+
+def machines(hosts: str, cost: CodecCost = FREE, across: Link = SLOW, crowding: float = 0.0) -> Machines:
+    costs = {(codec, feedback): cost for codec in CODECS for feedback in (False, True)}
+    return Machines(tuple(hosts), across, Link(0.0, 0.0), 0.0, costs, crowding)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("collective", [Ring(), Ring(1), Direct()], ids=str)
+def test_the_model_sends_the_bytes_that_the_collective_sends(collective: Collective, codec: Codec, size: int) -> None:
+    if not codec.hop_by_hop and isinstance(collective, Ring):
+        return
+    numel = 40_000 * 256
+
+    def sent(peers: FakePeers) -> int:
+        mean_(torch.randn(numel), peers, collective, codec)
+        assert peers.stats.bytes_sent is not None
+        return peers.stats.bytes_sent
+
+    predicted = exchange_cost(machines("abcdefg"[:size]), collective, codec, numel)
+    assert predicted.bytes_sent == on_all_ranks(size, sent)[0] > 0
+
+
+def test_rings_over_links_alone_take_what_the_formula_says() -> None:
+    for size in (2, 4, 9):
+        hosts = "abcdefghi"[:size]
+        numel = size * 1000
+        hops = 2 * (size - 1)
+        for collective in (Ring(1), Native()):
+            seconds = exchange_cost(machines(hosts), collective, Identity(), numel).seconds
+            assert seconds == pytest.approx(hops * SLOW.alpha + hops / size * 4 * numel * SLOW.beta)
+        # everyone to everyone: both phases pay the latency once, and the same bytes queue up on one link
+        direct = exchange_cost(machines(hosts), Direct(1), Identity(), numel).seconds
+        assert direct == pytest.approx(2 * SLOW.alpha + hops / size * 4 * numel * SLOW.beta)
+
+
+def test_a_codec_takes_the_time_of_its_calls() -> None:
+    def only(**given: Work) -> Machines:
+        return machines("abcd", replace(FREE, **given), Link(0.0, 0.0))
+
+    numel, one = 4 << 16, Work(1e-3, 1e-9)
+    each = one.seconds(numel // 4)
+    for field, calls in {"encode": 1, "relay": 3, "decode": 4}.items():
+        cost = exchange_cost(only(**{field: one}), Ring(1), BlockInt(8), numel)
+        assert cost.seconds == cost.busy == pytest.approx(calls * each), field
+    # each chunk is turned before its first hop and back after its last
+    assert exchange_cost(only(turn=one), Ring(1), Rotated(Gaussian(4)), numel).busy == pytest.approx(8 * each)
+    slowed = exchange_cost(only(encode=one), Ring(1), BlockInt(8), numel, slowed=2.0)
+    assert slowed.busy == pytest.approx(2 * each)
+    assert exchange_cost(only(decode=one), Ring(1), Identity(), numel).busy == pytest.approx(3 * each), "only additions"
+
+
+def test_segments_hide_a_codec_behind_the_wire() -> None:
+    codec_as_slow_as_wire = replace(FREE, relay=Work(0.0, 1e-7), encode=Work(0.0, 1e-7))
+    given = machines("abcd", codec_as_slow_as_wire, Link(0.0, 1e-7))
+    one, four = (exchange_cost(given, Ring(segments), BlockInt(8), 1 << 24).seconds for segments in (1, 4))
+    assert 0.5 < four / one < 0.75
+    assert four > exchange_cost(given, Ring(4), BlockInt(8), 1 << 24).busy
+
+
+def test_ranks_of_one_host_share_its_link() -> None:
+    numel = 1 << 20
+    flat = exchange_cost(machines("aabb"), Ring(1), Identity(), numel, feedback=True).seconds
+    assert flat == pytest.approx(6 * SLOW.alpha + 1.5 * 4 * numel * SLOW.beta, rel=0.01), "one rank sends out of a host"
+    direct = exchange_cost(machines("aabb"), Direct(1), Identity(), numel).seconds
+    assert direct == pytest.approx(2 * 2 * 2 * numel * SLOW.beta, rel=0.01), "all do: two ranks' quarters to two others"
+    over_hosts = exchange_cost(machines("aabb"), Hierarchical(), Identity(), numel).seconds
+    assert over_hosts == pytest.approx(4 * numel * SLOW.beta, rel=0.02), "as two hosts with one rank each"
+
+
+def parameters(numel: int = 1 << 20, count: int = 8) -> dict[str, Parameter]:
+    return {str(i): Parameter(torch.empty(numel, device="meta")) for i in range(count)}
+
+
+def test_a_step_hides_what_fits_behind_the_backward() -> None:
+    given = machines("abcd", across=Link(0.0, 1e-9))
+    wire = 1.5 * 32 * 2**20 * 1e-9
+    for backward in (0.01, 1.0):
+        step = predict(AllReduce(bucket_mb=1), parameters(), given, Profile(0.3, backward))
+        last = wire / 8  # of the last bucket, which nothing can hide
+        assert step.communication == pytest.approx(wire)
+        assert step.seconds == pytest.approx(0.3 + max(backward + last, wire + backward / 8))
+        assert step.exposed == pytest.approx(step.seconds - 0.3 - backward)
+        assert step.bytes_sent == 1.5 * 32 * 2**20
+    one_bucket = predict(AllReduce(bucket_mb=64), parameters(1 << 10), given, Profile(0.0, 1.0))
+    assert one_bucket.seconds > 1.0, "nothing of a single bucket is hidden"
+
+
+def test_late_gradients_are_exposed() -> None:
+    given = machines("abcd", across=Link(0.0, 1e-9))
+    late = ((0.0, 0.0), (0.1, 0.99), (1.0, 1.0))
+    even, at_the_end = (predict(AllReduce(), parameters(), given, Profile(0.0, 1.0, ready)) for ready in (None, late))
+    assert at_the_end.exposed > 0.8 * at_the_end.communication > 3 * even.exposed > 0
+
+
+def test_where_cores_are_shared_codecs_slow_the_backward_down() -> None:
+    cost = replace(FREE, encode=Work(0.0, 1e-8), relay=Work(0.0, 1e-8), decode=Work(0.0, 1e-8))
+    wire = Link(0.0, 1e-12)
+    alone, shared = (
+        predict(AllReduce(BlockInt(8)), parameters(), machines("abcd", cost, wire, crowding), Profile(0.0, 2.0))
+        for crowding in (0.0, 1.0)
+    )
+    busy = 2 * 8 * 2**20 * 1e-8  # of all chunks one encode or relay and one decode
+    assert alone.seconds == pytest.approx(2.0 + busy / 8, rel=0.01)
+    assert shared.seconds == pytest.approx(2.0 + busy, rel=0.05)
+
+
+def test_nothing_to_average_takes_no_time() -> None:
+    assert predict(AllReduce(), {}, machines("ab"), Profile(0.1, 0.2)).seconds == pytest.approx(0.3)
+
+
+def _measure() -> tuple[Machines, float]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    peers = connect(torch.device("cpu"), timedelta(seconds=60))
+    peers.hosts = ("a", "a", "b")
+    begin = time.perf_counter()
+    measured = measure(peers, [(Identity(), False), (BlockInt(8), True)], torch.device("cpu"))
+    took = time.perf_counter() - begin
+    peers.close()
+    return measured, took
+
+
+def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
+    measured = ranks(3, _measure)
+    first, took = measured[0]
+    assert all(other == first for other, _ in measured)
+    assert took < 10, "the promise is a second; this machine may be busy"
+    assert first.hosts == ("a", "a", "b")
+    assert 1e-6 < first.across.alpha < 1
+    assert 1e-12 < first.across.beta < 1e-6
+    assert 0 < first.inside.alpha < 1
+    assert 0 < first.post <= first.across.alpha + first.inside.alpha
+    assert 0 <= first.crowding <= 1
+    encode = first.codecs[BlockInt(8), True].encode
+    assert 1e-11 < encode.per_value < 1e-7
+    assert first.codecs[BlockInt(8), True].turn.per_value < encode.per_value / 10, "it prepares nothing"
+
+
+def test_the_plan_compares_names_on_machines_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    slow = [*GIVEN, "--devices-per-host", "2", "--rate", "100mbit"]
+    main(slow)
+    printed = capsys.readouterr().out
+    for name in ("ddp", "ring_int8", "ring_sign, hierarchical", "ring_auto"):
+        assert name in printed
+    predictions = plan(parse(slow))
+    wire = 2 * 7 / 8 * 4e7 * 8 / (0.95 * 1e8)  # a flat ring leaves each host once, however many ranks it has
+    assert predictions["ring"].communication == pytest.approx(wire, rel=0.05)
+    assert predictions["ring"].seconds > predictions["ring_int8"].seconds > predictions["ring_int4"].seconds
+    hierarchical = predictions["ring, hierarchical"].communication
+    assert hierarchical == pytest.approx(wire * (2 * 3 / 4) / (2 * 7 / 8), rel=0.05)
+    auto = next(prediction for name, prediction in predictions.items() if name.startswith("ring_auto"))
+    allowed = min(predictions[name].seconds for name in ("ring", "ring_int8", "ring_int8, hierarchical"))
+    assert auto.seconds <= 1.001 * allowed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "cure"),
+    [
+        ("--rate 10", "write it like"),
+        ("--parameters many", "write it like"),
+        ("--hosts 0", "whole number >= 1"),
+        ("--step-ms 0", "> 0"),
+        ("--backward-part 2", "between 0 and 1"),
+    ],
+)
+def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*GIVEN, "--rate", "1gbit", *wrong.split()])
+    assert cure in capsys.readouterr().err
