@@ -1,30 +1,38 @@
 """Hosts on a throttled network, on one Linux machine: network namespaces around a bridge, each link shaped by `tc tbf`.
 
-    python benchmarks/lab.py --hosts 4 --rate 1gbit -- python train.py
+    python benchmarks/lab.py --hosts 4 --processes 2 --rate 1gbit --slow-link 3=100mbit --slow-host 2=3 -- python t.py
 
-runs the command once on every host, with the environment variables that torchrun and Lightning read.
+runs the command twice on every host, with the environment variables that torchrun and Lightning read. A host has a name
+of its own (host0, ...), which resolves to nothing: use addresses.
 
-The namespaces have no names: this process holds each by a file descriptor and every command dies with it, so when
-it ends, whatever the reason, the kernel takes the interfaces, the bridge and the throttles away.
+The namespaces have no names: this process and its keeper (slow_host.py) hold them by file descriptors. When this
+process ends, whatever the reason, the keeper kills what still runs on the hosts and ends too, and the kernel takes the
+interfaces, the bridge and the throttles away.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import fcntl
+import math
 import os
 import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
+import termios
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -33,9 +41,14 @@ UNTHROTTLED = "none"
 _TOOLS = ("ip", "tc", "nsenter", "setpriv")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _CLONE_NEWNET = 0x40000000
+_CLONE_NEWUTS = 0x04000000
+_KEEPER = Path(__file__).resolve().with_name("slow_host.py")
 _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smaller bucket makes tbf cut it up
 _BURST_SECONDS = 0.002
 _QUEUE_SECONDS = 0.5  # deep enough that nothing is dropped
+_DELAYED_PACKETS = 1_000_000  # netem's own 1000 would drop what a fast link has under way
+_PARTS = (0.9, 1.0)  # of the rate: what one stream's payload must reach and cannot pass, headers take 4.4 %
+_KEEPER_DIED = "the lab's keeper (slow_host.py) was ended from outside: slow hosts may stand still for ever"
 
 # Namespaces would inherit the machine's default, and results with it: where that is bbr, which pauses for 200 ms to
 # probe, all-reduces take up to 25 % longer at random, gloo's like ours. Reno every namespace may use, and times repeat.
@@ -66,23 +79,88 @@ def missing() -> str | None:
     return None
 
 
+class Link(NamedTuple):
+    """What one raw TCP stream was measured to carry from one host to another."""
+
+    source: int
+    target: int
+    rate: str  # of the slower of the two hosts' links
+    bytes_per_second: float
+    round_trip: float  # seconds, of one byte there and back on idle links
+
+    @property
+    def part(self) -> float | None:
+        """Of the rate; None where nothing throttles."""
+        bits = bits_per_second(self.rate)
+        return None if bits is None else self.bytes_per_second * 8 / bits
+
+    @property
+    def as_asked(self) -> bool:
+        """Whether the throttle does what it should: it lets 90 to 100 % of the rate through."""
+        return self.part is None or _PARTS[0] <= self.part <= _PARTS[1]
+
+    def __str__(self) -> str:
+        share = "not throttled" if self.part is None else f"{self.part:.1%} of {self.rate}".replace("%", " %")
+        speed = f"{self.bytes_per_second / 1e6:.1f} MB/s"
+        return f"host {self.source} -> host {self.target}: {speed}, {share}, round trip {self.round_trip * 1e3:.2f} ms"
+
+
 class Lab:
     """`hosts` machines, each with its own address, `rate` up and down; a context manager, good for one use.
+
+    Ranks are host-major: rank = host * processes + local rank. Processes of one host share its address and speak to
+    each other past the throttle, over the host's own loopback.
 
     Args:
         hosts: how many, 1 to 250.
         rate: speed of each host's link in each direction (`100mbit`, `1gbit`), `none` for namespaces without a
             throttle, or `loopback` for plain processes on 127.0.0.1, which needs no root.
+        processes: how many run on each host.
+        slow_links: rate of the link of single hosts, by host, up and down.
+        slow_hosts: by host, how many times slower its processes are, 1 to 100: all of them run for 20 ms and then
+            stand still for factor - 1 times as long, again and again.
+        delay_ms: milliseconds by which each host's outgoing packets are late, so a round trip between two hosts takes
+            twice as much longer; needs the kernel's sch_netem.
     """
 
-    def __init__(self, hosts: int, rate: str = "1gbit") -> None:
+    def __init__(
+        self,
+        hosts: int,
+        rate: str = "1gbit",
+        *,
+        processes: int = 1,
+        slow_links: Mapping[int, str] | None = None,
+        slow_hosts: Mapping[int, float] | None = None,
+        delay_ms: float = 0.0,
+    ) -> None:
         if not 1 <= hosts <= 250:
             raise ValueError(f"hosts must be between 1 and 250, not {hosts}")
+        if processes < 1:
+            raise ValueError(f"processes must be at least 1, not {processes}")
         self.hosts = hosts
         self.rate = rate
+        self.processes = processes
+        self.slow_links = dict(slow_links or {})
+        self.slow_hosts = dict(slow_hosts or {})
+        self.delay_ms = delay_ms
         self.bits_per_second = bits_per_second(rate)
-        self._namespaces: list[int] = []  # file descriptors: one a host, then the bridge's
+        for host in (*self.slow_links, *self.slow_hosts):
+            if not 0 <= host < hosts:
+                raise ValueError(f"there is no host {host} to be slow: {hosts} hosts count from 0 to {hosts - 1}")
+        if rate == LOOPBACK and (self.slow_links or delay_ms):
+            raise ValueError(f"slow_links and delay_ms need a network of their own: not with the rate {LOOPBACK}")
+        for slow in self.slow_links.values():
+            if bits_per_second(slow) is None:
+                raise ValueError(f"a slow link needs a rate like 100mbit, not {slow!r}")
+        for factor in self.slow_hosts.values():
+            if not 1 <= factor <= 100:
+                raise ValueError(f"a slow host's factor must be between 1 and 100, not {factor}")
+        if not 0 <= delay_ms < math.inf:
+            raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
+        self._networks: list[int] = []  # file descriptors: one a host, then the bridge's
+        self._names: list[int] = []  # the same for the namespaces of the hostnames, one a host
         self._children: list[subprocess.Popen[bytes]] = []
+        self._keeper: subprocess.Popen[bytes] | None = None
         self._port = 29500
 
     def __enter__(self) -> Lab:
@@ -90,12 +168,12 @@ class Lab:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 self._port = probe.getsockname()[1]
-            return self
-        reason = missing()
-        if reason is not None:
+        elif (reason := missing()) is not None:
             raise LabError(reason)
         try:
-            self._build()
+            if self.rate != LOOPBACK:
+                self._build()
+            self._start_keeper()
         except BaseException:
             self.close()
             raise
@@ -105,42 +183,60 @@ class Lab:
         self.close()
 
     @property
+    def world_size(self) -> int:
+        """Processes on all hosts together."""
+        return self.hosts * self.processes
+
+    @property
     def interface(self) -> str:
         """Name of a host's network interface, the same on every host."""
         return "lo" if self.rate == LOOPBACK else "eth0"
 
-    def address(self, rank: int) -> str:
+    def address(self, host: int) -> str:
         """IPv4 address of a host."""
-        return "127.0.0.1" if self.rate == LOOPBACK else f"10.77.0.{rank + 1}"
+        return "127.0.0.1" if self.rate == LOOPBACK else f"10.77.0.{host + 1}"
+
+    def link_rate(self, host: int) -> str:
+        """Rate of a host's own link."""
+        return self.slow_links.get(host, self.rate)
 
     def environment(self, rank: int) -> dict[str, str]:
-        """What torchrun, Lightning (`num_nodes=hosts, devices=1`) and gloo read on this host."""
+        """What torchrun, Lightning (`num_nodes=hosts, devices=processes`) and gloo read in this process."""
+        host, local = divmod(rank, self.processes)
         return {
             "RANK": str(rank),
-            "WORLD_SIZE": str(self.hosts),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "NODE_RANK": str(rank),
-            "GROUP_RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(self.processes),
+            "NODE_RANK": str(host),
+            "GROUP_RANK": str(host),
             "MASTER_ADDR": self.address(0),
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": self.interface,
         }
 
     def popen(self, rank: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
-        """Start `argv` on host `rank`, in a session of its own; it is killed if this process dies."""
+        """Start `argv` as `rank` on that rank's host, in a session of its own; it is killed if this process dies."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"there is no rank {rank}: the world size is {self.world_size}")
+        host = rank // self.processes
         inside = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
-        if self._namespaces:
-            inside += ["nsenter", f"--net={self._path(rank)}", "--"]
+        if self._networks:
+            network, name = (_path(namespaces[host]) for namespaces in (self._networks, self._names))
+            inside += ["nsenter", f"--net={network}", f"--uts={name}", "--"]
         merged = {**os.environ, **self.environment(rank), **(env or {})}
         child = subprocess.Popen([*inside, *argv], env=merged, start_new_session=True)
         self._children.append(child)
+        if self.rate == LOOPBACK:
+            self._keep(host, self.slow_hosts.get(host, 1.0), child.pid)
         return child
 
     def wait(self, grace: float = 30.0) -> list[int]:
         """Exit codes of all that was started. After a first failure the others have `grace` seconds left to live."""
-        deadline = float("inf")
+        deadline = math.inf
         while True:
+            if self._keeper is not None and self._keeper.poll() is not None:
+                raise LabError(_KEEPER_DIED)
             codes = [child.poll() for child in self._children]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(codes):
@@ -151,73 +247,131 @@ class Lab:
                 self._stop_children()
             time.sleep(0.02)
 
-    def throughput(self, seconds: float = 1.0) -> float:
-        """Bytes a second that one raw TCP stream carries from host 0 to host 1, measured now; needs two hosts."""
+    def throughput(self, source: int = 0, target: int = 1, *, seconds: float = 1.0) -> float:
+        """Bytes a second that one raw TCP stream carries from one host to another, measured now."""
+        with self._connected(source, target) as (sender, receiver):
+            return _stream(sender, receiver, seconds, settle=0.3 + 40 * self.delay_ms / 1e3)
+
+    def links(self, seconds: float = 1.0) -> Iterator[Link]:
+        """Each host's link to the host after it, measured one by one as they are asked for; needs two hosts."""
         if self.hosts < 2:
-            raise ValueError("a throughput needs two hosts")
-        listener = self._on_host(1, socket.socket)
-        sender = self._on_host(0, socket.socket)
-        with listener, sender:
-            listener.bind((self.address(1), 0))
-            listener.listen(1)
-            sender.connect(listener.getsockname())
-            receiver, _ = listener.accept()
-            with receiver:
-                return _stream(sender, receiver, seconds)
+            raise ValueError("to measure a link takes two hosts")
+        for source in range(self.hosts):
+            target = (source + 1) % self.hosts
+            rate = min(
+                self.link_rate(source), self.link_rate(target), key=lambda rate: bits_per_second(rate) or math.inf
+            )
+            with self._connected(source, target) as (one, other):
+                round_trip = _round_trip(one, other)
+            yield Link(source, target, rate, self.throughput(source, target, seconds=seconds), round_trip)
 
     def close(self) -> None:
         """End what still runs and take the network away. May be called twice."""
         self._stop_children()
-        while self._namespaces:
-            os.close(self._namespaces.pop())
+        if self._keeper is not None:
+            assert self._keeper.stdin is not None
+            self._keeper.stdin.close()  # it kills whoever left the sessions of the children
+            self._keeper.wait()
+            self._keeper = None
+        for namespaces in (self._networks, self._names):
+            while namespaces:
+                os.close(namespaces.pop())
 
     def _build(self) -> None:
-        for _ in range(self.hosts + 1):
-            self._namespaces.append(_in_thread(_new_namespace))
+        for host in range(self.hosts):
+            network, name = _in_thread(partial(_new_host, f"host{host}"))
+            self._networks.append(network)
+            self._names.append(name)
+        self._networks.append(_in_thread(_new_network))
         bridge = self.hosts
         self._run(bridge, "ip link add bridge type bridge forward_delay 0")
         self._run(bridge, "ip link set bridge up")
-        for rank in range(self.hosts):
-            port = f"port{rank}"
+        for host in range(self.hosts):
+            port = f"port{host}"
             # addrgenmode none: no IPv6 link-local address, which gloo could otherwise pick
-            self._run(bridge, f"ip link add {port} type veth peer name eth0 netns {self._path(rank)}")
+            self._run(bridge, f"ip link add {port} type veth peer name eth0 netns {_path(self._networks[host])}")
             self._run(bridge, f"ip link set {port} master bridge addrgenmode none up")
-            self._run(rank, "ip link set lo up")
-            self._on_host(rank, _set_congestion_control)
-            self._run(rank, f"ip addr add {self.address(rank)}/24 dev eth0")
-            self._run(rank, "ip link set eth0 addrgenmode none up")
-            if self.bits_per_second is not None:
-                self._run(rank, f"tc qdisc add dev eth0 root {self._throttle()}")  # up
-                self._run(bridge, f"tc qdisc add dev {port} root {self._throttle()}")  # down
+            self._run(host, "ip link set lo up")
+            self._on_host(host, _set_congestion_control)
+            self._run(host, f"ip addr add {self.address(host)}/24 dev eth0")
+            self._run(host, "ip link set eth0 addrgenmode none up")
+            bits = bits_per_second(self.link_rate(host))
+            self._shape(host, "eth0", bits, self.delay_ms)  # up
+            self._shape(bridge, port, bits)  # down
 
-    def _throttle(self) -> str:
-        assert self.bits_per_second is not None
-        burst = max(2 * _GSO_BYTES, int(self.bits_per_second / 8 * _BURST_SECONDS))
-        limit = burst + int(self.bits_per_second / 8 * _QUEUE_SECONDS)
-        return f"tbf rate {int(self.bits_per_second)}bit burst {burst} limit {limit}"
+    def _shape(self, index: int, device: str, bits: float | None, delay_ms: float = 0.0) -> None:
+        place = "root"
+        if delay_ms:
+            self._queue(index, device, place, "netem", f"delay {delay_ms}ms limit {_DELAYED_PACKETS}")
+            place = "parent 1:1"  # packets reach the throttle late, and its queue alone is bounded
+        if bits is not None:
+            burst = max(2 * _GSO_BYTES, int(bits / 8 * _BURST_SECONDS))
+            limit = burst + int(bits / 8 * _QUEUE_SECONDS)
+            self._queue(index, device, place, "tbf", f"rate {int(bits)}bit burst {burst} limit {limit}")
 
-    def _path(self, index: int) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._namespaces[index]}"
+    def _queue(self, index: int, device: str, place: str, kind: str, options: str) -> None:
+        handle = "handle 1:" if place == "root" else ""
+        try:
+            self._run(index, f"tc qdisc add dev {device} {place} {handle} {kind} {options}")
+        except LabError as error:
+            if re.search("qdisc kind is unknown|No such file", str(error)) is None:
+                raise
+            cure = f"`modprobe sch_{kind}`, or take a kernel with CONFIG_NET_SCH_{kind.upper()}"
+            raise LabError(f"this kernel lacks sch_{kind}: {cure}") from error
+
+    def _start_keeper(self) -> None:
+        owner = "network" if self._networks else "session"
+        argv = [sys.executable, "-I", "-S", str(_KEEPER), owner]
+        # it holds the namespaces too: the number of one that is gone may soon be another's
+        self._keeper = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, bufsize=0, pass_fds=self._networks, start_new_session=True
+        )
+        for host, network in enumerate(self._networks[: self.hosts]):
+            self._keep(host, self.slow_hosts.get(host, 1.0), os.fstat(network).st_ino)
+
+    def _keep(self, host: int, factor: float, *owners: int) -> None:
+        assert self._keeper is not None
+        assert self._keeper.stdin is not None
+        try:
+            self._keeper.stdin.write(" ".join(map(str, (host, factor, *owners))).encode() + b"\n")
+        except BrokenPipeError:
+            raise LabError(_KEEPER_DIED) from None
 
     def _run(self, index: int, command: str) -> None:
-        argv = ["nsenter", f"--net={self._path(index)}", "--", *command.split()]
+        argv = ["nsenter", f"--net={_path(self._networks[index])}", "--", *command.split()]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise LabError(f"`{command}` failed: {done.stderr.strip()}")
 
-    def _on_host(self, rank: int, make: Callable[[], T]) -> T:
-        """Call `make` inside the host's namespace; a socket made there stays there."""
-        if not self._namespaces:
+    def _on_host(self, host: int, make: Callable[[], T]) -> T:
+        """Call `make` inside the host's network; a socket made there stays there."""
+        if not self._networks:
             return make()
 
         def inside() -> T:
-            _libc("setns", self._namespaces[rank], _CLONE_NEWNET)
+            _libc("setns", self._networks[host], _CLONE_NEWNET)
             return make()
 
         return _in_thread(inside)
 
+    @contextlib.contextmanager
+    def _connected(self, source: int, target: int) -> Iterator[tuple[socket.socket, socket.socket]]:
+        if max(source, target) >= self.hosts:
+            raise ValueError(f"nothing to measure between host {source} and host {target}: there are {self.hosts}")
+        with self._on_host(target, socket.socket) as listener, self._on_host(source, socket.socket) as sender:
+            listener.bind((self.address(target), 0))
+            listener.listen(1)
+            sender.connect(listener.getsockname())
+            receiver, _ = listener.accept()
+            with receiver:
+                yield sender, receiver
+
     def _stop_children(self) -> None:
         running = [child for child in self._children if child.poll() is None]
+        if running:
+            with contextlib.suppress(LabError):  # no keeper: who stands still is killed in the end
+                for host in self.slow_hosts:
+                    self._keep(host, 1.0)  # nobody stands still when asked to end
         for child in running:
             _signal_session(child, signal.SIGTERM)
         deadline = time.monotonic() + 5.0
@@ -245,15 +399,34 @@ def _libc(name: str, *arguments: int) -> None:
         raise LabError(f"{name}: {os.strerror(code)}: is this a container without CAP_SYS_ADMIN?")
 
 
-def _new_namespace() -> int:
+def _path(descriptor: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
+
+
+def _new_host(name: str) -> tuple[int, int]:
+    """Move the calling thread to a host of that name; returns file descriptors of its network and of its name."""
+    _libc("unshare", _CLONE_NEWUTS)
+    socket.sethostname(name)
+    return _new_network(), _hold("uts")
+
+
+def _new_network() -> int:
     """Move the calling thread into a fresh network namespace; returns a file descriptor that keeps it alive."""
     _libc("unshare", _CLONE_NEWNET)
-    return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    return _hold("net")
+
+
+def _hold(kind: str) -> int:
+    return os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _set_congestion_control() -> None:
     """For the calling thread's network namespace."""
-    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(_CONGESTION_CONTROL)
+    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    try:
+        setting.write_text(_CONGESTION_CONTROL)
+    except OSError as error:
+        raise LabError(f"{setting}: {error.strerror}: is this a container that mounts it read-only?") from error
 
 
 def _in_thread(work: Callable[[], T]) -> T:
@@ -275,8 +448,8 @@ def _in_thread(work: Callable[[], T]) -> T:
     return results[0]
 
 
-def _stream(sender: socket.socket, receiver: socket.socket, seconds: float) -> float:
-    """Send as fast as it goes; bytes a second at the receiver, after a start-up that is not counted."""
+def _stream(sender: socket.socket, receiver: socket.socket, seconds: float, settle: float) -> float:
+    """Send as fast as it goes; bytes a second at the receiver, after `settle` seconds that are not counted."""
     done = threading.Event()
 
     def send() -> None:
@@ -289,18 +462,37 @@ def _stream(sender: socket.socket, receiver: socket.socket, seconds: float) -> f
     thread.start()
     block = bytearray(1 << 18)
     start = time.perf_counter()
-    while time.perf_counter() < start + 0.3:  # slow start and the bucket's first burst
+    while time.perf_counter() < start + settle:  # slow start and the bucket's first burst
         receiver.recv_into(block)
-    counted = 0
+    counted = -_unread(receiver)  # on a busy machine a lot can lie there, which came before or will be read after
     begin = time.perf_counter()
     while time.perf_counter() < begin + seconds:
         counted += receiver.recv_into(block)
-    measured = counted / (time.perf_counter() - begin)
+    measured = (counted + _unread(receiver)) / (time.perf_counter() - begin)
     done.set()
     while receiver.recv_into(block):
         pass
     thread.join()
     return measured
+
+
+def _unread(receiver: socket.socket) -> int:
+    """Bytes that have arrived and not been taken."""
+    return int.from_bytes(fcntl.ioctl(receiver, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+def _round_trip(one: socket.socket, other: socket.socket, times: int = 10) -> float:
+    """Seconds of a byte there and back, the median."""
+    seconds = []
+    for end in (one, other):
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for _ in range(times):
+        start = time.perf_counter()
+        one.sendall(b".")
+        other.sendall(other.recv(1))
+        one.recv(1)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
 
 
 def exit_on_sigterm() -> None:
@@ -312,27 +504,69 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command line takes to make a lab; `from_arguments` makes it."""
+    add = parser.add_argument
+    add("--hosts", type=int, default=4)
+    add("--processes", type=int, default=1, help="on each host; ranks are host-major")
+    add("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
+    add("--slow-link", action="append", default=[], type=partial(_of_host, str), metavar="HOST=RATE", help="repeatable")
+    add(
+        "--slow-host",
+        action="append",
+        default=[],
+        type=partial(_of_host, float),
+        metavar="HOST=FACTOR",
+        help="repeatable: its processes get 1/FACTOR of the time",
+    )
+    add("--delay-ms", type=float, default=0.0, help="every packet between hosts is late by it; needs sch_netem")
+
+
+def from_arguments(arguments: argparse.Namespace) -> Lab:
+    """The lab that the command line asks for."""
+    return Lab(
+        arguments.hosts,
+        arguments.rate,
+        processes=arguments.processes,
+        slow_links=dict(arguments.slow_link),
+        slow_hosts=dict(arguments.slow_host),
+        delay_ms=arguments.delay_ms,
+    )
+
+
+def _of_host(kind: Callable[[str], T], text: str) -> tuple[int, T]:
+    try:
+        host, value = text.split("=")
+        return int(host), kind(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write it like 3=100mbit or 3=2, the host first") from None
+
+
 def main() -> None:
-    """The command line: one command on every host."""
+    """The command line: one command as every rank, or every link measured."""
     parser = argparse.ArgumentParser(description="Run a command on every host of a throttled network.")
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
-    parser.add_argument("command", nargs="*", help="after --; without one, the throttle is measured and printed")
+    add_arguments(parser)
+    parser.add_argument("command", nargs="*", help="after --; without one, every host's link is measured and printed")
     arguments = parser.parse_args()
     exit_on_sigterm()
+    failed = []
     try:
-        with Lab(arguments.hosts, arguments.rate) as lab:
-            if not arguments.command:
-                print(f"one TCP stream: {lab.throughput() / 1e6:.1f} MB/s of {lab.rate}")
-                return
-            for rank in range(lab.hosts):
-                lab.popen(rank, arguments.command)
-            codes = lab.wait()
+        with from_arguments(arguments) as lab:
+            if arguments.command:
+                for rank in range(lab.world_size):
+                    lab.popen(rank, arguments.command)
+                for rank, code in enumerate(lab.wait()):
+                    if code != 0:
+                        failed.append(f"rank {rank} (host {rank // lab.processes}) ended with {code}")
+            else:
+                for link in lab.links():
+                    print(link, flush=True)
+                    if not link.as_asked:
+                        failed.append(f"outside of {_PARTS[0]:.0%} to {_PARTS[1]:.0%}: {link}")
     except (LabError, ValueError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    failed = [f"host {rank} ended with {code}" for rank, code in enumerate(codes) if code != 0]
     if failed:
         sys.exit("; ".join(failed))
 

@@ -1,13 +1,17 @@
-"""The lab: throttled as asked, and gone whatever ends it."""
+"""The lab: throttled and slowed as asked, and gone whatever ends it."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,8 @@ _spec.loader.exec_module(lab)
 pytestmark = pytest.mark.timeout(60)
 needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
 
+FAMILY = "sleep 1000 & {} sleep 1000 & sleep 1000"  # a rank, a child in its process group, and one put elsewhere
+
 
 def namespace_of(pid: int | str) -> int | None:
     try:
@@ -35,6 +41,79 @@ def inside(namespaces: set[int]) -> list[str]:
     return [pid for pid in os.listdir("/proc") if pid.isdigit() and namespace_of(pid) in namespaces]
 
 
+def holding(namespaces: set[int]) -> list[str]:
+    """Processes that keep one of the namespaces alive, by living in it or by a file descriptor."""
+    holders = inside(namespaces)
+    for pid in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith("net:[") and int(target[5:-1]) in namespaces:
+                    holders.append(pid)
+    return holders
+
+
+def field_of(pid: int | str, number: int) -> str | None:
+    """Of `/proc/PID/stat`, counted from 1; None if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[number - 3]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def lives(pid: int | str) -> bool:
+    return field_of(pid, 3) not in (None, "Z", "X")
+
+
+def cpu_seconds(pid: int | str) -> float:
+    used = [field_of(pid, number) for number in (14, 15)]
+    assert None not in used
+    return sum(int(ticks) for ticks in used) / os.sysconf("SC_CLK_TCK")
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def command_of(pid: int | str) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def keeper_of(pid: int) -> int:
+    [keeper] = [int(child) for child in children_of(pid) if "slow_host.py" in command_of(child)]
+    return keeper
+
+
+def marked(mark: str) -> list[str]:
+    """Processes with this in their environment, wherever they moved to."""
+    found = []
+    for pid in os.listdir("/proc"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and lives(pid):
+                found.append(pid)
+    return found
+
+
+def asleep(mark: str) -> list[str]:
+    """Those of them that became a `sleep`."""
+    return [pid for pid in marked(mark) if command_of(pid).startswith("sleep ")]
+
+
+@contextlib.contextmanager
+def driver(*arguments: str, script: str, mark: str) -> Iterator[subprocess.Popen[bytes]]:
+    """The command line, running `script` as every rank; `marked(mark)` finds what it started."""
+    command = [sys.executable, LAB, *arguments, "--", "sh", "-c", script]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "LAB_TEST": mark})
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def wait_until(condition, seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -42,22 +121,84 @@ def wait_until(condition, seconds: float = 15.0) -> None:
         time.sleep(0.05)
 
 
-def interfaces() -> set[str]:
-    return set(os.listdir("/sys/class/net"))
+def interfaces() -> tuple[set[str], str]:
+    """This machine's own, and how their packets queue."""
+    tc = shutil.which("tc")
+    queues = "" if tc is None else subprocess.run([tc, "qdisc"], capture_output=True, text=True, check=True).stdout
+    return set(os.listdir("/sys/class/net")), queues
 
 
 @needs_namespaces
 @pytest.mark.parametrize("rate", ["100mbit", "1gbit"])
 def test_one_stream_carries_the_rate_that_was_asked_for(rate):
     with lab.Lab(2, rate) as net:
-        carried = net.throughput(seconds=0.5) * 8
+        carried = max(net.throughput(seconds=0.3) for _ in range(3)) * 8  # busy cores carry less, and never more
     assert 0.8 * net.bits_per_second < carried < 1.05 * net.bits_per_second
 
 
 @needs_namespaces
 def test_without_a_throttle_a_stream_is_much_faster():
     with lab.Lab(2, "none") as net:
-        assert net.throughput(seconds=0.3) * 8 > 2e9
+        assert net.throughput(seconds=1.0) * 8 > 1.1e9  # no more: busy cores are slow cores
+
+
+@needs_namespaces
+def test_a_slow_link_is_slow_both_ways_and_the_others_are_not():
+    with lab.Lab(3, "1gbit", slow_links={1: "50mbit"}) as net:
+        links = list(net.links(seconds=0.4))
+    assert [(link.source, link.target, link.rate) for link in links] == [
+        (0, 1, "50mbit"),
+        (1, 2, "50mbit"),
+        (2, 0, "1gbit"),
+    ]
+    for link in links[:2]:
+        assert 0.7 * 50e6 < link.bytes_per_second * 8 < 1.5 * 50e6
+    assert links[2].bytes_per_second * 8 > 200e6
+
+
+@needs_namespaces
+def test_processes_of_one_host_speak_past_the_throttle():
+    with lab.Lab(2, "50mbit", processes=2) as net:
+        assert net.throughput(1, 1, seconds=0.4) * 8 > 400e6
+        assert net.throughput(1, 0, seconds=0.4) * 8 < 1.5 * 50e6
+
+
+@needs_namespaces
+def test_late_packets_come_late_and_all_of_them():
+    """Where the kernel has netem; where not, the lab says so and leaves nothing."""
+    before = interfaces()
+    quick = subprocess.run(
+        ["unshare", "--net", "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1ms"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if quick.returncode != 0:
+        with pytest.raises(lab.LabError, match=r"lacks sch_netem: `modprobe sch_netem`.*CONFIG_NET_SCH_NETEM"):
+            lab.Lab(2, "100mbit", delay_ms=5).__enter__()
+    else:
+        with lab.Lab(2, "100mbit", delay_ms=5) as net:
+            links = list(net.links(seconds=0.5))
+        for link in links:
+            assert 0.010 <= link.round_trip < 0.050
+            assert 0.8 * 100e6 < link.bytes_per_second * 8 < 1.05 * 100e6
+    assert interfaces() == before
+
+
+@needs_namespaces
+@pytest.mark.parametrize(("part", "fine"), [(0.89, False), (0.91, True), (0.99, True), (1.01, False)])
+def test_without_a_command_it_prints_every_link_and_judges_it(part, fine, monkeypatch, capsys):
+    previous = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(lab, "_stream", lambda *arguments, **options: part * 100e6 / 8)
+    monkeypatch.setattr(sys, "argv", ["lab.py", "--hosts", "2", "--rate", "1gbit", "--slow-link", "1=100mbit"])
+    try:
+        with contextlib.nullcontext() if fine else pytest.raises(SystemExit, match="outside of 90% to 100%: host 0 ->"):
+            lab.main()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["host 0 -> host 1", "host 1 -> host 0"]
+    assert all(f"{part * 12.5:.1f} MB/s, {part * 100:.1f} % of 100mbit, round trip" in line for line in lines)
 
 
 @needs_namespaces
@@ -68,69 +209,158 @@ def test_two_labs_do_not_meet():
 
 
 @needs_namespaces
-def test_every_host_has_its_address_and_its_environment():
+def test_every_process_has_its_host_and_its_environment():
     outside = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
-    script = 'echo "$RANK/$WORLD_SIZE $NODE_RANK $LOCAL_RANK $MASTER_ADDR"; ip -o -4 addr show dev $GLOO_SOCKET_IFNAME'
-    command = [sys.executable, LAB, "--hosts", "3", "--rate", "1gbit", "--", "sh", "-c", script]
+    name = socket.gethostname()
+    ours = (
+        "$(uname -n) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $NODE_RANK $GROUP_RANK $MASTER_ADDR:$MASTER_PORT"
+    )
+    script = f'echo "{ours} $(ip -o -4 addr show dev $GLOO_SOCKET_IFNAME)"'
+    arguments = ["--hosts", "3", "--processes", "2", "--rate", "1gbit"]
+    command = [sys.executable, LAB, *arguments, "--", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == outside
-    for rank in range(3):
-        assert f"{rank}/3 {rank} 0 10.77.0.1" in done.stdout
-        assert f"10.77.0.{rank + 1}/24" in done.stdout
+    assert socket.gethostname() == name
+    for rank in range(6):
+        host, local = divmod(rank, 2)
+        [line] = [line for line in done.stdout.splitlines() if f" {rank}/6 " in line]
+        assert line.startswith(f"host{host} {rank}/6 {local}/2 {host} {host} 10.77.0.1:29500 ")
+        assert f"10.77.0.{host + 1}/24" in line
+
+
+def test_on_loopback_every_process_has_its_environment_and_this_machines_name():
+    script = (
+        f'test "$(uname -n)" = "{socket.gethostname()}" && test $RANK/$WORLD_SIZE/$NODE_RANK/$LOCAL_RANK = $EXPECTED'
+    )
+    with lab.Lab(2, "loopback", processes=3) as net:
+        assert net.world_size == 6
+        for rank in range(6):
+            net.popen(rank, ["sh", "-c", script], {"EXPECTED": f"{rank}/6/{rank // 3}/{rank % 3}"})
+        assert net.wait() == [0] * 6
+        with pytest.raises(ValueError, match="no rank 6: the world size is 6"):
+            net.popen(6, ["true"])
+
+
+@pytest.mark.parametrize("rate", [pytest.param("none", marks=needs_namespaces), "loopback"])
+def test_a_slow_host_gets_its_part_of_the_time(rate):
+    """A third, here. Busy neighbours take some of that too, so the lower bound is far off, the upper is not."""
+    spin = "while :; do :; done"
+    elsewhere = "setsid" if rate == "none" else ""  # who leaves a loopback session has left the lab
+    mark = f"slow-{rate}-{os.getpid()}"
+    with lab.Lab(2, rate, slow_hosts={1: 3}) as net:
+        net.popen(1, ["sh", "-c", f"{elsewhere} sh -c '{spin}' & {spin}"], {"LAB_TEST": mark})
+        wait_until(lambda: len(marked(mark)) == 2 and all(command_of(pid).startswith("sh ") for pid in marked(mark)))
+        slow = marked(mark)
+        time.sleep(0.5)  # by then a process group that is not the rank's own is found too
+        start, before = time.monotonic(), [cpu_seconds(pid) for pid in slow]
+        wait_until(lambda: all(field_of(pid, 3) == "T" for pid in slow))
+        wait_until(lambda: all(field_of(pid, 3) == "R" for pid in slow))
+        time.sleep(2)
+        elapsed = time.monotonic() - start
+        parts = [(cpu_seconds(pid) - used) / elapsed for pid, used in zip(slow, before, strict=True)]
+    assert all(0.02 < part < 0.42 for part in parts), parts
+    wait_until(lambda: not marked(mark))
+
+
+@pytest.mark.parametrize("rate", [pytest.param("none", marks=needs_namespaces), "loopback"])
+def test_who_stands_still_is_continued_before_the_end(rate, tmp_path):
+    """Its last words take longer than the time a host that is so slow would have for them."""
+    words, ready = tmp_path / "words", tmp_path / "ready"
+    leave = f"i=0; while [ $i -lt 150000 ]; do i=$((i + 1)); done; echo done > {words}; exit 0"
+    script = f"trap '{leave}' TERM; : > {ready}; while :; do sleep 0.01; done"
+    with lab.Lab(1, rate, slow_hosts={0: 100}) as net:
+        net.popen(0, ["sh", "-c", script])
+        wait_until(ready.exists)
+        time.sleep(0.5)
+    assert words.read_text() == "done\n"
 
 
 @needs_namespaces
 def test_an_exception_leaves_nothing_behind():
     before = interfaces()
     namespaces: set[int] = set()
+    keepers: list[int] = []
 
     def in_a_lab() -> None:
         with lab.Lab(2, "100mbit") as net:
-            children = [net.popen(rank, ["sh", "-c", "sleep 1000 & sleep 1000"]) for rank in (0, 1)]
+            children = [net.popen(rank, ["sh", "-c", FAMILY.format("setsid")]) for rank in (0, 1)]
             wait_until(lambda: all(namespace_of(child.pid) != namespace_of("self") for child in children))
             namespaces.update(namespace_of(child.pid) for child in children)
-            wait_until(lambda: len(inside(namespaces)) >= 4)  # each host's shell and what it left in the background
+            wait_until(lambda: len(inside(namespaces)) >= 6)  # each host's shell and what it left in the background
+            keepers.append(keeper_of(os.getpid()))
             raise KeyError("on purpose")
 
     with pytest.raises(KeyError, match="on purpose"):
         in_a_lab()
+    assert field_of(keepers[0], 3) is None, "not even a zombie"
     assert len(namespaces) == 2
-    wait_until(lambda: not inside(namespaces))
+    wait_until(lambda: not holding(namespaces))
+    assert interfaces() == before
+
+
+@pytest.mark.parametrize("rate", [pytest.param("100mbit", marks=needs_namespaces), "loopback"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_signal_leaves_nothing_behind(number, rate):
+    before = interfaces()
+    mark = f"signal-{number}-{rate}-{os.getpid()}"
+    arguments = ("--hosts", "2", "--processes", "2", "--rate", rate, "--slow-host", "1=10")
+    script = FAMILY.format("" if rate == "loopback" else "setsid")
+    with driver(*arguments, script=script, mark=mark) as process:
+        wait_until(lambda: len(asleep(mark)) == 12)
+        wait_until(lambda: any(field_of(pid, 3) == "T" for pid in asleep(mark)))
+        keeper = keeper_of(process.pid)
+        namespaces = {namespace_of(pid) for pid in asleep(mark)} - {namespace_of("self")}
+        assert len(namespaces) == (0 if rate == "loopback" else 2)
+        assert set(holding(namespaces)) >= {str(keeper), *asleep(mark)} or rate == "loopback"
+        process.send_signal(number)
+        assert process.wait(timeout=15) != 0
+        wait_until(lambda: not marked(mark) and not lives(keeper))
+        assert not holding(namespaces)
     assert interfaces() == before
 
 
 @needs_namespaces
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_signal_leaves_nothing_behind(number):
-    before = interfaces()
-    command = [sys.executable, LAB, "--hosts", "2", "--rate", "100mbit", "--", "sleep", "1000"]
-    driver = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+def test_without_the_keeper_the_lab_ends_with_an_error_and_leaves_nothing():
+    mark = f"keeper-{os.getpid()}"
+    arguments = ("--hosts", "2", "--rate", "none", "--slow-host", "1=10")
+    with driver(*arguments, script="sleep 1000", mark=mark) as process:
+        wait_until(lambda: len(asleep(mark)) == 2)
+        os.kill(keeper_of(process.pid), signal.SIGKILL)
+        _, said = process.communicate(timeout=30)
+        assert process.returncode != 0
+        assert b"the lab's keeper (slow_host.py) was ended from outside" in said
+        assert not marked(mark)
 
-    def children() -> list[str]:
-        return Path(f"/proc/{driver.pid}/task/{driver.pid}/children").read_text().split()
 
-    def started() -> bool:
-        try:
-            return sum(Path(f"/proc/{pid}/comm").read_text() == "sleep\n" for pid in children()) == 2
-        except (FileNotFoundError, ProcessLookupError):  # a helper process of the lab's own came and went
-            return False
-
-    wait_until(started)
-    namespaces = {namespace_of(pid) for pid in children()}
-    assert len(namespaces) == 2
-    assert namespace_of("self") not in namespaces
-    driver.send_signal(number)
-    assert driver.wait(timeout=15) != 0
-    wait_until(lambda: not inside(namespaces))
-    assert interfaces() == before
+def test_who_stands_still_dies_with_the_lab_even_without_the_keeper():
+    """By the kernel alone: the lab is killed before it can see that its keeper is gone."""
+    mark = f"pdeathsig-{os.getpid()}"
+    arguments = ("--hosts", "1", "--rate", "loopback", "--slow-host", "0=10")
+    with driver(*arguments, script="exec sleep 1000", mark=mark) as process:
+        wait_until(lambda: asleep(mark))
+        [child] = asleep(mark)
+        process.send_signal(signal.SIGSTOP)
+        keeper = keeper_of(process.pid)
+        for _ in range(100):  # the keeper mostly, not always, is met while the child stands still
+            os.kill(keeper, signal.SIGSTOP)
+            if field_of(child, 3) == "T":
+                break
+            os.kill(keeper, signal.SIGCONT)
+            time.sleep(0.01)
+        assert field_of(child, 3) == "T"
+        os.kill(keeper, signal.SIGKILL)
+        time.sleep(0.1)
+        assert field_of(child, 3) == "T"
+        process.kill()
+        wait_until(lambda: not lives(child))
 
 
 def test_the_exit_status_names_the_host_that_failed():
     command = [sys.executable, LAB, "--hosts", "2", "--rate", "loopback", "--", "sh", "-c", "exit $((RANK * 3))"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "host 1 ended with 3" in done.stderr
-    assert "host 0" not in done.stderr
+    assert "rank 1 (host 1) ended with 3" in done.stderr
+    assert "rank 0" not in done.stderr
 
 
 def test_after_a_failure_the_others_have_a_grace_and_then_an_end():
@@ -151,6 +381,17 @@ def test_without_root_or_tools_it_refuses_with_the_cure(monkeypatch):
         lab.Lab(2, "1gbit").__enter__()
 
 
+@needs_namespaces
+def test_where_namespaces_are_forbidden_it_refuses_and_says_what_is_missing():
+    before = interfaces()
+    command = ["setpriv", "--bounding-set=-sys_admin", "--", sys.executable, LAB, "--hosts", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "unshare: Operation not permitted: is this a container without CAP_SYS_ADMIN?" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert interfaces() == before
+
+
 @pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "1 gbit", ""])
 def test_a_rate_that_is_none_is_refused(rate):
     with pytest.raises(ValueError, match="write it like 100mbit or 1gbit"):
@@ -161,3 +402,38 @@ def test_a_rate_that_is_none_is_refused(rate):
 def test_a_number_of_hosts_that_does_not_fit_is_refused(hosts):
     with pytest.raises(ValueError, match="between 1 and 250"):
         lab.Lab(hosts, "loopback")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"processes": 0}, "processes must be at least 1"),
+        ({"slow_links": {2: "1mbit"}}, "no host 2 to be slow: 2 hosts count from 0 to 1"),
+        ({"slow_hosts": {-1: 2.0}}, "no host -1 to be slow"),
+        ({"slow_links": {1: "none"}}, "a slow link needs a rate like 100mbit"),
+        ({"slow_links": {1: "slow"}}, "write it like 100mbit or 1gbit"),
+        ({"slow_hosts": {1: 0.5}}, "factor must be between 1 and 100"),
+        ({"slow_hosts": {1: float("nan")}}, "factor must be between 1 and 100"),
+        ({"delay_ms": -1.0}, "delay_ms must be 0 or more"),
+        ({"delay_ms": float("inf")}, "delay_ms must be 0 or more"),
+        ({"delay_ms": 1.0, "rate": "loopback"}, "not with the rate loopback"),
+        ({"slow_links": {1: "1mbit"}, "rate": "loopback"}, "not with the rate loopback"),
+    ],
+)
+def test_a_lab_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        lab.Lab(2, **options)
+
+
+@pytest.mark.parametrize("option", [["--slow-link", "100mbit"], ["--slow-host", "one=2"], ["--slow-host", "1=twice"]])
+def test_a_slow_one_on_the_command_line_is_written_host_first(option):
+    done = subprocess.run([sys.executable, LAB, *option], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "write it like 3=100mbit or 3=2, the host first" in done.stderr
+
+
+def test_one_host_has_no_link_to_measure():
+    with lab.Lab(1, "loopback") as net, pytest.raises(ValueError, match="two hosts"):
+        next(net.links())
+    with lab.Lab(1, "loopback") as net, pytest.raises(ValueError, match="there are 1"):
+        net.throughput()
