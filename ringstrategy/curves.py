@@ -1,60 +1,119 @@
-"""Draw a run's loss, and what each of its steps spent its time on, into one PNG."""
+"""A run step by step: columns in memory while it trains, then `steps.csv` and `validation.csv` beside its summary."""
 
-from collections.abc import Sequence
+import csv
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure
 
-MOST_POINTS = 500  # a longer run is averaged down to this many
+MOST_POINTS = 500  # a longer run is averaged down to this many before it is drawn
+STEPS_FILE = "steps.csv"
+VALIDATION_FILE = "validation.csv"
+STEP_COLUMNS = (
+    "step",
+    "loss",
+    "seconds",
+    "total_seconds",
+    "bytes_sent",
+    "exposed_seconds",
+    "communication_seconds",
+)
+VALIDATION_COLUMNS = ("step", "loss")
 
 
 @dataclass
 class Curves:
-    """One entry a step, seconds as the training thread of rank 0 saw them; the validation apart, as (step, loss)."""
+    """One entry a step in each list, as rank 0 saw it, None for what was not measured; the validation apart.
 
-    losses: list[float] = field(default_factory=list)
+    Bytes and seconds of communication are those since the step before ended.
+    """
+
+    steps: list[int] = field(default_factory=list)  # the trainer's count: a resumed run goes on where it was
+    losses: list[float | None] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    exposed_seconds: list[float] = field(default_factory=list)  # the training thread waited for the wire
-    communication_seconds: list[float] = field(default_factory=list)  # the wire was busy, waited for or not
-    validation_losses: list[tuple[int, float]] = field(default_factory=list)
+    bytes_sent: list[int | None] = field(default_factory=list)
+    exposed_seconds: list[float | None] = field(default_factory=list)  # the training thread waited for the wire
+    communication_seconds: list[float | None] = field(default_factory=list)  # the wire was busy, waited for or not
+    validation_losses: list[tuple[int, float]] = field(default_factory=list)  # (step, loss)
+
+    @property
+    def total_seconds(self) -> list[float]:
+        """Seconds of all steps up to each one's end; loading data and validation are not in it."""
+        return list(accumulate(self.step_seconds))
+
+    @property
+    def total_bytes_sent(self) -> list[int] | None:
+        """Bytes sent up to each step's end, or None if they were not counted."""
+        counted = [count for count in self.bytes_sent if count is not None]
+        return list(accumulate(counted)) if len(counted) == len(self.bytes_sent) else None
 
 
-def draw(curves: Curves, path: Path) -> None:
-    """Write the PNG: losses on the left, milliseconds a step on the right."""
-    # Figure without pyplot: no display is looked for and no global state is touched
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    loss_axes, time_axes = figure.subplots(1, 2)
-
-    steps, losses = _thin(curves.losses)
-    loss_axes.plot(steps, losses, label="training, rank 0", linewidth=1)
-    if curves.validation_losses:
-        loss_axes.plot(*zip(*curves.validation_losses, strict=True), "o-", markersize=4, label="validation, all ranks")
-    loss_axes.set(xlabel="step", ylabel="loss", title="Loss")
-    loss_axes.legend()
-
-    steps, step_ms = _thin(curves.step_seconds, 1000)
-    if curves.communication_seconds:
-        _, exposed_ms = _thin(curves.exposed_seconds, 1000)
-        _, communication_ms = _thin(curves.communication_seconds, 1000)
-        computation_ms = step_ms - exposed_ms
-        time_axes.stackplot(
-            steps, computation_ms, exposed_ms, labels=["computation", "exposed communication"], colors=["C0", "C3"]
-        )
-        hidden_ms = np.maximum(communication_ms - exposed_ms, 0)
-        time_axes.plot(steps, hidden_ms, color="C2", linewidth=1, label="hidden communication (during computation)")
-    else:
-        time_axes.plot(steps, step_ms, label="computation and communication", linewidth=1)
-    # the first steps warm up and would flatten all others
-    time_axes.set(xlabel="step", ylabel="ms a step", title="Time, rank 0", ylim=(0, 1.5 * np.percentile(step_ms, 95)))
-    time_axes.legend()
-    figure.savefig(path, dpi=120)
+def write_curves(folder: Path, curves: Curves) -> None:
+    """Write `steps.csv` and `validation.csv`; what was not measured is an empty cell."""
+    rows = zip(
+        curves.steps,
+        curves.losses,
+        curves.step_seconds,
+        curves.total_seconds,
+        curves.bytes_sent,
+        curves.exposed_seconds,
+        curves.communication_seconds,
+        strict=True,
+    )
+    _write(folder / STEPS_FILE, STEP_COLUMNS, rows)
+    _write(folder / VALIDATION_FILE, VALIDATION_COLUMNS, curves.validation_losses)
 
 
-def _thin(values: Sequence[float], scale: float = 1) -> tuple[np.ndarray, np.ndarray]:
-    """At most MOST_POINTS means of neighbouring values, times `scale`, and the steps they stand for."""
-    size = -(-len(values) // MOST_POINTS)
-    starts = np.arange(0, len(values), size)
-    means = np.add.reduceat(np.asarray(values), starts) / np.diff([*starts, len(values)])
-    return starts + 1, scale * means
+def read_curves(folder: Path) -> Curves:
+    """Read both files back. ValueError: they are not what `write_curves` writes."""
+    curves = Curves()
+    for step, loss, seconds, _, sent, exposed, communication in _read(folder / STEPS_FILE, STEP_COLUMNS):
+        curves.steps.append(int(step))
+        curves.losses.append(_measured(loss))
+        curves.step_seconds.append(float(seconds))
+        curves.bytes_sent.append(int(sent) if sent else None)
+        curves.exposed_seconds.append(_measured(exposed))
+        curves.communication_seconds.append(_measured(communication))
+    for step, loss in _read(folder / VALIDATION_FILE, VALIDATION_COLUMNS):
+        curves.validation_losses.append((int(step), float(loss)))
+    return curves
+
+
+def thin(values: Sequence[float | None]) -> list[float]:
+    """At most MOST_POINTS means of neighbouring values; NaN if one of them is None."""
+    if not values:
+        return []
+    starts = np.arange(0, len(values), -(-len(values) // MOST_POINTS))
+    sums = np.add.reduceat(np.asarray(values, dtype=float), starts)
+    means: list[float] = (sums / np.diff([*starts, len(values)])).tolist()
+    return means
+
+
+def warm_mean(values: Sequence[float | None]) -> float | None:
+    """The mean of all but the first tenth, at least the first one: these steps warm up. None: not measured."""
+    measured = [value for value in values if value is not None]
+    if not measured or len(measured) < len(values):
+        return None
+    return statistics.fmean(measured[max(1, len(measured) // 10) :] or measured)
+
+
+def _measured(cell: str) -> float | None:
+    return float(cell) if cell else None
+
+
+def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _read(path: Path, columns: Sequence[str]) -> list[list[str]]:
+    with open(path, newline="") as file:
+        header, *rows = list(csv.reader(file)) or [[]]
+    if header != list(columns) or any(len(row) != len(columns) for row in rows):
+        raise ValueError(f"{path} should have the columns {', '.join(columns)}, has {', '.join(header)}: run it again")
+    return rows

@@ -1,8 +1,7 @@
-"""What a run leaves behind: `summary.json`, a PNG of its curves, and a table on the screen."""
+"""What a run leaves behind: `summary.json`, its steps as CSV, a PNG of them, and a table on the screen."""
 
 import dataclasses
 import json
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +15,8 @@ from rich.table import Table
 from torch import Tensor
 
 from ringstrategy.collectives import Stats
-from ringstrategy.curves import Curves, draw
+from ringstrategy.curves import Curves, warm_mean, write_curves
+from ringstrategy.curves_png import draw
 from ringstrategy.strategy import RingStrategy
 
 FINAL_METRICS = ("val_accuracy", "val_loss")  # the first that the module logged; else the last training loss
@@ -26,10 +26,11 @@ Summary = dict[str, Any]
 
 
 class RunReport(L.Callback):
-    """Times every step and writes `summary.json` and `curves.png` into `output_dir` when fit ends, on rank 0.
+    """Times every step; when fit ends, rank 0 writes summary, `steps.csv`, `validation.csv` and PNG into `output_dir`.
 
     A step is what ends with an optimizer step; gradient accumulation makes it several batches. Loading data and
-    validation are not in its time. Seconds and bytes are those of rank 0.
+    validation are not in its time. Seconds and bytes are those of rank 0. The summary's times a step are means that
+    leave out the first steps, which warm up.
     """
 
     def __init__(self, output_dir: Path, strategy: str, overrides: Sequence[str]) -> None:
@@ -37,12 +38,12 @@ class RunReport(L.Callback):
         self.strategy = strategy
         self.overrides = list(overrides)
         self.curves = Curves()
-        self._held_losses: list[Tensor] = []
+        self._held_losses: list[Tensor | None] = []  # None: the step has no loss
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Take the counters as they are now for zero."""
         self._last_step = trainer.global_step
-        self._first_stats = self._last_stats = _stats_now(trainer)
+        self._last_stats = _stats_now(trainer)
         self._step_seconds = 0.0
         self._step_loss: Tensor | None = None
 
@@ -70,13 +71,14 @@ class RunReport(L.Callback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note the validation loss, if the module logs one."""
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None:
+        if loss is not None and not trainer.sanity_checking:  # that sees only a few batches
             self.curves.validation_losses.append((trainer.global_step, float(loss)))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Write the files: the last checkpoint is on disk and the processes are still there."""
         if trainer.is_global_zero:
             self._fetch_losses()
+            write_curves(self.output_dir, self.curves)
             plot = None
             if self.curves.step_seconds:
                 plot = self.output_dir / "curves.png"
@@ -85,39 +87,52 @@ class RunReport(L.Callback):
 
     def _note_step(self, now: Stats | None) -> None:
         curves, before = self.curves, self._last_stats
-        curves.step_seconds.append(self._step_seconds)
-        self._step_seconds = 0.0
-        if self._step_loss is not None:
-            self._held_losses.append(self._step_loss)
-            self._step_loss = None
-            if len(self._held_losses) == HELD_LOSSES:
-                self._fetch_losses()
+        sent: int | None = None
+        exposed: float | None = None
+        communication: float | None = None
         if now is not None and before is not None:
-            curves.exposed_seconds.append(now.exposed_seconds - before.exposed_seconds)
-            curves.communication_seconds.append(now.communication_seconds - before.communication_seconds)
+            exposed = now.exposed_seconds - before.exposed_seconds
+            communication = now.communication_seconds - before.communication_seconds
+            if now.bytes_sent is not None and before.bytes_sent is not None:
+                sent = now.bytes_sent - before.bytes_sent
+        curves.steps.append(self._last_step)
+        curves.step_seconds.append(self._step_seconds)
+        curves.bytes_sent.append(sent)
+        curves.exposed_seconds.append(exposed)
+        curves.communication_seconds.append(communication)
+        self._held_losses.append(self._step_loss)
+        if len(self._held_losses) == HELD_LOSSES:
+            self._fetch_losses()
+        self._step_seconds = 0.0
+        self._step_loss = None
         self._last_stats = now
 
     def _fetch_losses(self) -> None:
-        if self._held_losses:
-            self.curves.losses.extend(torch.stack(self._held_losses).tolist())
-            self._held_losses.clear()
+        there = [loss for loss in self._held_losses if loss is not None]
+        fetched = iter(torch.stack(there).tolist() if there else [])
+        self.curves.losses.extend(None if loss is None else next(fetched) for loss in self._held_losses)
+        self._held_losses.clear()
 
     def _summary(self, trainer: L.Trainer, plot: Path | None) -> Summary:
-        seconds = self.curves.step_seconds
-        steps = len(seconds)
+        curves = self.curves
+        steps = len(curves.steps)
         metric, value = next(
             (
                 (name, float(trainer.callback_metrics[name]))
                 for name in FINAL_METRICS
                 if name in trainer.callback_metrics
             ),
-            ("train_loss", self.curves.losses[-1] if self.curves.losses else None),
+            ("train_loss", curves.losses[-1] if steps else None),
         )
-        sent: int | None = None
-        first, last = self._first_stats, self._last_stats
-        if first is not None and last is not None and first.bytes_sent is not None and last.bytes_sent is not None:
-            sent = last.bytes_sent - first.bytes_sent
-        exposed = self.curves.exposed_seconds
+        sent = curves.total_bytes_sent
+        total_sent = sent[-1] if sent else None
+        step = warm_mean(curves.step_seconds)
+        exposed = warm_mean(curves.exposed_seconds)
+        communication = warm_mean(curves.communication_seconds)
+        hidden: float | None = None
+        if step is not None and exposed is not None and communication is not None:
+            # an exchange may go on while data are loaded: nothing of the step's is hidden by that
+            hidden = max(0.0, min(communication, step) - exposed)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         folders = {type(logger): logger.log_dir for logger in trainer.loggers}
         csv_folder = folders.get(CSVLogger)
@@ -129,10 +144,12 @@ class RunReport(L.Callback):
             "metric": metric,
             "final_metric": value,
             "steps": steps,
-            "seconds_per_step": statistics.median(seconds) if steps else None,  # the first steps warm up
-            "bytes_sent": sent,
-            "bytes_sent_per_step": sent / steps if sent is not None and steps else None,
-            "exposed_ms_per_step": 1000 * statistics.fmean(exposed) if exposed else None,
+            "seconds": sum(curves.step_seconds),
+            "seconds_per_step": step,
+            "bytes_sent": total_sent,
+            "bytes_sent_per_step": None if total_sent is None else total_sent / steps,
+            "exposed_ms_per_step": None if exposed is None else 1000 * exposed,
+            "hidden_ms_per_step": None if hidden is None else 1000 * hidden,
             "checkpoint": checkpoint or None,
             "csv": None if csv_folder is None else str(Path(csv_folder) / "metrics.csv"),
             "tensorboard": folders.get(TensorBoardLogger),
@@ -164,6 +181,7 @@ def print_summary(summary: Summary) -> None:
         f"{byte_count(summary['bytes_sent'])}, {byte_count(summary['bytes_sent_per_step'])} a step",
     )
     table.add_row("exposed communication", f"{number(summary['exposed_ms_per_step'])} ms a step")
+    table.add_row("hidden communication", f"{number(summary['hidden_ms_per_step'])} ms a step")
     console = Console()
     console.print(table)
     for name in ("checkpoint", "csv", "tensorboard", "curves"):

@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from ringstrategy.data.regression import Regression
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
+REPORT = PROGRAM.with_name("ringstrategy-report")
 OWN_MODULE = """
 import lightning as L, torch
 
@@ -191,8 +193,19 @@ def test_a_sweep(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv", "sweep.json"]
     assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
     summaries = [json.loads((folder / job / "summary.json").read_text()) for job in "01"]
-    for summary in summaries:
+    for job, summary in zip("01", summaries, strict=True):
         check_files(summary)
+        with open(folder / job / "steps.csv") as file:
+            steps = list(csv.DictReader(file))
+        assert [step["step"] for step in steps] == ["1", "2", "3"]
+        assert sum(int(step["bytes_sent"]) for step in steps) == summary["bytes_sent"]
+        assert float(steps[-1]["total_seconds"]) == summary["seconds"]
+        for step in steps:
+            assert 0 < float(step["exposed_seconds"]) < float(step["seconds"])
+            assert float(step["loss"]) > 0
+            assert float(step["communication_seconds"]) > 0
+        with open(folder / job / "validation.csv") as file:
+            assert [row["step"] for row in csv.DictReader(file)] == ["3"]
         assert summary["processes"] == 2
         assert summary["metric"] == "val_accuracy"  # validated at the end, although 3 steps are no whole epoch
     assert summaries[0]["bytes_sent"] == pytest.approx(2 * summaries[1]["bytes_sent"], rel=1e-3)
@@ -206,8 +219,21 @@ def test_a_sweep(tmp_path):
             assert row[column] > 0
     with open(folder / "sweep.csv") as file:
         assert [row["strategy"] for row in csv.DictReader(file)] == ["ring", "ring_fp16"]
-    printed = done.stdout[done.stdout.index("sweep in") :]
-    assert len([line for line in printed.splitlines() if "val_accuracy" in line]) == 2
+    printed = done.stdout[done.stdout.index("jobs in") :]
+    table = [line for line in printed.splitlines() if "val_accuracy" in line]
+    assert len(table) == 2
+    assert f"ringstrategy-report {folder.relative_to(tmp_path)}" in printed
+
+    command = [REPORT, folder.relative_to(tmp_path)]
+    reported = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert reported.returncode == 0, reported.stderr
+    assert [line for line in reported.stdout.splitlines() if "val_accuracy" in line] == table
+    (plots,) = re.findall(
+        r'<script type="application/json" id="plots">(.*)</script>', (folder / "report.html").read_text()
+    )
+    by_bytes = {trace["name"]: trace for trace in json.loads(plots)[2]["data"] if trace["mode"] == "lines"}
+    assert list(by_bytes) == ["0 ring", "1 ring_fp16"]
+    assert by_bytes["0 ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
 
 
 @pytest.mark.timeout(300)
@@ -220,7 +246,7 @@ def test_a_failed_job_is_shown_and_the_others_go_on(tmp_path):
     table = json.loads(next(tmp_path.rglob("sweep.json")).read_text())
     assert [row["status"] for row in table] == ["failed", "finished"]
     assert table[1]["metric"] == "val_loss"
-    assert "FAILED" in done.stdout[done.stdout.index("sweep in") :]
+    assert "FAILED" in done.stdout[done.stdout.index("jobs in") :]
 
 
 @pytest.mark.timeout(300)

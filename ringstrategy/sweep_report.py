@@ -1,0 +1,54 @@
+"""`ringstrategy-report FOLDER`: every job below a folder as a table on the screen and as one page with plots."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    parser = argparse.ArgumentParser(
+        prog="ringstrategy-report",
+        description="Compare the jobs of ringstrategy-train: a table, and a page with plots that needs no network.",
+    )
+    parser.add_argument("folder", type=Path, help="of a sweep (multirun/DATE/TIME), of one run, or above several")
+    parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page; default: FOLDER/report.html")
+    options = parser.parse_args(arguments)
+    missing = [name for name in ("matplotlib", "plotly", "rich") if find_spec(name) is None]
+    if missing:  # so what needs them is imported late
+        sys.exit(f"ringstrategy-report needs {', '.join(missing)}: pip install 'ringstrategy[app]'")
+    try:
+        written = report(options.folder, options.out or options.folder / "report.html")
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"page: {written}")
+
+
+def report(folder: Path, out: Path) -> Path:
+    """Print the table, write the page to `out` and return it.
+
+    FileNotFoundError: there is no job in `folder` or below. ValueError: a file there is not what a job writes.
+    """
+    from ringstrategy.curves import STEPS_FILE, read_curves
+    from ringstrategy.sweep_page import page
+    from ringstrategy.sweep_plots import Job, plots
+    from ringstrategy.sweep_table import job_folders, own_overrides, print_table, read_row
+
+    folders = job_folders(folder)
+    if not folders:
+        raise FileNotFoundError(
+            f"no job to report: there is no summary.json in {folder} or in a folder below it; ringstrategy-train "
+            "writes one into a job's folder when the job ends"
+        )
+    rows = [read_row(job, folder) for job in folders]
+    jobs = []
+    for job, row in zip(folders, rows, strict=True):
+        label = " ".join([row["job"], row["strategy"], *own_overrides(row, rows)])
+        # a failed job may stand where an earlier one left its steps
+        has_steps = row["status"] != "failed" and (job / STEPS_FILE).exists()
+        jobs.append(Job(label, row, read_curves(job) if has_steps else None))
+    out.write_text(page(f"jobs in {folder.resolve()}", jobs, plots(jobs)), encoding="utf-8")
+    print_table(rows, folder)
+    return out

@@ -1,0 +1,425 @@
+"""What a run and a sweep leave to read: steps as CSV, one table, one page that a browser draws without a network."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+
+import lightning as L
+import pytest
+import torch
+
+from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
+from ringstrategy.report import RunReport, read_summary, write_summary
+from ringstrategy.sweep_report import main
+from ringstrategy.sweep_table import job_folders, print_table, read_row
+
+EVIL = "data.title=</script><img src=http://x.example/a.png onerror=alert()>[bold]&amp;<b>%{x}"
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+STEPS = {"0": 1200, "1": 7, "2": 7, "10": 1}
+
+
+class Line(L.LightningModule):
+    """Loss is 10, 9, 8, ... whatever it learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.left = 10.0
+
+    def training_step(self, batch, batch_idx):
+        self.left -= 1
+        return self.weight.sum() * 0 + self.left + 1
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.left)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Line):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(self.weight.sum())
+        self.optimizers().step()
+
+
+def fit(folder, module, *callbacks, ckpt_path=None, **options):
+    folder.mkdir(exist_ok=True)
+    options = {"max_steps": 4, "strategy": "ring", "num_sanity_val_steps": 0} | options
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=[*callbacks, RunReport(folder, str(options["strategy"]), [])],
+        **options,
+    )
+    rows = torch.utils.data.DataLoader(torch.zeros(10, 1))
+    trainer.fit(module, rows, rows, ckpt_path=ckpt_path)
+    return trainer
+
+
+def a_curve(steps, *, counted=True, sent=1000):
+    curves = Curves()
+    for step in range(1, steps + 1):
+        curves.steps.append(step)
+        curves.losses.append(math.nan if step == 5 else 10 / step)
+        curves.step_seconds.append(5.0 if step == 1 else 0.010 + 0.001 * (step % 2))
+        curves.bytes_sent.append(sent if counted else None)
+        curves.exposed_seconds.append(0.002 if counted else None)
+        curves.communication_seconds.append(0.005 if counted else None)
+    curves.validation_losses = [(0, 11.0), (steps // 2, 3.5), (steps, 2.5)]
+    return curves
+
+
+def a_job(folder, strategy, curves, *overrides):
+    """What a run leaves, without the run."""
+    folder.mkdir(parents=True)
+    overrides = [f"strategy={strategy}", "trainer.max_epochs=3", *overrides]
+    if curves is None:
+        write_summary(folder, {"status": "failed", "exit_code": 1, "strategy": strategy, "overrides": overrides})
+        return
+    write_curves(folder, curves)
+    exposed, communication = warm_mean(curves.exposed_seconds), warm_mean(curves.communication_seconds)
+    sent = curves.total_bytes_sent
+    summary = {
+        "status": "finished",
+        "strategy": strategy,
+        "overrides": overrides,
+        "metric": "val_loss",
+        "final_metric": curves.validation_losses[-1][1],
+        "steps": len(curves.steps),
+        "seconds": sum(curves.step_seconds),
+        "seconds_per_step": warm_mean(curves.step_seconds),
+        "bytes_sent_per_step": sent and sent[-1] / len(sent),
+        "exposed_ms_per_step": exposed and 1000 * exposed,
+        "hidden_ms_per_step": exposed and 1000 * (communication - exposed),
+    }
+    write_summary(folder, summary)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    folder = tmp_path / "a sweep"
+    a_job(folder / "0", "ring", a_curve(STEPS["0"]), EVIL)
+    a_job(folder / "1", "ddp", a_curve(STEPS["1"], counted=False), "seed=1")
+    a_job(folder / "2", "gossip", a_curve(STEPS["2"]), "seed=2")
+    a_job(folder / "9", "ring", None, "seed=9")
+    a_job(folder / "10", "gossip", a_curve(STEPS["10"], sent=0), "seed=10")
+    return folder
+
+
+class Page(HTMLParser):
+    """The parts of a page, as a browser would split it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.links, self.rows, self.texts, self.scripts = [], [], [], {}, []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.links += [value for name, value in attributes if name in {"src", "href", "srcset", "data", "action"}]
+        if tag == "tr":
+            self.rows.append([])
+        elif tag == "td":
+            self.rows[-1].append("")
+        elif tag == "script":
+            self.scripts.append("")
+
+    def handle_data(self, data):
+        tag = self.tags[-1] if self.tags else ""
+        if tag == "script":
+            self.scripts[-1] += data
+        elif tag == "td":
+            self.rows[-1][-1] += data.strip()
+        else:
+            self.texts[tag] = self.texts.get(tag, "") + data
+
+    @property
+    def plots(self):
+        return json.loads(self.scripts[0])
+
+
+def page_of(folder, *options):
+    main([str(folder), *options])
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+def lines(plot):
+    return {trace["meta"]: trace for trace in plot["data"] if trace["mode"] == "lines"}
+
+
+# --- what a run writes
+
+
+@pytest.mark.timeout(60)
+def test_a_run_writes_every_step(tmp_path):
+    held = []
+
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            report = next(callback for callback in trainer.callbacks if isinstance(callback, RunReport))
+            held.append(list(report.curves.losses))
+
+    fit(tmp_path, Line(), Watch(), accumulate_grad_batches=2, num_sanity_val_steps=2)
+    assert not any(held)  # no loss was fetched while steps ran
+    curves = read_curves(tmp_path)
+    assert curves.steps == [1, 2, 3, 4]
+    assert curves.losses == [9.5, 7.5, 5.5, 3.5]  # a step's two batches
+    assert curves.validation_losses == [(4, 2.0)]  # not what the sanity check saw
+    assert all(seconds > 0 for seconds in curves.step_seconds)
+    assert curves.bytes_sent == [0] * 4  # one process
+    assert None not in curves.exposed_seconds + curves.communication_seconds
+    summary = read_summary(tmp_path)
+    assert summary["seconds"] == pytest.approx(sum(curves.step_seconds))
+    assert summary["seconds_per_step"] == pytest.approx(sum(curves.step_seconds[1:]) / 3)
+    assert (summary["exposed_ms_per_step"], summary["hidden_ms_per_step"]) == (0, 0)
+
+
+@pytest.mark.timeout(60)
+def test_a_resumed_run_counts_on(tmp_path):
+    trainer = fit(tmp_path / "first", Line(), enable_checkpointing=True)
+    fit(tmp_path / "second", Line(), max_steps=6, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    assert read_curves(tmp_path / "second").steps == [5, 6]
+
+
+@pytest.mark.timeout(60)
+def test_what_nobody_measures_is_an_empty_cell(tmp_path):
+    fit(tmp_path, Manual(), strategy="auto", max_steps=2)
+    _, *rows = (tmp_path / "steps.csv").read_text().splitlines()
+    assert [re.sub(r"\d\.\d+(e-\d+)?", "seconds", row) for row in rows] == [
+        "1,,seconds,seconds,,,",
+        "2,,seconds,seconds,,,",
+    ]
+    assert read_summary(tmp_path)["final_metric"] is not None  # the validation's
+
+
+def test_steps_are_read_as_they_were_written(tmp_path):
+    curves = a_curve(7)
+    curves.losses[2], curves.bytes_sent[1], curves.losses[3] = None, None, math.inf
+    write_curves(tmp_path, curves)
+    assert repr(read_curves(tmp_path)) == repr(curves)  # NaN is not equal to itself
+    assert (tmp_path / "steps.csv").read_text().splitlines()[1] == "1,10.0,5.0,5.0,1000,0.002,0.005"
+
+
+def test_other_columns_are_refused(tmp_path):
+    write_curves(tmp_path, a_curve(3))
+    text = (tmp_path / "steps.csv").read_text()
+    (tmp_path / "steps.csv").write_text(text.replace("loss", "losses", 1))
+    with pytest.raises(ValueError, match=r"steps.csv should have the columns step, loss, .* has step, losses"):
+        read_curves(tmp_path)
+
+
+@pytest.mark.parametrize("count", [0, 1, MOST_POINTS, MOST_POINTS + 1, 7 * MOST_POINTS + 3])
+def test_thinning_keeps_the_mean(count):
+    values = [float(value % 17) for value in range(count)]
+    points = thin(values)
+    assert len(points) <= MOST_POINTS
+    assert len(points) >= min(count, MOST_POINTS // 2)
+    size = -(-count // MOST_POINTS)
+    weights = [len(values[start : start + size]) for start in range(0, count, size or 1)]
+    assert math.fsum(map(math.prod, zip(points, weights, strict=True))) == pytest.approx(sum(values))
+
+
+def test_the_first_tenth_warms_up():
+    assert warm_mean([100.0] * 3 + [1.0] * 27) == 1
+    assert warm_mean([100.0] * 4 + [1.0] * 27) > 1
+    assert warm_mean([100.0, 1.0]) == 1
+    assert warm_mean([100.0]) == 100
+    assert warm_mean([]) is None
+    assert warm_mean([None, 1.0]) is None
+
+
+# --- the table
+
+
+def test_jobs_are_found_wherever_they_are_and_counted_as_people_count(sweep):
+    assert [job.name for job in job_folders(sweep)] == ["0", "1", "2", "9", "10"]
+    assert [read_row(job, sweep.parent)["job"] for job in job_folders(sweep.parent)][-1] == "a sweep/10"
+    assert job_folders(sweep / "2") == [sweep / "2"]
+    assert read_row(sweep / "2", sweep / "2")["job"] == "2"
+    os.utime(sweep / "0" / "summary.json", (1, 1))
+    assert [job.name for job in job_folders(sweep, since=2)] == ["1", "2", "9", "10"]
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_printed_table_loses_nothing(sweep, monkeypatch, capsys, width):
+    monkeypatch.setenv("COLUMNS", str(width))
+    print_table([read_row(job, sweep) for job in job_folders(sweep)], sweep)
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= width
+    (failed,) = (line.split() for line in printed.splitlines() if "FAILED" in line)
+    assert failed == ["9", "ring", "seed=9", "FAILED", *"------"]
+    for text in ("1200", "10.5", "1 kB", " 17.6 ", " 2 ", " 3 ", "0 B"):
+        assert text in printed
+    (name,) = {line.split()[0] for line in printed.splitlines() if " 1200 " in line}
+    assert name == "0"
+    if width == 160:
+        assert "[bold]&amp;<b>" in printed  # no markup
+    assert "max_epochs" not in printed  # the same for all
+
+
+# --- the page
+
+
+def test_the_page_has_the_table_and_needs_nothing_else(sweep):
+    page = page_of(sweep)
+    assert page.links == []
+    assert page.tags.count("script") == 3
+    assert {"img", "b", "link", "iframe"}.isdisjoint(page.tags)  # what the evil override asks for
+    assert [row[0] for row in page.rows[1:]] == ["0", "1", "2", "9", "10"]
+    assert page.rows[1][1:4] == ["ring", EVIL, "val_loss 2.5"]
+    assert page.rows[1][4:] == ["1200", "10.5", "1 kB", "17.6", "2", "3"]
+    assert page.rows[2][5:] == ["10.5", "-", "5.1", "-", "-"]
+    assert page.rows[4][1:] == ["ring", "seed=9", "FAILED", *"------"]
+    assert "5 jobs, 1 failed" in page.texts["p"]
+    assert page.texts["code"].strip() == "trainer.max_epochs=3"
+
+
+def test_the_lines_are_the_runs(sweep):
+    by_step, by_time, by_bytes, _ = page_of(sweep).plots
+    assert [sorted(lines(plot)) for plot in (by_step, by_time, by_bytes)] == [[0, 1, 2, 4], [0, 1, 2, 4], [0, 2]]
+    short = lines(by_step)[2]
+    assert short["x"] == [1, 2, 3, 4, 5, 6, 7]
+    assert short["y"] == [10, 5, 3.33333, 2.5, None, 1.66667, 1.42857]  # a gap where it was NaN
+    assert lines(by_time)[2]["x"] == pytest.approx([5, 5.01, 5.021, 5.031, 5.042, 5.052, 5.063])
+    assert lines(by_bytes)[2]["x"] == [1000, 2000, 3000, 4000, 5000, 6000, 7000]
+    thinned = lines(by_step)[0]
+    assert MOST_POINTS / 2 < len(thinned["x"]) == len(thinned["y"]) <= MOST_POINTS
+    assert thinned["x"][:2] == [2, 5]
+    assert thinned["name"] == f"0 ring {EVIL}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    marks = [
+        [t["x"] for t in plot["data"] if t["mode"] == "markers" and t["meta"] == 2] for plot in (by_step, by_bytes)
+    ]
+    assert marks == [[[0, 3, 7]], [[0, 3000, 7000]]]
+
+
+def test_a_bar_is_as_long_as_a_step(sweep):
+    bars = page_of(sweep).plots[3]["data"]
+    length = dict.fromkeys(range(5), 0.0)
+    for trace in bars:
+        for place, x in zip(trace["meta"], trace["x"], strict=True):
+            length[place] += x
+    for place, name in enumerate(("0", "1", "2", "9", "10")):
+        seconds = read_summary(sweep / name).get("seconds_per_step", 0)
+        assert length[place] == pytest.approx(1000 * seconds, rel=1e-4), name
+    assert [trace["meta"] for trace in bars] == [[0, 2, 4], [0, 2, 4], [0, 2, 4], [1]]
+    assert [trace["x"][0] for trace in bars[1:3]] == [3, 2]
+
+
+def test_what_is_left_out_is_said(sweep):
+    (sweep / "2" / "steps.csv").unlink()
+    notes = page_of(sweep).texts["figcaption"]
+    missing = "2 gossip (has no steps.csv)"
+    assert notes.count(f"Left out: {missing}; 9 ring (failed).") == 2
+    assert (
+        f"Left out: 1 ddp (its bytes are not counted); {missing}; 9 ring (failed); 10 gossip (sent nothing)." in notes
+    )
+    assert "nobody counts their communication: 1 ddp. Left out: 9 ring (failed)." in notes
+
+
+def test_one_run_and_another_file(sweep, tmp_path, capsys):
+    out = tmp_path / "elsewhere.html"
+    main([str(sweep / "2"), "--out", str(out)])
+    assert not (sweep / "2" / "report.html").exists()
+    assert f"page: {out}" in capsys.readouterr().out
+    page = Page(out.read_text(encoding="utf-8"))
+    assert [row[:2] for row in page.rows[1:]] == [["2", "gossip"]]
+    assert page.texts["code"].strip() == "strategy=gossip trainer.max_epochs=3 seed=2"
+
+
+def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "summary.json").write_text('{"accuracy": 1}')
+    for arguments, words in (
+        ([tmp_path / "empty"], f"there is no summary.json in {tmp_path / 'empty'} or in a folder below it"),
+        ([tmp_path / "missing"], "there is no summary.json in"),
+        ([tmp_path / "foreign"], "foreign/summary.json was not written by ringstrategy-train"),
+        ([sweep, "--out", tmp_path / "missing" / "a.html"], "No such file or directory"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        assert ended.value.code == 2
+        assert words in capsys.readouterr().err
+
+
+def test_missing_packages_are_named(sweep, monkeypatch):
+    monkeypatch.setattr("ringstrategy.sweep_report.find_spec", lambda name: None if name == "plotly" else object())
+    with pytest.raises(SystemExit, match=r"needs plotly: pip install 'ringstrategy\[app\]'"):
+        main([str(sweep)])
+
+
+# --- in a browser
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome is installed")
+def test_a_browser_draws_it_sorts_it_and_hides_jobs(sweep, tmp_path):
+    main([str(sweep)])
+    text = (sweep / "report.html").read_text(encoding="utf-8")
+    listen = """<head><script>
+    const errors = [];
+    addEventListener("error", event => errors.push(event.message));
+    addEventListener("unhandledrejection", event => errors.push(String(event.reason)));
+    </script>"""
+    look = """<script>
+    window.addEventListener("load", () => {
+      const plots = [...document.querySelectorAll(".js-plotly-plot")];
+      const seen = [], now = () => ({
+        lines: plots.map(p => p.querySelectorAll(".trace:has(.js-line)").length),
+        marks: plots.map(p => p.querySelectorAll("path.point").length),
+        bars: document.querySelectorAll("#plot3 .bars .point path").length,
+        titles: [...document.querySelectorAll(".xtitle, .ytitle")].map(title => title.textContent),
+        names: [...document.querySelectorAll("#plot3 .ytick")].map(tick => tick.textContent.trim()),
+        jobs: [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent),
+      });
+      const click = where => { document.querySelector(where).click(); seen.push(now()); };
+      seen.push(now());
+      click("[data-job='0']");
+      click("#all");
+      click("th:nth-child(4) button");
+      click("th:nth-child(4) button");
+      click("th:nth-child(1) button");
+      const asked = performance.getEntriesByType("resource").map(entry => entry.name);
+      document.body.innerHTML = "";
+      document.body.append(JSON.stringify({seen, asked, errors}));
+    });
+    </script></body>"""
+    watched = tmp_path / "watched.html"
+    watched.write_text(text.replace("<head>", listen, 1).replace("</body>", look), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
+    done = subprocess.run([CHROMIUM, *options, watched.as_uri()], capture_output=True, text=True, timeout=200)
+    body = re.search(r"<body>(.*)</body>", done.stdout, re.S)
+    assert body, f"exit code {done.returncode}\n{done.stderr}"
+    found = json.loads(unescape(body[1]))
+    assert found["errors"] == []
+    assert found["asked"] == []  # nothing from the network
+    drawn, without, again, up, down, named = found["seen"]
+    assert drawn["lines"] == [4, 4, 2, 0]
+    assert drawn["marks"][:3] == [12, 12, 6]
+    assert drawn["bars"] == 3 * 3 + 1
+    assert drawn["titles"].count("loss") == 3
+    assert {"step", "seconds of training steps, rank 0", "bytes sent by rank 0", "ms a step, rank 0"} < set(
+        drawn["titles"]
+    )
+    assert drawn["names"][-1].startswith("0 ring data.title=</script>")
+    assert without["lines"] == [3, 3, 1, 0]
+    assert without["bars"] == 2 * 3 + 1
+    assert len(without["names"]) == 3
+    assert again == drawn
+    assert up["jobs"][-1] == down["jobs"][-1] == "9"  # without a metric: last either way
+    assert named["jobs"] == ["0", "1", "2", "9", "10"]
