@@ -65,7 +65,8 @@ class _Post:
     """Sends leave at once, but their memory must not change; receives complete in order, and land when waited for."""
 
     def __init__(self, peers: FakePeers, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
-        self.targets, self.sources, self.landed = tuple(sends), tuple(recvs), False
+        self.targets, self.sources = tuple(sends), tuple(recvs)
+        self.landed = 0  # after how many posts of its rank
         self._peers, self._recvs = peers, recvs
         self._sent = [(tensor, tensor.clone()) for tensor in sends.values()]
         for peer, (_, copy) in zip(sends, self._sent, strict=True):
@@ -87,7 +88,8 @@ class _Post:
         for target, arrived in zip(self._recvs.values(), self._arrived, strict=True):
             assert arrived.numel() == target.numel(), f"{arrived.numel()} bytes met a receive of {target.numel()}"
             target.copy_(arrived)
-        self._sent, self._recvs, self._arrived, self.landed = [], {}, [], True
+        self._sent, self._recvs, self._arrived = [], {}, []
+        self.landed = len(self._peers.network.posts[self._peers.rank])
 
 
 class _DoneTicket:

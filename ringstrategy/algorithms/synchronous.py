@@ -174,7 +174,7 @@ class Synchronous(Algorithm):
             return
         assert self._peers is not None
         current.finish()
-        self.launches = current.launches
+        self.launches = [(bucket.numel, at) for bucket, at in zip(current.active, current.launched_at, strict=True)]
         self._pass = None
         self._step += 1
         self._peers.stats.steps += 1
@@ -262,7 +262,7 @@ class _Pass:
         self.active = [bucket for bucket in buckets if waiting[bucket]]
         self._launched = 0
         self._begin = time.perf_counter()
-        self.launches: list[tuple[int, float]] = []
+        self.launched_at: list[float] = []  # seconds after this pass began
         self._tickets: list[Waitable] = []
         self._collect: Callable[[], Tensor] | None = None
         self._used_anywhere: Tensor | None = None
@@ -292,7 +292,7 @@ class _Pass:
         # index order, not readiness: all ranks must pair up
         bucket = self.active[self._launched]
         self._launched += 1
-        self.launches.append((bucket.numel, time.perf_counter() - self._begin))
+        self.launched_at.append(time.perf_counter() - self._begin)
         last = self._launched == len(self.active)
         if last:
             # Everyone tells everyone what it used, beside the last bucket, which hides it.

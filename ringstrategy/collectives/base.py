@@ -24,8 +24,8 @@ class Collective(ABC):
         """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
 
         For a mean, scale by 1/size before. `lost` (same shape) receives, at each element that this rank encodes, what
-        encoding lost: the sum of all ranks' `lost` is what the result lacks. Blocks until done; elements where an
-        encode met a non-finite block keep their `lost`. `seed` is the same on all ranks.
+        encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks. Blocks until done;
+        elements where an encode met a non-finite block keep their `lost`. `seed` is the same on all ranks.
 
         The codec's `prepare_` is called on each piece before it is first encoded or added to, and `restore_` after it
         was last decoded; on `lost` around the encode that writes it.
