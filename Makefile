@@ -31,8 +31,8 @@ format: $(installed)  ## let ruff mend what it can
 types: $(installed)  ## mypy
 	"$(py)" -m mypy
 
-bench: $(installed)  ## the ring beside gloo's all-reduce on loopback, a minute
-	"$(py)" benchmarks/collectives.py $(or $(ARGS),--hosts 4 --rate loopback --mb 16 --rounds 3)
+bench: $(installed)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
+	"$(py)" benchmarks/suite.py --short $(ARGS)
 
 # compute-sanitizer sees only whole allocations, so torch must not share them out
 gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanitizer if there is one, their speed

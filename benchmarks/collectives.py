@@ -1,17 +1,23 @@
-"""The sum of a flat fp32 tensor over all hosts: our collectives beside gloo's all-reduce, in the same run.
+"""The sum of a flat fp32 tensor over all ranks: our collectives beside gloo's all-reduce, in the same run.
 
-python benchmarks/collectives.py --hosts 4 --rate 1gbit --mb 96 --rounds 9 --out benchmarks/results/collectives.jsonl
+python benchmarks/collectives.py --hosts 4 --rate 1gbit --mb 96 --rounds 9
+python benchmarks/collectives.py --hosts 4 --rate 1gbit --mb 0.0625,1,16,96,256
+python benchmarks/collectives.py --hosts 4 --processes 2 --rate 1gbit --mb 96  # and Hierarchical, which knows of hosts
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import harness
 import torch
 import torch.distributed as dist
-from harness import Case
+from harness import Case, Measured, Row
 from torch import Tensor
 
 from ringstrategy import (
@@ -22,6 +28,7 @@ from ringstrategy import (
     Collective,
     Direct,
     Gaussian,
+    Hierarchical,
     Identity,
     Native,
     Peers,
@@ -32,103 +39,227 @@ from ringstrategy import (
 )
 from ringstrategy.collectives import connect, mean_
 
+_PIECE = 1 << 20  # values that are drawn, and judged, at a time
+_RUN_SECONDS = 0.02  # at least, or it is the clock and the barrier that are measured
+_COPIES_BYTES = 1 << 26  # of the tensors that one run reduces, at most, where one tensor is smaller
 
-def _inputs(rank: int, numel: int) -> Tensor:
-    """This rank's values: the same in every run, different on every rank."""
-    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
+
+@dataclass(frozen=True)
+class Way:
+    """One way of summing."""
+
+    name: str
+    collective: Collective | None  # None: gloo's own all-reduce
+    codec: Codec
+    casts: bool = True  # from fp32 and back within the time; False: the values are 16 bits wide already
 
 
-def _cases(values: Tensor, inputs: Tensor, peers: Peers, native: Peers, options: argparse.Namespace) -> list[Case]:
-    half = torch.empty_like(values, dtype=torch.float16)
-    share = 2 * (peers.size - 1) / peers.size * values.numel()  # elements that must leave each host
-
-    def refill() -> None:
-        values.copy_(inputs)
-
-    def refill_half() -> None:
-        half.copy_(inputs)
-
-    def gloo() -> None:
-        dist.all_reduce(values)
-
-    def gloo_half() -> None:
-        dist.all_reduce(half)
-
-    def gloo_half_with_casts() -> None:
-        half.copy_(values)
-        dist.all_reduce(half)
-        values.copy_(half)
-
-    def limit(width: int) -> float | None:
-        return harness.wire_seconds(share * width, options)
-
-    def our_case(name: str, collective: Collective, codec: Codec, peers: Peers = peers) -> Case:
-        def run() -> None:
-            mean_(values, peers, collective, codec, seed=0)
-
-        width = codec.nbytes(values.numel(), values.dtype) / values.numel()
-        return Case(name, run, lambda: [values], refill, lambda: peers.stats.bytes_sent, limit(width))
-
-    return [
-        Case("gloo fp32", gloo, lambda: [values], refill, limit_seconds=limit(4)),
-        Case("gloo fp16 tensor", gloo_half, lambda: [half], refill_half, limit_seconds=limit(2)),
-        Case("gloo fp16 casts", gloo_half_with_casts, lambda: [values], refill, limit_seconds=limit(2)),
-        our_case("ring identity", Ring(), Identity()),
-        our_case("direct identity", Direct(), Identity()),
-        our_case("native identity", Native(), Identity(), native),
-        our_case("ring fp16", Ring(), Cast(torch.float16)),
-        our_case("ring bf16", Ring(), Cast(torch.bfloat16)),
-        our_case("direct fp16", Direct(), Cast(torch.float16)),
-        our_case("ring fp8", Ring(), BlockFloat8()),
-        our_case("ring int8", Ring(), BlockInt(8)),
-        our_case("direct int8", Direct(), BlockInt(8)),
-        our_case("ring int4", Ring(), BlockInt(4)),
-        our_case("ring int4 blocks of 1024", Ring(), BlockInt(4, 1024)),
-        our_case("direct int4", Direct(), BlockInt(4)),
-        our_case("ring rotated int4", Ring(), Rotated(Gaussian(4))),
-        our_case("direct rotated int4", Direct(), Rotated(Gaussian(4))),
-        our_case("ring rotated int2", Ring(), Rotated(Gaussian(2))),
-        our_case("direct rotated int2", Direct(), Rotated(Gaussian(2))),
-        our_case("ring sign", Ring(), Sign()),
-        our_case("direct sign", Direct(), Sign()),
-        our_case("direct rotated sign", Direct(), Rotated(Gaussian(1))),
-        our_case("direct topk", Direct(), TopK()),
+def ways(processes: int) -> list[Way]:
+    """All that are measured, the baseline first; with several ranks a host also those that know of hosts."""
+    half = Cast(torch.float16)
+    found = [
+        Way("gloo fp32", None, Identity()),
+        Way("gloo fp16 tensor", None, half, casts=False),
+        Way("gloo fp16 casts", None, half),
+        Way("ring identity", Ring(), Identity()),
+        Way("direct identity", Direct(), Identity()),
+        Way("native identity", Native(), Identity()),
+        Way("ring fp16", Ring(), half),
+        Way("ring bf16", Ring(), Cast(torch.bfloat16)),
+        Way("direct fp16", Direct(), half),
+        Way("ring fp8", Ring(), BlockFloat8()),
+        Way("ring int8", Ring(), BlockInt(8)),
+        Way("direct int8", Direct(), BlockInt(8)),
+        Way("ring int4", Ring(), BlockInt(4)),
+        Way("ring int4 blocks of 1024", Ring(), BlockInt(4, 1024)),
+        Way("direct int4", Direct(), BlockInt(4)),
+        Way("ring rotated int4", Ring(), Rotated(Gaussian(4))),
+        Way("direct rotated int4", Direct(), Rotated(Gaussian(4))),
+        Way("ring rotated int2", Ring(), Rotated(Gaussian(2))),
+        Way("direct rotated int2", Direct(), Rotated(Gaussian(2))),
+        Way("ring sign", Ring(), Sign()),
+        Way("direct sign", Direct(), Sign()),
+        Way("direct rotated sign", Direct(), Rotated(Gaussian(1))),
+        Way("direct topk", Direct(), TopK()),
     ]
+    if processes > 1:
+        found += [
+            Way("hierarchical identity", Hierarchical(), Identity()),
+            Way("hierarchical fp16", Hierarchical(), half),
+            Way("hierarchical int8", Hierarchical(), BlockInt(8)),
+            Way("hierarchical int4", Hierarchical(), BlockInt(4)),
+            Way("hierarchical rotated int2", Hierarchical(), Rotated(Gaussian(2))),
+            Way("hierarchical sign", Hierarchical(), Sign()),
+        ]
+    return found
+
+
+def link_share(collective: Collective | None, hosts: int, processes: int) -> float:
+    """How often the encoded values must cross a host's link, in each direction, for one sum over all its ranks.
+
+    What stays on a host is free, so with several ranks a host, schedules that do not know of hosts pay for it. On a
+    flat ring one rank of each host hands to the next host what every rank sends: 2 (N-1)/N of the values, N = hosts x
+    processes. Where all talk to all, each of a host's ranks sends N - processes others their N-th, twice. Who sums
+    within the host first needs 2 (hosts-1)/hosts, the least that there is; gloo is held against that, too.
+    """
+    ranks = hosts * processes
+    if isinstance(collective, Ring) and hosts > 1:
+        return 2 * (ranks - 1) / ranks
+    if isinstance(collective, Direct):
+        return 2 * processes * (hosts - 1) / hosts
+    return 2 * (hosts - 1) / hosts
+
+
+class _Inputs:
+    """Every rank's values, the same in every run, different on every rank.
+
+    They are drawn in pieces, so that each rank can know the sum of its own share of the pieces without the others'
+    values: the whole sum in fp64 on every rank would not fit beside eight ranks of a quarter gigabyte each.
+    """
+
+    def __init__(self, rank: int, ranks: int, numel: int) -> None:
+        self.own = torch.empty(numel)
+        self._truth: dict[int, Tensor] = {}  # by where it begins
+        for index, begin in enumerate(range(0, numel, _PIECE)):
+            mine = self.own[begin : begin + _PIECE]
+            mine.copy_(_drawn(rank, index, mine.numel()))
+            if index % ranks == rank:
+                self._truth[begin] = torch.zeros(mine.numel(), dtype=torch.float64)
+                for other in range(ranks):
+                    self._truth[begin] += _drawn(other, index, mine.numel())
+
+    def error(self, result: Tensor) -> float:
+        """|result - truth| / |truth| in fp64; of each piece, the result of the rank that knows its truth counts."""
+        squares = torch.zeros(2, dtype=torch.float64)
+        for begin, truth in self._truth.items():
+            squares[0] += (result[begin : begin + truth.numel()].double() - truth).square().sum()
+            squares[1] += truth.square().sum()
+        dist.all_reduce(squares)
+        return (squares[0] / squares[1]).sqrt().item()
+
+
+def _drawn(rank: int, index: int, count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(1000 + rank + 100_003 * index))
+
+
+class Sums:
+    """A tensor of one size and the ways of summing it; every rank makes one."""
+
+    def __init__(self, mb: float, peers: Peers, native: Peers, options: argparse.Namespace) -> None:
+        self._peers, self._native, self._options = peers, native, options
+        self._size = f"{mb:g} MB of fp32"
+        self._inputs = _Inputs(peers.rank, peers.size, round(mb * 2**20 / 4))
+        self._copies: dict[torch.dtype, list[Tensor]] = {torch.float32: [], torch.float16: []}
+        self._errors: dict[str, float | None] = {}
+        self._identical: dict[str, bool] = {}
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's."""
+        return self._inputs.own
+
+    def judge(self, name: str, result: Tensor) -> None:
+        """How far a sum is from the truth, and whether all ranks have the same bits."""
+        self._errors[name] = self._inputs.error(result)
+        self._identical[name] = harness.identical_on_all_ranks([result])
+
+    def rows(self, benchmark: str, cases: Sequence[Case], measured: dict[str, Measured]) -> list[Row]:
+        """Of judged cases."""
+        return harness.rows(benchmark, self._size, cases, measured, self._errors, self._identical, self._options)
+
+    def case(self, way: Way) -> Case:
+        """Judged by its first sum, and ready to be timed."""
+        numel, dtype = self.values.numel(), torch.float32 if way.casts else torch.float16
+        sum_, stats = self._sum_(way), (self._native if isinstance(way.collective, Native) else self._peers).stats
+        result, seconds = self._first(sum_, dtype)
+        self.judge(way.name, result)
+        steps = max(1, min(math.ceil(_RUN_SECONDS / seconds), _COPIES_BYTES // self.values.nbytes))
+        share = link_share(way.collective, self._options.hosts, self._options.processes)
+
+        def run() -> None:
+            for values in self._copies[dtype][:steps]:
+                sum_(values)
+
+        return Case(
+            way.name,
+            run,
+            result=lambda: self._copies[dtype][:1],
+            prepare=lambda: self._fresh(steps, dtype),
+            bytes_sent=(lambda: None) if way.collective is None else lambda: stats.bytes_sent,
+            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(numel, torch.float32), self._options),
+            steps=steps,
+        )
+
+    def _sum_(self, way: Way) -> Callable[[Tensor], None]:
+        collective, codec = way.collective, way.codec
+        if collective is not None:
+            peers = self._native if isinstance(collective, Native) else self._peers
+            return lambda values: mean_(values, peers, collective, codec, seed=0)
+        if isinstance(codec, Identity) or not way.casts:
+            return lambda values: dist.all_reduce(values)
+        half = torch.empty_like(self.values, dtype=torch.float16)
+
+        def with_casts(values: Tensor) -> None:
+            half.copy_(values)
+            dist.all_reduce(half)
+            values.copy_(half)
+
+        return with_casts
+
+    def _fresh(self, count: int, dtype: torch.dtype) -> list[Tensor]:
+        """This many copies of the values: what has been summed already grows and overflows."""
+        copies = self._copies[dtype]
+        copies += [torch.empty_like(self.values, dtype=dtype) for _ in range(count - len(copies))]
+        for values in copies[:count]:
+            values.copy_(self.values)
+        return copies[:count]
+
+    def _first(self, sum_: Callable[[Tensor], None], dtype: torch.dtype) -> tuple[Tensor, float]:
+        """A sum, and what it took on the slowest rank; a short one is repeated, for the first makes connections."""
+        seconds = math.inf
+        for _ in range(3):
+            [values] = self._fresh(1, dtype)
+            dist.barrier()
+            begin = time.perf_counter()
+            sum_(values)
+            seconds = min(seconds, harness.max_over_ranks(time.perf_counter() - begin))
+            if seconds >= _RUN_SECONDS:
+                break
+        return values, seconds
 
 
 def worker(options: argparse.Namespace) -> None:
-    """What runs on each host."""
+    """What runs on each rank."""
     timeout = timedelta(seconds=options.timeout)
     peers = connect(torch.device("cpu"), timeout)
     native = connect(torch.device("cpu"), timeout)  # of its own: after Native, stats count no bytes any more
-    numel = int(options.mb * 2**20 / 4)
-    inputs = _inputs(peers.rank, numel)
-    values = torch.empty_like(inputs)
-    baseline, *others = _cases(values, inputs, peers, native, options)
-    cases = [baseline, *(case for case in others if harness.wanted(case.name, options))]
-
-    truth = torch.zeros(numel, dtype=torch.float64)
-    for rank in range(peers.size):
-        truth += _inputs(rank, numel)
-    errors: dict[str, float | None] = {}
-    identical: dict[str, bool] = {}
-    for case in cases:
-        case.prepare()
-        case.run()
-        [result] = case.result()
-        errors[case.name] = harness.max_over_ranks(harness.relative_error(result, truth))
-        identical[case.name] = harness.identical_on_all_ranks([result])
-    del truth
-
-    measured = harness.interleave(cases, options.rounds, options.warmup)
+    baseline, *others = ways(options.processes)
+    chosen = [baseline, *(way for way in others if harness.wanted(way.name, options))]
+    for mb in options.mb:
+        sums = Sums(mb, peers, native, options)
+        cases = [sums.case(way) for way in chosen]
+        measured = harness.interleave(cases, options.rounds, options.warmup)
+        results = sums.rows("collectives", cases, measured)
+        if peers.rank == 0:
+            harness.report(results, options)
     peers.close()
     native.close()
-    if peers.rank == 0:
-        size = f"{options.mb:g} MB of fp32"
-        harness.report(harness.rows("collectives", size, cases, measured, errors, identical, options), options)
+
+
+def _sizes(text: str) -> list[float]:
+    """Numbers above 0, comma-separated."""
+    try:
+        sizes = [float(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not all(size * 2**20 >= 4 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes in 2**20 bytes, such as 96 or 0.0625,1,16")
+    return sizes
 
 
 if __name__ == "__main__":
     parser = harness.arguments("All-reduce of a flat fp32 tensor over throttled hosts.")
-    parser.add_argument("--mb", type=float, default=96.0, help="size of the tensor, in 2**20 bytes")
+    parser.add_argument(
+        "--mb", type=_sizes, default=[96.0], help="size of the tensor in 2**20 bytes, or several: 1,16,96"
+    )
     harness.main(parser, worker)

@@ -22,12 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab import Lab, LabError, bits_per_second, exit_on_sigterm
+from lab import Lab, LabError, Link, bits_per_second, exit_on_sigterm
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
+_TRIES = 3  # a second in which the machine was busy with something else is no reason to give up
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Measured:
     seconds: list[float] = field(default_factory=list)  # the slowest rank's
     waited: list[float] = field(default_factory=list)  # of the rank that waited longest; empty: nobody counts
     bytes_sent: int | None = None  # in the last run, the rank that sent most
-    bytes_at_interface: int | None = None  # the same as the kernel counts it, headers included; None on loopback
+    bytes_at_interface: int | None = None  # as the kernel counts it, headers included, of the host that sent most
 
 
 @dataclass
@@ -65,12 +66,13 @@ class Row:
     seconds: list[float]  # of one step, one entry a round, the slowest rank's
     ratio: float  # median over the rounds of baseline / case, so 2 is twice as fast
     bytes_sent: int | None  # by the rank that sent most, in one step, counted at the transport
-    bytes_at_interface: int | None
+    bytes_at_interface: int | None  # by the host that sent most; None on loopback
     waited_seconds: float | None  # of one step, the training thread waited for the exchange, median over the rounds
     error: float | None
     ranks_identical: bool
     limit_seconds: float | None
     hosts: int
+    processes: int  # ranks a host; rows made before there was a choice lack it, and had one
     rate: str
     throughput: float | None  # bytes a second of one raw TCP stream on the same links
     threads: int
@@ -85,11 +87,12 @@ def arguments(description: str) -> argparse.ArgumentParser:
     """A parser with what every benchmark over hosts takes."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--processes", type=int, default=1, help="ranks a host; between them nothing throttles")
     parser.add_argument("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds; each runs every case once")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
-    parser.add_argument("--cases", help="only cases whose name contains one of these, comma-separated")
-    parser.add_argument("--threads", type=int, help="torch threads a rank; default: cores / hosts, at least 1")
+    parser.add_argument("--cases", help="only cases whose name contains one of these, comma-separated; =ring: that one")
+    parser.add_argument("--threads", type=int, help="torch threads a rank; default: cores / ranks, at least 1")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a collective gives up")
     parser.add_argument("--out", type=Path, help="append one JSON row a case to this file")
     return parser
@@ -103,25 +106,49 @@ def main(parser: argparse.ArgumentParser, worker: Callable[[argparse.Namespace],
         return
     exit_on_sigterm()
     try:
-        with Lab(options.hosts, options.rate) as lab:
-            throughput = lab.throughput() if lab.bits_per_second is not None and lab.hosts > 1 else None
-            for rank in range(lab.hosts):
-                lab.popen(
-                    rank, [sys.executable, *sys.argv], {_THROUGHPUT: repr(throughput), "TORCH_CPP_LOG_LEVEL": "ERROR"}
-                )
-            codes = lab.wait()
+        in_lab(options, sys.argv)
     except (LabError, ValueError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def in_lab(options: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Make a lab, see that its throttle holds, run a benchmark script with its arguments on each rank of it."""
+    with Lab(options.hosts, options.rate, processes=options.processes) as lab:
+        carried = (
+            check_throttle(lambda: next(lab.links())) if lab.bits_per_second is not None and lab.hosts > 1 else None
+        )
+        for rank in range(lab.world_size):
+            lab.popen(rank, [sys.executable, *argv], {_THROUGHPUT: repr(carried), "TORCH_CPP_LOG_LEVEL": "ERROR"})
+        codes = lab.wait()
     if any(codes):
-        sys.exit("; ".join(f"host {rank} ended with {code}" for rank, code in enumerate(codes) if code != 0))
+        sys.exit("; ".join(f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code != 0))
+
+
+def check_throttle(measure: Callable[[], Link]) -> float:
+    """Bytes a second that a link carries; a LabError if, at the third try, it is not the network that was asked for."""
+    for _ in range(_TRIES):
+        link = measure()
+        if link.as_asked:
+            return link.bytes_per_second
+    raise LabError(
+        f"{link}, and not 90 to 100 %: times would be of another network. Is this machine busy, or too slow for this "
+        "rate? --rate none measures without a throttle"
+    )
+
+
+def share_of_rate(carried: float | None, rate: str) -> float | None:
+    """What part of the asked rate so many bytes a second are; None where nothing throttles or nobody measured."""
+    bits = bits_per_second(rate)
+    return None if bits is None or carried is None else 8 * carried / bits
 
 
 def _work(options: argparse.Namespace, worker: Callable[[argparse.Namespace], None]) -> None:
-    options.hosts = int(os.environ["WORLD_SIZE"])
+    ranks, options.processes = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    options.hosts = ranks // options.processes
     if options.threads is None:
-        options.threads = max(1, (os.cpu_count() or 1) // options.hosts)
+        options.threads = max(1, (os.cpu_count() or 1) // ranks)
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
     try:
@@ -148,7 +175,8 @@ def wire_seconds(nbytes: float, options: argparse.Namespace) -> float | None:
 
 def wanted(name: str, options: argparse.Namespace) -> bool:
     """Whether the user asked for this case."""
-    return options.cases is None or any(part in name for part in options.cases.split(","))
+    parts = [] if options.cases is None else options.cases.split(",")
+    return not parts or any(part[1:] == name if part.startswith("=") else part in name for part in parts)
 
 
 def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Measured]:
@@ -240,6 +268,7 @@ def rows(
             ranks_identical=identical[case.name],
             limit_seconds=case.limit_seconds,
             hosts=options.hosts,
+            processes=options.processes,
             rate=options.rate,
             throughput=throughput(options),
             threads=options.threads,
@@ -256,9 +285,12 @@ def rows(
 def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[str] = ()) -> None:
     """Print the table and append the rows to `--out`; call on rank 0 only."""
     first = results[0]
+    ranks = f"{first.hosts} hosts" + (f" x {first.processes} processes" if first.processes > 1 else "")
+    share = share_of_rate(first.throughput, first.rate)
     link = "" if first.throughput is None else f", a raw TCP stream carries {first.throughput / 1e6:.1f} MB/s"
+    link += "" if share is None else f" ({100 * share:.1f} % of the rate)"
     table = Table(
-        title=f"{first.benchmark}: {first.size}, {first.hosts} hosts at {first.rate}{link}; "
+        title=f"{first.benchmark}: {first.size}, {ranks} at {first.rate}{link}; "
         f"{first.threads} thread(s) a rank on {first.cores} cores",
         title_justify="left",
     )
@@ -269,11 +301,11 @@ def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[
     for row in results:
         table.add_row(
             row.case,
-            f"{row.seconds_median:.4f}",
-            f"{min(row.seconds):.3f}..{max(row.seconds):.3f}",
+            _time(row.seconds_median),
+            f"{_time(min(row.seconds))}..{_time(max(row.seconds))}",
             f"{row.ratio:.3f}",
-            _shown(row.limit_seconds, "{:.4f}"),
-            _shown(row.waited_seconds, "{:.4f}"),
+            _time(row.limit_seconds),
+            _time(row.waited_seconds),
             _shown(row.bytes_sent, "{:.2f}", 1e-6),
             _shown(row.bytes_at_interface, "{:.2f}", 1e-6),
             _shown(row.error, "{:.1e}"),
@@ -296,6 +328,10 @@ def write(results: Sequence[Any], out: Path | None) -> None:
             lines.write(json.dumps(asdict(row)) + "\n")
 
 
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.{3 if seconds >= 1 else 4 if seconds >= 0.01 else 5}f}"
+
+
 def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
     return "-" if value is None else form.format(value * scale)
 
@@ -314,11 +350,12 @@ def _interface_bytes() -> int | None:
 
 
 def commit() -> str:
-    """The checked out commit, marked if files were changed since."""
+    """The checked out commit, marked if files were changed since, other than results."""
 
     def git(*command: str) -> str:
         here = Path(__file__).parent
         return subprocess.run(["git", *command], cwd=here, capture_output=True, text=True, check=False).stdout.strip()
 
     head = git("rev-parse", "HEAD") or "unknown"
-    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no") else head
+    written = (":(top,exclude)benchmarks/results", ":(top,exclude)docs")  # by measuring and by publishing
+    return f"{head}-dirty" if git("status", "--porcelain", "--untracked-files=no", "--", ":/", *written) else head

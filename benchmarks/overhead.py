@@ -147,7 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rounds < 2:
         parser.error("--rounds must be at least 2, or there is no spread to show")
-    options.hosts, options.rate, options.threads = 1, "none", 1
+    options.hosts, options.processes, options.rate, options.threads = 1, 1, "none", 1
     torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -7,23 +7,47 @@ own worker threads.
 # no postponed annotations: torch DDP reads those of a hook
 import queue
 import threading
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_WORTHWHILE = 2  # torch's `min_compression_rate`: factors have at most half of a matrix's elements
+
+
+def factors(shapes: Sequence[torch.Size], rank: int) -> tuple[int, int]:
+    """Elements of all factors, and of all gradients that travel whole."""
+    inside = whole = 0
+    for shape in shapes:
+        if _is_worthwhile(shape, rank):
+            inside += rank * (shape[0] + shape[1:].numel())
+        else:
+            whole += shape.numel()
+    return inside, whole
+
+
+def _is_worthwhile(shape: torch.Size, rank: int) -> bool:
+    return len(shape) > 1 and _WORTHWHILE * rank * (shape[0] + shape[1:].numel()) <= shape.numel()
+
 
 class PowerSGDOnOneThread:
-    """A comm hook of rank 1 with error feedback and warm start; matrices are compressed, vectors are averaged exactly.
+    """A comm hook with error feedback and warm start; vectors and small matrices are averaged whole, as in torch's.
 
-    The stock hook starts with a thousand uncompressed steps; here compression starts at once, which is the faster.
+    By default torch's starts with a thousand uncompressed steps, in which nothing is gained; here compression starts at
+    once.
+
+    Args:
+        group: of its own: the thread's collectives must not mix with others.
+        rank: columns of each factor.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int = 1) -> None:
         self.group = group
+        self.rank = rank
         self._shapes: dict[int, list[torch.Size]] = {}  # by bucket
         self._errors: dict[int, Tensor] = {}  # by bucket, in the bucket's layout
-        self._queries: dict[int, list[Tensor]] = {}  # by bucket: one vector a matrix, where the last step left it
+        self._queries: dict[int, list[Tensor]] = {}  # by bucket: (rank, columns) a matrix, where the last step left it
         self._buckets: queue.SimpleQueue[tuple[dist.GradBucket, torch.futures.Future[Tensor]] | None]
         self._buckets = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -52,41 +76,47 @@ class PowerSGDOnOneThread:
 
     def _mean_(self, index: int, flat: Tensor, gradients: list[Tensor]) -> None:
         size = self.group.size()
-        matrices = [gradient.flatten(1) for gradient in gradients if gradient.dim() > 1]
-        vectors = [gradient for gradient in gradients if gradient.dim() <= 1]
         shapes = [gradient.shape for gradient in gradients]
+        matrices = [g.flatten(1) for g in gradients if _is_worthwhile(g.shape, self.rank)]
+        wholes = [g for g in gradients if not _is_worthwhile(g.shape, self.rank)]
         if self._shapes.get(index) != shapes:  # torch lays the buckets out anew after the first step
             self._shapes[index] = shapes
             self._errors[index] = torch.zeros_like(flat)
             generator = torch.Generator().manual_seed(index)  # the same on all ranks
-            self._queries[index] = [torch.randn(matrix.shape[1], generator=generator) for matrix in matrices]
+            self._queries[index] = [torch.randn(self.rank, matrix.shape[1], generator=generator) for matrix in matrices]
         error, queries = self._errors[index], self._queries[index]
 
         flat.add_(error)
-        if vectors:
-            joined = torch.cat([vector.flatten() for vector in vectors])
-            offset = 0
+        if wholes:
+            joined = torch.cat([whole.flatten() for whole in wholes])
             dist.all_reduce(joined, group=self.group)
-            for vector in vectors:
-                vector.copy_(joined[offset : offset + vector.numel()].view_as(vector)).div_(size)
-                offset += vector.numel()
+            for whole, mean in zip(wholes, joined.div_(size).split([whole.numel() for whole in wholes]), strict=True):
+                whole.copy_(mean.view_as(whole))
         if not matrices:
             return
-        left = torch.cat([matrix @ query for matrix, query in zip(matrices, queries, strict=True)])
+        left = torch.cat([(_orthonormal(q) @ matrix.T).flatten() for matrix, q in zip(matrices, queries, strict=True)])
         dist.all_reduce(left, group=self.group)
-        lefts = list(left.split([matrix.shape[0] for matrix in matrices]))
-        for column in lefts:
-            column.div_(torch.linalg.vector_norm(column).clamp_min(1e-8))  # orthogonalisation at rank 1
-        right = torch.cat([matrix.T @ column for matrix, column in zip(matrices, lefts, strict=True)])
+        lefts = [_orthonormal(each) for each in self._factors(left, [matrix.shape[0] for matrix in matrices])]
+        right = torch.cat([(columns @ matrix).flatten() for matrix, columns in zip(matrices, lefts, strict=True)])
         dist.all_reduce(right, group=self.group)
-        right.div_(size)
-        rights = right.split([matrix.shape[1] for matrix in matrices])
+        rights = self._factors(right.div_(size), [matrix.shape[1] for matrix in matrices])
         error.copy_(flat)
-        for matrix, query, column, row in zip(matrices, queries, lefts, rights, strict=True):
-            torch.outer(column, row, out=matrix)
-            query.copy_(row)
+        for matrix, query, columns, rows in zip(matrices, queries, lefts, rights, strict=True):
+            torch.mm(columns.T, rows, out=matrix)
+            query.copy_(rows)
         error.sub_(flat)
         begin = flat.data_ptr()
-        for vector in vectors:  # these carry no error: they were averaged exactly
-            place = (vector.data_ptr() - begin) // flat.element_size()
-            error[place : place + vector.numel()].zero_()
+        for whole in wholes:  # these carry no error: they were averaged exactly
+            place = (whole.data_ptr() - begin) // flat.element_size()
+            error[place : place + whole.numel()].zero_()
+
+    def _factors(self, joined: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        parts = joined.split([self.rank * length for length in lengths])
+        return [part.view(self.rank, length) for part, length in zip(parts, lengths, strict=True)]
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """The rows of a (rank, length) factor made orthonormal: for rank 1 this is only its length."""
+    if len(rows) == 1:
+        return rows / torch.linalg.vector_norm(rows).clamp_min(1e-8)
+    return torch.linalg.qr(rows.T).Q.T

@@ -23,11 +23,11 @@ from itertools import pairwise
 import harness
 import torch
 import torch.distributed as dist
+from contenders import Ours, Training, decentralized
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from training import Ours, Training, decentralized
 
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.decentralized import Decentralized
@@ -185,8 +185,8 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
 
 def worker(options: argparse.Namespace) -> None:
     """What runs on each host."""
-    if options.hosts <= _SLOW:
-        sys.exit("one host has no others to slow down: --hosts 2 or more")
+    if options.hosts <= _SLOW or options.processes > 1:
+        sys.exit("one rank slows down those on other hosts: --hosts 2 or more, --processes 1")
     cases = [
         _Case(name, algorithm, options, slowed=slowed)
         for slowed in (False, True)

@@ -104,9 +104,11 @@ def test_every_part_can_be_exchanged(group, override):
     others = {"codec": ["collective@strategy.algorithm.collective=direct"], "topology": ["strategy=gossip"]}
 
     def has_no_collective(name):
-        return group == "algorithm" and "collective" not in signature(
-            get_class(composed(f"{override}={name}").strategy.algorithm._target_)
-        ).parameters
+        return (
+            group == "algorithm"
+            and "collective"
+            not in signature(get_class(composed(f"{override}={name}").strategy.algorithm._target_)).parameters
+        )
 
     parts = [name for name in names(group) if not has_no_collective(name)]
 

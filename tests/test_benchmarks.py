@@ -6,13 +6,16 @@ import importlib
 import json
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ringstrategy import BlockInt, Gossip, Identity
+from ringstrategy.algorithms.auto import Auto
 from ringstrategy.registry import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
 
@@ -23,6 +26,7 @@ PROMISED = {
 }
 SMALL = ["--width", "64", "--layers", "2"]
 VALUES = 1024 * 64 + 64 + 64 * 64 + 64 + 64 * 512 + 512  # parameters of that model
+CONTROL = 2000  # bytes a step that ranks may exchange beside gradients
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -62,7 +66,7 @@ def test_collectives_on_loopback(tmp_path):
 
 
 def test_training_on_loopback(tmp_path):
-    arguments = ["--hosts", "2", "--rate", "loopback", *SMALL, "--rounds", "2"]
+    arguments = ["--hosts", "2", "--rate", "loopback", *SMALL, "--rounds", "2", "--steps", "4"]
     rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments)
     assert set(STRATEGIES) - set(rows) == set()
     for name, row in rows.items():
@@ -73,8 +77,123 @@ def test_training_on_loopback(tmp_path):
     assert rows["ddp"]["waited_seconds"] is None
     assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"]
     assert rows["ring_fp16"]["bytes_sent"] < 0.6 * rows["ring"]["bytes_sent"]
-    assert rows["gossip"]["bytes_sent"] == 4 * VALUES, "a run of two steps holds two exchanges, no more and no less"
+    assert rows["gossip"]["bytes_sent"] == 4 * VALUES, "a run of four steps holds four exchanges, no more and no less"
     assert 0 < rows["gossip"]["error"] < 0.1 * rows["compute alone"]["error"], "the mean is near DDP, no rank alone is"
+    assert 0 < rows["post-local sgd every 4"]["error"] < 0.1 * rows["compute alone"]["error"]
+    assert rows["post-local sgd every 16"]["error"] is None, "whole periods: more steps than DDP's"
+    powersgd = rows["ddp powersgd rank 4"]["error"], rows["ddp powersgd rank 1"]["error"]
+    assert 0 < powersgd[0] < powersgd[1] < rows["compute alone"]["error"]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "size"),
+    [
+        ("gpt", {"width": 16, "layers": 1}, "byte GPT of 0.0 M parameters, batch 1 x 64 bytes a rank"),
+        ("cnn", {"width": 16}, "CNN of 0.0 M parameters, batch 8 images of 8x8 a rank"),
+    ],
+)
+def test_training_of_other_models(tmp_path, monkeypatch, model, shape, size):
+    arguments = ["--hosts", "2", "--rate", "loopback", "--rounds", "2", "--cases", "ring,powersgd", "--model", model]
+    arguments += [f"--{name}={value}" for name, value in shape.items()]
+    rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments)
+    for name, row in rows.items():
+        assert row["size"] == size
+        assert row["ranks_identical"] is (name != "compute alone")
+    assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"], "each rank has data of its own"
+
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tasks, peer = importlib.import_module("tasks"), importlib.import_module("powersgd_peer")
+    shapes = [parameter.shape for parameter in tasks.TASKS[model](**shape).model(0).parameters()]
+    for name, rank in (("ring_powersgd", 1), ("ring_powersgd rank 4", 4)):
+        has_to = 4 * sum(peer.factors(shapes, rank))  # of two ranks each sends all that is summed
+        assert has_to <= rows[name]["bytes_sent"] < has_to + CONTROL
+    has_to = 4 * sum(shape.numel() for shape in shapes)
+    assert has_to <= rows["ring"]["bytes_sent"] < has_to + CONTROL
+
+
+def test_the_limit_of_a_training_step(tmp_path):
+    """As torchrun would start it: on a network that is what it is, with the rate's name for it."""
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, str(BENCHMARKS / "lab.py"), "--hosts", "2", "--rate", "loopback", "--"]
+    command += [sys.executable, str(BENCHMARKS / "training.py"), "--rate", "10mbit", *SMALL, "--rounds", "2"]
+    command += ["--cases", "ring_int8,ring_auto,gossip_exponential,post-local", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
+    byte = 8 / 10e6
+    compute = rows["compute alone"]["limit_seconds"]
+    wire = {
+        "ddp": byte * 4 * VALUES,
+        "compute alone": 0,
+        "ring_int8": byte * BlockInt(8).nbytes(VALUES, torch.float32),
+        "ring_auto": byte * rows["ring_auto"]["bytes_sent"],  # measured: it chose by itself
+        "gossip_exponential": byte * 4 * VALUES,
+        "post-local sgd every 4": byte * 4 * VALUES / 4,
+        "post-local sgd every 16": byte * 4 * VALUES / 16,
+    }
+    assert rows.keys() == wire.keys()
+    for name, row in rows.items():
+        assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * compute
+        beyond = 100 * (1 - row["limit_seconds"] / row["seconds_median"])
+        [note] = [line for line in done.stdout.replace("\n", " ").split(" of the step") if f"{name}: " in line]
+        assert note.endswith(f"beyond the limit {beyond:.1f} %")
+    for name in ("post-local sgd every 4", "post-local sgd every 16"):
+        assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + compute), "nothing is computed beside it"
+    assert 0 < compute < wire["ddp"]
+
+
+def steps_after_which_ranks_agree(period: int) -> list[int]:
+    contenders = importlib.import_module("contenders")
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    training = contenders.PostLocalSGD(torch.nn.Linear(3, 2), [], period)
+    torch.manual_seed(1 + dist.get_rank())
+    agreed = []
+    for step in range(1, 3 * period + 1):
+        training.batches = [(torch.randn(4, 3), torch.randn(4, 2))]
+        training.run()
+        weights = [torch.empty(8) for _ in range(dist.get_world_size())]
+        dist.all_gather(weights, torch.cat([value.flatten() for value in training.result()]))
+        if torch.equal(*weights):
+            agreed.append(step)
+    return agreed
+
+
+def test_post_local_sgd_averages_at_the_end_of_each_period(ranks, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    assert ranks(2, steps_after_which_ranks_agree, 4) == [[4, 8, 12]] * 2
+
+
+def powersgd_of(rank: int, low: int) -> list[torch.Tensor]:
+    """Inputs, means and errors of two steps; the input's matrix has the rank `low`."""
+    peer = importlib.import_module("powersgd_peer")
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    hook = peer.PowerSGDOnOneThread(dist.group.WORLD, rank)
+    inputs, means = torch.zeros(0, 40 * 30 + 7), torch.zeros(0, 40 * 30 + 7)
+    for _ in range(2):
+        flat = torch.cat([(torch.randn(40, low) @ torch.randn(low, 30)).flatten(), torch.randn(7)])
+        inputs = torch.cat([inputs, flat[None]])
+        hook._mean_(0, flat, [flat[:1200].view(40, 30), flat[1200:]])
+        means = torch.cat([means, flat[None]])
+    hook.close()
+    return [inputs, means, hook._errors[0]]
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_the_powersgd_hook_beside_us_is_right(ranks, monkeypatch, rank):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    ours, theirs = ranks(2, powersgd_of, rank, 20)
+    assert torch.equal(ours[1], theirs[1]), "the same bits on both"
+    mean = (ours[0] + theirs[0]) / 2
+    assert torch.allclose(ours[1][:, 1200:], mean[:, 1200:], atol=1e-6), "vectors are exact"
+    assert (ours[1] - mean)[:, :1200].norm() > 0.1 * mean.norm()
+    held = (ours[2] + theirs[2]) / 2
+    assert torch.allclose(ours[1].sum(0) + held, mean.sum(0), atol=1e-4), "what was not delivered is held"
+    if rank == 4:
+        ours, theirs = ranks(2, powersgd_of, rank, 2)
+        mean = (ours[0] + theirs[0]) / 2
+        assert torch.allclose(ours[1], mean, atol=1e-3), "a mean of that rank is delivered whole"
 
 
 def test_intervals_that_hide_the_exchange(tmp_path):
@@ -102,6 +221,77 @@ def test_exchanges_alone(tmp_path):
         assert row["error"] < 1e-6, "the mean is kept"
     assert rows["gossip"]["bytes_sent"] == 4 * VALUES
     assert rows["gossip_int8"]["bytes_sent"] < 0.26 * rows["gossip"]["bytes_sent"]
+
+
+QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--layers", "1", "--learning-rate", "0.01"]
+
+
+def accuracy_rows_of(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    rows = lines_of("time_to_accuracy.py", out, *QUICK, *arguments)
+    for row in rows:
+        assert set(row) >= {
+            "hosts",
+            "rate",
+            "throughput",
+            "threads",
+            "cores",
+            "size",
+            "device",
+            "torch",
+            "commit",
+            "seed",
+        }
+        curve = row["curve"]
+        assert len(curve["steps"]) == len(curve["seconds"]) == len(curve["losses"]) > 1
+        assert curve["steps"] == [row["every"] * turn for turn in range(len(curve["steps"]))]
+        assert all(before < after for before, after in pairwise(curve["seconds"]))
+        assert row["best_loss"] == min(curve["losses"])
+        assert row["compute_seconds"] > 0
+        assert (row["bytes_sent"] or 0) > 0 or row["case"] not in STRATEGIES
+        assert row["ranks_identical"] is True
+    return {row["case"]: row for row in rows}
+
+
+def test_time_to_an_easy_target(tmp_path):
+    cases = "ring_int8,gossip_exponential,post-local sgd every 4,ring_auto"
+    rows = accuracy_rows_of(tmp_path / "rows.jsonl", "--target", "4.4", "--cases", cases)
+    hooks = ["ddp fp16 hook", "ddp powersgd rank 1"]
+    assert list(rows)[:3] == ["ddp", *hooks]
+    assert set(rows) == {"ddp", *hooks, *cases.split(",")}
+    for row in rows.values():
+        steps, seconds, losses = (row["curve"][of][-2:] for of in ("steps", "seconds", "losses"))
+        assert losses[0] > 4.4 >= losses[1], "it ends where it is there"
+        assert steps[0] < row["steps_to_target"] <= steps[1]
+        part = (losses[0] - 4.4) / (losses[0] - losses[1])
+        assert row["steps_to_target"] == pytest.approx(steps[0] + part * (steps[1] - steps[0]))
+        assert row["seconds_to_target"] == pytest.approx(seconds[0] + part * (seconds[1] - seconds[0]))
+        assert row["ratio"] == pytest.approx(rows["ddp"]["seconds_to_target"] / row["seconds_to_target"])
+        for hook in hooks:
+            assert row["ratios"][hook] == pytest.approx(rows[hook]["seconds_to_target"] / row["seconds_to_target"])
+    for name, row in rows.items():
+        assert row["curve"]["losses"][0] == rows["ddp"]["curve"]["losses"][0], "all start alike"
+        assert (row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]) is (name not in ("ddp", "ring_auto"))
+
+
+def test_a_target_that_is_missed_is_a_row_that_says_so(tmp_path):
+    arguments = ["--target", "0.1", "--most-steps", "48", "--cases", "ring,gossip_exponential"]
+    rows = accuracy_rows_of(tmp_path / "rows.jsonl", *arguments)
+    for row in rows.values():
+        assert row["seconds_to_target"] is row["steps_to_target"] is row["ratio"] is None
+        assert set(row["ratios"].values()) == {None}
+        assert row["curve"]["steps"] == [0, 16, 32, 48]
+        assert 0.1 < row["best_loss"] < 5.5
+    assert rows["ring"]["curve"]["losses"] == rows["ddp"]["curve"]["losses"], "the same weights, data and order"
+    assert rows["gossip_exponential"]["bytes_sent"] == pytest.approx(rows["ring"]["bytes_sent"], rel=0.1)
+
+
+def test_a_run_that_diverges_ends(tmp_path):
+    arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none of them", "--learning-rate", "1e30"]
+    rows = lines_of("time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, *arguments)
+    for row in rows:
+        assert row["seconds_to_target"] is None
+        assert row["curve"]["losses"][-1] is None
+        assert row["curve"]["steps"][-1] < 320
 
 
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
@@ -138,12 +328,34 @@ def test_overhead_at_world_size_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("script", "argument"),
-    [("collectives.py", "--rate=fast"), ("training.py", "--hosts=0"), ("training.py", "--overlap-of=ring_int8")],
+    ("script", "arguments"),
+    [
+        ("collectives.py", ["--rate=fast"]),
+        ("training.py", ["--hosts=0"]),
+        ("training.py", ["--overlap-of=ring_int8"]),
+        ("training.py", ["--model=gpt", "--width=30"]),
+        ("training.py", ["--model=cnn", "--layers=3"]),
+        ("time_to_accuracy.py", ["--rounds=3"]),
+        ("time_to_accuracy.py", ["--every=5"]),
+        ("time_to_accuracy.py", ["--width=30"]),
+    ],
 )
-def test_a_bad_argument_is_refused_with_words(script, argument):
-    command = [sys.executable, str(BENCHMARKS / script), argument]
+def test_a_bad_argument_is_refused_with_words(script, arguments):
+    command = [sys.executable, str(BENCHMARKS / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
-    assert argument.split("=")[1] in done.stderr
+    said = arguments[-1].split("=")
+    assert said[0] in done.stderr or said[1] in done.stderr
+
+
+def test_a_target_above_the_start_is_refused_with_words():
+    command = [sys.executable, str(BENCHMARKS / "time_to_accuracy.py"), *QUICK, "--target", "9"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "--target 9: before the first step the loss is 5.5" in done.stderr
+
+
+def test_what_chooses_by_itself_says_when_it_has_chosen():
+    assert Auto().state_dict()["tuned"] is False  # benchmarks wait for it

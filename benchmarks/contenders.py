@@ -1,0 +1,337 @@
+"""How a model is averaged while it trains: our algorithms, torch DDP, its hooks and post-local SGD, driven alike."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from powersgd_peer import PowerSGDOnOneThread, factors
+from tasks import Batches, Loss
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+from ringstrategy import Algorithm, AllReduce, BlockInt, Codec, Direct
+from ringstrategy.algorithms.decentralized import Decentralized
+from ringstrategy.algorithms.powersgd import PowerSGD
+from ringstrategy.collectives import connect
+from ringstrategy.registry import STRATEGIES
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+DDP, FP16_HOOK, POWERSGD_HOOK = "ddp", "ddp fp16 hook", "ddp powersgd rank 1"
+PERIODS = (4, 16)  # of post-local SGD, steps from one averaging to the next: that of torch's example, and a longer one
+BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
+    "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
+    "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
+    "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
+}
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Plain."""
+    return torch.optim.SGD(parameters, lr=0.01)
+
+
+def decentralized() -> list[str]:
+    """The registered names that average parameters, not gradients."""
+    return [name for name, make in STRATEGIES.items() if isinstance(make(), Decentralized)]
+
+
+def contenders(
+    initial: nn.Module, batches: Batches, timeout: timedelta, **how: Any
+) -> dict[str, Callable[[], Training]]:
+    """All that can be measured, by name; each trains a copy. `how` as of `Training`. Ranks make them in one order."""
+
+    def model() -> nn.Module:
+        return copy.deepcopy(initial)
+
+    made: dict[str, Callable[[], Training]] = {
+        DDP: lambda: TorchDDP(model(), batches, **how),
+        FP16_HOOK: lambda: TorchDDP(model(), batches, fp16=True, **how),
+        POWERSGD_HOOK: lambda: PowerSGDHook(model(), batches, timeout, 1, **how),
+        "ddp powersgd rank 4": lambda: PowerSGDHook(model(), batches, timeout, 4, **how),
+    }
+    for period in PERIODS:
+        made[f"post-local sgd every {period}"] = lambda period=period: PostLocalSGD(model(), batches, period, **how)
+    for name, make in {**STRATEGIES, **BESIDE}.items():
+        made[name] = lambda make=make: ours(model(), batches, make(), timeout, **how)
+    return made
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """Side by side, in fp64."""
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+class Training:
+    """A model, its optimizer, and how it is averaged: here not at all. One instance a case, all with the same data."""
+
+    interval = 1  # steps from one exchange to the next: a run makes a multiple of it
+
+    def __init__(
+        self, model: nn.Module, batches: Batches, loss: Loss = F.mse_loss, optimizer: MakeOptimizer = sgd
+    ) -> None:
+        self.model = model
+        self.batches = batches
+        self.loss = loss
+        self.optimizer = optimizer(model.parameters())
+        self.shapes = [parameter.shape for parameter in model.parameters()]
+        self.full = sum(shape.numel() for shape in self.shapes)
+        self.phases: list[tuple[float, float, float]] = []  # forward, backward with exchange, optimizer; one a step
+
+    def must_send(self, hosts: int) -> float | None:
+        """Bytes that have to leave each of the hosts in a step; None: nobody knows beforehand."""
+        return 0.0
+
+    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
+        """Seconds a step that nothing can beat, from those of its parts alone."""
+        return forward + max(backward, wire) + step
+
+    def bytes_sent(self) -> int | None:
+        """So far, as the transport counts; None if nobody counts."""
+        return None
+
+    def waited(self) -> float | None:
+        """Seconds that the training thread has waited for exchanges so far; None if nobody counts."""
+        return None
+
+    def before_forward(self) -> None:
+        """Called as each step begins."""
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Called with the loss of each step."""
+
+    def after_backward(self) -> None:
+        """Gradients are final when this returns."""
+
+    def after_step(self) -> None:
+        """Parameters are final when this returns."""
+
+    def after_run(self) -> None:
+        """Called after the last step of a run, within its time."""
+
+    def choose(self) -> None:
+        """Take steps, and take them back, until no step is a trial any more. All ranks call it."""
+
+    def close(self) -> None:
+        """End what averages."""
+
+    @contextmanager
+    def as_seen(self) -> Iterator[nn.Module]:
+        """The model as people would see it now: of ranks that have their own, the mean. All ranks enter it."""
+        yield self.model
+
+    def result(self) -> list[Tensor]:
+        """A copy of the weights as people would see them now. All ranks call it."""
+        with self.as_seen() as model:
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    def run(self) -> None:
+        """One step a batch."""
+        for inputs, targets in self.batches:
+            self.before_forward()
+            begin = time.perf_counter()
+            loss = self.loss(self.model(inputs), targets)
+            forwarded = time.perf_counter()
+            self.before_backward(loss)
+            loss.backward()
+            self.after_backward()
+            averaged = time.perf_counter()
+            self.optimizer.step()
+            self.after_step()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.phases.append((forwarded - begin, averaged - forwarded, time.perf_counter() - averaged))
+        self.after_run()
+
+
+class TorchDDP(Training):
+    """Torch DDP, plain or with torch's fp16 hook."""
+
+    def __init__(self, model: nn.Module, batches: Batches, *, fp16: bool = False, **how: Any) -> None:
+        wrapped = DistributedDataParallel(model)
+        super().__init__(wrapped, batches, **how)
+        self._fp16 = fp16
+        if fp16:
+            wrapped.register_comm_hook(None, fp16_compress_hook)
+
+    def must_send(self, hosts: int) -> float | None:
+        """See `Training.must_send`."""
+        return reduced((2 if self._fp16 else 4) * self.full, hosts)
+
+
+class PowerSGDHook(Training):
+    """Torch DDP with PowerSGD."""
+
+    def __init__(self, model: nn.Module, batches: Batches, timeout: timedelta, rank: int, **how: Any) -> None:
+        wrapped = DistributedDataParallel(model)
+        super().__init__(wrapped, batches, **how)
+        self._power_sgd = PowerSGDOnOneThread(dist.new_group(timeout=timeout), rank)
+        wrapped.register_comm_hook(None, self._power_sgd.hook)
+
+    def must_send(self, hosts: int) -> float | None:
+        """See `Training.must_send`."""
+        return reduced(4 * sum(factors(self.shapes, self._power_sgd.rank)), hosts)
+
+    def close(self) -> None:
+        """See `Training.close`."""
+        self._power_sgd.close()
+
+
+class PostLocalSGD(Training):
+    """Torch's periodic averaging of parameters from the first step on; between two averagings ranks train alone.
+
+    No DDP around the model, which would cost time and average nothing. A run is whole periods, each with its averaging
+    at the end.
+    """
+
+    def __init__(self, model: nn.Module, batches: Batches, period: int, **how: Any) -> None:
+        super().__init__(model, batches, **how)
+        self.interval = period
+        self._averager = PeriodicModelAverager(period, warmup_steps=0)
+        self._averager.step = 1  # of its own accord it averages after the first step of a period, not after the last
+
+    def must_send(self, hosts: int) -> float | None:
+        """See `Training.must_send`."""
+        return reduced(4 * self.full, hosts) / self.interval
+
+    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
+        """See `Training.limit`. Nothing is computed beside it."""
+        return forward + backward + step + wire
+
+    def after_step(self) -> None:
+        """See `Training.after_step`."""
+        self._averager.average_parameters(self.model.parameters())
+
+
+class Ours(Training):
+    """Our algorithm, driven as the Lightning strategy drives it."""
+
+    def __init__(
+        self, model: nn.Module, batches: Batches, algorithm: Algorithm, timeout: timedelta, **how: Any
+    ) -> None:
+        super().__init__(model, batches, **how)
+        self.algorithm = algorithm
+        self._peers = connect(torch.device("cpu"), timeout)
+        self._parameters = set(model.parameters())
+        algorithm.setup(dict(model.named_parameters()), self._peers)
+
+    def must_send(self, hosts: int) -> float | None:
+        """See `Training.must_send`."""
+        codec = getattr(self.algorithm, "codec", None)
+        if isinstance(self.algorithm, PowerSGD) and isinstance(codec, Codec):
+            inside, whole = factors(self.shapes, self.algorithm.rank)
+            return reduced(codec.nbytes(inside, torch.float32) + 4 * whole, hosts)
+        if isinstance(self.algorithm, AllReduce) and isinstance(codec, Codec):
+            return reduced(codec.nbytes(self.full, torch.float32), hosts)
+        return None
+
+    def bytes_sent(self) -> int | None:
+        """See `Training.bytes_sent`."""
+        return self._peers.stats.bytes_sent
+
+    def waited(self) -> float | None:
+        """See `Training.waited`."""
+        return self._peers.stats.exposed_seconds
+
+    def before_backward(self, loss: Tensor) -> None:
+        """See `Training.before_backward`."""
+        self.algorithm.before_backward(loss)
+
+    def after_backward(self) -> None:
+        """See `Training.after_backward`."""
+        self.algorithm.after_backward()
+
+    def after_step(self) -> None:
+        """See `Training.after_step`."""
+        self.algorithm.after_step(self._parameters)
+
+    def choose(self) -> None:
+        """See `Training.choose`."""
+        before = [parameter.detach().clone() for parameter in self.model.parameters()]
+        while not self.algorithm.state_dict().get("tuned", True):
+            self.run()
+        with torch.no_grad():
+            for parameter, value in zip(self.model.parameters(), before, strict=True):
+                parameter.copy_(value)
+
+    @contextmanager
+    def as_seen(self) -> Iterator[nn.Module]:
+        """See `Training.as_seen`."""
+        self.algorithm.enter_consensus()
+        try:
+            yield self.model
+        finally:
+            self.algorithm.leave_consensus()
+
+    def close(self) -> None:
+        """See `Training.close`."""
+        self.algorithm.settle()
+        self.algorithm.close()
+        self._peers.close()
+
+
+class WholeIntervals(Ours):
+    """A decentralized algorithm, timed from the start of one exchange to the end of another, as many as intervals.
+
+    The mixing due after a run's last step begins the next run instead, and a run's last exchange is waited for within
+    it. So a run begins and ends with nothing under way: it hides no wait in another case's time, counts exactly its
+    own bytes, and gives each exchange one whole interval to hide behind, as in a long training.
+    """
+
+    algorithm: Decentralized
+
+    def __init__(
+        self, model: nn.Module, batches: Batches, algorithm: Decentralized, timeout: timedelta, **how: Any
+    ) -> None:
+        super().__init__(model, batches, algorithm, timeout, **how)
+        self.interval = algorithm.interval
+        for _ in range(algorithm.interval - 1):  # count up, so that the first step of each run begins with a mixing
+            super().after_step()
+
+    def must_send(self, hosts: int) -> float | None:
+        """See `Training.must_send`. With several ranks a host it depends on which of them are neighbours."""
+        if dist.get_world_size() != hosts:
+            return None
+        return mixed(self.algorithm, self.full) / self.interval
+
+    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
+        """See `Training.limit`."""
+        compute = forward + backward + step
+        return max(compute, wire) if self.algorithm.overlap else compute + wire
+
+    def before_forward(self) -> None:
+        """See `Training.before_forward`."""
+        super().after_step()
+
+    def after_step(self) -> None:
+        """Nothing: see the class."""
+
+    def after_run(self) -> None:
+        """See `Training.after_run`."""
+        self.algorithm.settle()
+
+
+def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, timeout: timedelta, **how: Any) -> Ours:
+    """Any algorithm of this package; `how` as of `Training`."""
+    if isinstance(algorithm, Decentralized):
+        return WholeIntervals(model, batches, algorithm, timeout, **how)
+    return Ours(model, batches, algorithm, timeout, **how)
+
+
+def reduced(nbytes: float, hosts: int) -> float:
+    """What has to leave each host for the sum of `nbytes` over all of them."""
+    return nbytes * 2 * (hosts - 1) / hosts
+
+
+def mixed(algorithm: Decentralized, numel: int) -> int:
+    """What a rank has to send for one mixing of `numel` elements."""
+    return algorithm.topology.degree(dist.get_world_size()) * algorithm.codec.nbytes(numel, torch.float32)

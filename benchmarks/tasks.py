@@ -1,0 +1,128 @@
+"""What the training benchmarks train: a model of a size worth measuring, its data on each rank, a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringstrategy.data.digits import Digits
+from ringstrategy.data.stdlib_text import StdlibText, Windows
+from ringstrategy.models.cnn import CNN
+from ringstrategy.models.gpt import GPT
+
+_INPUTS, _OUTPUTS = 1024, 512
+_CONTEXT = 64
+_HEADS = 4
+_HELD_OUT_BYTES = 65_536
+_TEXT_BYTES = 3_000_000  # ends in the email package; later modules are character tables
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Task:
+    """The same for all cases of a run."""
+
+    kind: str
+    batch: str  # in words
+    make: Callable[[], nn.Module]
+    batches: Callable[[int, int], Batches]  # of this rank: so many, from this seed
+    loss: Loss
+
+    def model(self, seed: int) -> nn.Module:
+        """A fresh one: the same weights from the same seed."""
+        torch.manual_seed(seed)
+        return self.make()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean over all targets, for logits of shape (..., classes)."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def mlp(width: int = 2048, layers: int = 6, batch: int = 32) -> Task:
+    """24.1 M parameters, on noise."""
+
+    def make() -> nn.Module:
+        widths = [_INPUTS] + [width] * layers
+        parts: list[nn.Module] = []
+        for before, after in pairwise(widths):
+            parts += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*parts, nn.Linear(widths[-1], _OUTPUTS))
+
+    def batches(count: int, seed: int) -> Batches:
+        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
+        return [
+            (torch.randn(batch, _INPUTS, generator=data), torch.randn(batch, _OUTPUTS, generator=data))
+            for _ in range(count)
+        ]
+
+    return Task("MLP", f"batch {batch} a rank", make, batches, F.mse_loss)
+
+
+def gpt(width: int = 384, layers: int = 6, batch: int = 1) -> Task:
+    """10.9 M parameters, on the standard library's source: random windows of 64 bytes, other ones on each rank."""
+    if width % _HEADS:
+        raise ValueError(f"the GPT has {_HEADS} heads: its width must be a multiple of that, got {width}")
+
+    def batches(count: int, seed: int) -> Batches:
+        text = _text().training.text
+        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
+        starts = torch.randint(len(text) - _CONTEXT, (count * batch,), generator=data)
+        return list(zip(*(side.split(batch) for side in _stacked(Windows(text, starts, _CONTEXT))), strict=True))
+
+    return Task(
+        "byte GPT",
+        f"batch {batch} x {_CONTEXT} bytes a rank",
+        lambda: GPT(_CONTEXT, width, layers, _HEADS),
+        batches,
+        cross_entropy,
+    )
+
+
+def cnn(width: int = 384, batch: int = 8) -> Task:
+    """2.7 M parameters, nearly all of them in the second of two convolutions, on handwritten digits of 8x8."""
+
+    def batches(count: int, seed: int) -> Batches:
+        digits = Digits()
+        digits.setup("fit")
+        images, labels = digits.training.tensors
+        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
+        chosen = torch.randint(len(images), (count, batch), generator=data)
+        return [(images[one], labels[one]) for one in chosen]
+
+    return Task(
+        "CNN",
+        f"batch {batch} images of 8x8 a rank",
+        lambda: CNN(channels=width),
+        batches,
+        cross_entropy,
+    )
+
+
+def held_out_text(windows: int) -> tuple[Tensor, Tensor]:
+    """Evenly spread over text that nobody trains on; the same in every run."""
+    validation = _text().validation
+    kept = torch.linspace(0, len(validation) - 1, windows).round().long()
+    return _stacked(Windows(validation.text, validation.starts[kept], _CONTEXT))
+
+
+def _text() -> StdlibText:
+    text = StdlibText(context=_CONTEXT, max_bytes=_TEXT_BYTES, validation_bytes=_HELD_OUT_BYTES)
+    text.setup("fit")
+    return text
+
+
+def _stacked(windows: Windows) -> tuple[Tensor, Tensor]:
+    befores, afters = zip(*(windows[index] for index in range(len(windows))), strict=True)
+    return torch.stack(befores), torch.stack(afters)
+
+
+TASKS: dict[str, Callable[..., Task]] = {"mlp": mlp, "gpt": gpt, "cnn": cnn}
