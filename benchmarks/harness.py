@@ -306,9 +306,9 @@ def report(results: Sequence[Row], options: argparse.Namespace, notes: Sequence[
             f"{row.ratio:.3f}",
             _time(row.limit_seconds),
             _time(row.waited_seconds),
-            _shown(row.bytes_sent, "{:.2f}", 1e-6),
-            _shown(row.bytes_at_interface, "{:.2f}", 1e-6),
-            _shown(row.error, "{:.1e}"),
+            shown(row.bytes_sent, "{:.2f}", 1e-6),
+            shown(row.bytes_at_interface, "{:.2f}", 1e-6),
+            shown(row.error, "{:.1e}"),
             "yes" if row.ranks_identical else "NO",
         )
     console = Console(width=160)
@@ -332,7 +332,8 @@ def _time(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.{3 if seconds >= 1 else 4 if seconds >= 0.01 else 5}f}"
 
 
-def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
+def shown(value: float | None, form: str, scale: float = 1.0) -> str:
+    """Formatted, or - for what was not measured."""
     return "-" if value is None else form.format(value * scale)
 
 

@@ -278,10 +278,10 @@ def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
             "missed" if row.seconds_to_target is None else f"{row.seconds_to_target:.2f}",
             f"> {row.curve.steps[-1]}" if row.steps_to_target is None else f"{row.steps_to_target:.0f}",
             f"{row.curve.seconds[-1] / row.curve.steps[-1]:.4f}",
-            *(_shown(ratio, "{:.2f}") for ratio in (row.ratio, *row.ratios.values())),
-            _shown(row.waited_seconds, "{:.2f}"),
-            _shown(row.bytes_sent, "{:.1f}", 1e-6),
-            _shown(row.bytes_at_interface, "{:.1f}", 1e-6),
+            *(harness.shown(ratio, "{:.2f}") for ratio in (row.ratio, *row.ratios.values())),
+            harness.shown(row.waited_seconds, "{:.2f}"),
+            harness.shown(row.bytes_sent, "{:.1f}", 1e-6),
+            harness.shown(row.bytes_at_interface, "{:.1f}", 1e-6),
             f"{row.best_loss:.4f}",
             "yes" if row.ranks_identical else "NO",
         )
@@ -299,10 +299,6 @@ def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
                 f"{row.case} {missed}: best loss {row.best_loss:.4f} in {row.curve.steps[-1]} steps", highlight=False
             )
     harness.write(rows, options.out)
-
-
-def _shown(value: float | None, form: str, scale: float = 1.0) -> str:
-    return "-" if value is None else form.format(value * scale)
 
 
 if __name__ == "__main__":

@@ -64,22 +64,14 @@ def machines(
         codecs: what they cost a whole core.
     """
     scarce = max(1.0, 1.0 / cores)
-    slower = {
-        key: CodecCost(*(_scaled(work, scarce) for work in (cost.encode, cost.relay, cost.decode, cost.turn)))
-        for key, cost in codecs.items()
-    }
     return Machines(
         hosts=tuple(str(host) for host in range(hosts) for _ in range(devices_per_host)),
         across=Link(latency, 8 / (PAYLOAD * bits_per_second)),
         inside=Link(min(latency, 2e-5), 8 / inside_bits_per_second),
         post=POST_SECONDS * scarce,
-        codecs=slower,
+        codecs={key: cost.slower(scarce) for key, cost in codecs.items()},
         crowding=min(1.0, max(0.0, 2.0 - cores)),
     )
-
-
-def _scaled(work: Work, factor: float) -> Work:
-    return Work(work.fixed * factor, work.per_value * factor)
 
 
 def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> dict[tuple[Codec, bool], CodecCost]:
@@ -216,9 +208,9 @@ def plan(arguments: Arguments) -> dict[str, Prediction]:
     each = max(1, round(arguments.parameters / _TENSORS))
     parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
     predictions = {name: predict(algorithm, parameters, there, profile) for name, algorithm in named.items()}
-    chosen = min(may_choose, key=lambda made: predict(made, parameters, there, profile).seconds)
-    predictions[f"ring_auto: {in_words(chosen)}"] = predict(chosen, parameters, there, profile)
-    return predictions
+    choices = {in_words(made): predict(made, parameters, there, profile) for made in may_choose}
+    chosen = min(choices, key=lambda words: choices[words].seconds)
+    return {**predictions, f"ring_auto: {chosen}": choices[chosen]}
 
 
 def main(arguments: list[str] | None = None) -> None:

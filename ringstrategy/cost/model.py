@@ -39,6 +39,10 @@ class Work:
         """For `numel` values."""
         return self.fixed + numel * self.per_value
 
+    def slower(self, factor: float) -> Work:
+        """The same work, `factor` times as long."""
+        return Work(self.fixed * factor, self.per_value * factor)
+
 
 @dataclass(frozen=True)
 class CodecCost:
@@ -48,6 +52,10 @@ class CodecCost:
     relay: Work
     decode: Work
     turn: Work  # `prepare_`, and `restore_` likewise
+
+    def slower(self, factor: float) -> CodecCost:
+        """The same calls, each `factor` times as long."""
+        return CodecCost(*(work.slower(factor) for work in (self.encode, self.relay, self.decode, self.turn)))
 
 
 @dataclass(frozen=True)
@@ -175,18 +183,6 @@ class _Timed(Codec):
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         self._clock.work(self._cost.decode.seconds(out.numel()))
 
-    def relay(
-        self,
-        wire_in: Tensor,
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        self._clock.work(self._cost.relay.seconds(values.numel()))
-
     def reduce(
         self,
         wires: Sequence[Tensor],
@@ -231,7 +227,7 @@ def exchange_cost(
 
     def run(rank: int, shared_by: float) -> tuple[_Clocked, _Clock]:
         clock = _Clock()
-        cost = _slower(machines.codecs[codec, feedback], slowed)
+        cost = machines.codecs[codec, feedback].slower(slowed)
         peers = _Clocked(rank, machines, clock, shared_by)
         values = torch.empty(numel, dtype=dtype, device="meta")
         residual = torch.empty_like(values) if feedback else None
@@ -244,13 +240,3 @@ def exchange_cost(
     most = max(sent, key=lambda rank: sent[rank])
     peers, clock = run(most, sum(sent.values()) / sent[most] if sent[most] else 1.0)
     return Cost(clock.now, clock.busy, peers.stats.bytes_sent or 0)
-
-
-def _slower(cost: CodecCost, factor: float) -> CodecCost:
-    if factor == 1.0:
-        return cost
-
-    def slower(work: Work) -> Work:
-        return Work(work.fixed * factor, work.per_value * factor)
-
-    return CodecCost(slower(cost.encode), slower(cost.relay), slower(cost.decode), slower(cost.turn))

@@ -102,9 +102,10 @@ def predict(
         now = busy = 0.0
         for bucket, part in zip(buckets, parts, strict=True):
             now = max(now, part * backward)
-            cost = cost_of(bucket, 1 + machines.crowding if now < backward else 1.0)
+            slowed = 1 + machines.crowding if now < backward else 1.0
+            cost = cost_of(bucket, slowed)
             hidden = min(1.0, max(0.0, backward - now) / cost.seconds) if cost.seconds else 0.0
-            busy += hidden * cost.busy / (1 + machines.crowding if now < backward else 1.0)
+            busy += hidden * cost.busy / slowed
             now += cost.seconds
         backward, end = profile.backward + machines.crowding * busy, now
     alone = [cost_of(bucket, 1.0) for bucket in buckets]
