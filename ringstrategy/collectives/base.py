@@ -20,12 +20,23 @@ class Collective(ABC):
     """A frozen dataclass of its options. Each rank encodes each element at most once."""
 
     @abstractmethod
-    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+    def sum_(
+        self,
+        values: Tensor,
+        peers: Peers,
+        codec: Codec,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
 
-        For a mean, scale by 1/size before. `lost` (same shape) receives, at each element that this rank encodes, what
-        encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks. Blocks until done;
-        elements where an encode met a non-finite block keep their `lost`. `seed` is the same on all ranks.
+        For a mean, scale by 1/size before. `residual` (same shape, any float dtype) counts as part of `values`; it is
+        added piece by piece, where the wire is busy with others. `lost` (same shape, perhaps the same tensor) receives,
+        at each element that this rank encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is
+        what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
+        `seed` is the same on all ranks.
 
         The codec's `prepare_` is called on each piece before it is first encoded or added to, and `restore_` after it
         was last decoded; on `lost` around the encode that writes it.
@@ -53,22 +64,28 @@ def mean_(
         seed: the same on all ranks, another for each step and bucket.
     """
     lost = None
-    if residual is not None:
-        values.add_(residual)
-        if codec.lossless:
-            residual.zero_()
-        elif residual.dtype == values.dtype:
-            lost = residual
-        else:
+    if residual is not None and not codec.lossless:
+        lost = residual
+        if residual.dtype != values.dtype:
             lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
             lost.copy_(residual)
-    collective.sum_(values, peers, codec, lost=lost, seed=seed)
-    if residual is not None and lost is not None and lost is not residual:
+    collective.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed)
+    if residual is None or lost is residual:
+        return
+    if lost is None:
+        residual.zero_()
+    else:
         residual.copy_(lost)
 
 
-def prepare_lost_(codec: Codec, lost: Tensor | None, seed: int) -> None:
-    """Before an encode, so that what it leaves as it was comes back through `restore_lost_` as it was."""
+def prepare_piece_(values: Tensor, residual: Tensor | None, lost: Tensor | None, codec: Codec, seed: int) -> None:
+    """Before a piece is first encoded or added to.
+
+    `lost` too, so that what the encode leaves as it was comes back through `restore_lost_` as it was.
+    """
+    if residual is not None:
+        values.add_(residual)
+    codec.prepare_(values, seed)
     if lost is not None:
         codec.prepare_(lost, seed)
 

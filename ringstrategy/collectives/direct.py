@@ -11,7 +11,7 @@ from ringstrategy.collectives.base import (
     Collective,
     check_segments,
     cut_chunks,
-    prepare_lost_,
+    prepare_piece_,
     restore_lost_,
     wire_stride,
 )
@@ -34,7 +34,16 @@ class Direct(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
-    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+    def sum_(
+        self,
+        values: Tensor,
+        peers: Peers,
+        codec: Codec,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
@@ -51,18 +60,17 @@ class Direct(Collective):
             begin, end = chunks[chunk][k]
             return values[begin:end]
 
+        def part_of(whole: Tensor | None, chunk: int, k: int) -> Tensor | None:
+            begin, end = chunks[chunk][k]
+            return None if whole is None else whole[begin:end]
+
         def wire(store: Tensor, peer: int, chunk: int, k: int) -> Tensor:
             begin, end = chunks[chunk][k]
             place = (peer * count + k) * stride
             return store[place : place + codec.nbytes(end - begin, values.dtype)]
 
-        def rest(chunk: int, k: int) -> Tensor | None:
-            begin, end = chunks[chunk][k]
-            return None if lost is None else lost[begin:end]
-
         def prepare(chunk: int, k: int) -> None:
-            codec.prepare_(part(chunk, k), seed)
-            prepare_lost_(codec, rest(chunk, k), seed)
+            prepare_piece_(part(chunk, k), part_of(residual, chunk, k), part_of(lost, chunk, k), codec, seed)
 
         def deliver(wire: Tensor, part: Tensor) -> None:
             codec.decode(wire, part)
@@ -76,13 +84,13 @@ class Direct(Collective):
         for k in range(count):
             scattered.append([])
             for target, source in pairs:
+                prepare(target, k)
                 out = codec.raw(part(target, k))
                 if out is None:
-                    out = wire(leaving, target, target, k)
-                    prepare(target, k)
-                    codec.encode(part(target, k), out, lost=rest(target, k), seed=own_seed, offset=chunks[target][k][0])
+                    out, rest = wire(leaving, target, target, k), part_of(lost, target, k)
+                    codec.encode(part(target, k), out, lost=rest, seed=own_seed, offset=chunks[target][k][0])
                 scattered[k].append(post(target, out, source, wire(filling, source, rank, k)))
-                restore_lost_(codec, rest(target, k), seed)
+                restore_lost_(codec, part_of(lost, target, k), seed)
             prepare(rank, k)
 
         gathered: list[list[Handle]] = []
@@ -97,14 +105,14 @@ class Direct(Collective):
                     codec.decode(summand, own, add=True)
             else:
                 out = wire(leaving, rank, rank, k)
-                codec.reduce(arrived, own, out, lost=rest(rank, k), seed=own_seed, offset=chunks[rank][k][0])
+                codec.reduce(arrived, own, out, lost=part_of(lost, rank, k), seed=own_seed, offset=chunks[rank][k][0])
             gathered.append([])
             for target, source in pairs:
                 landing = codec.raw(part(source, k))
                 gathered[k].append(
                     post(target, out, source, wire(filling, source, source, k) if landing is None else landing)
                 )
-            restore_lost_(codec, rest(rank, k), seed)
+            restore_lost_(codec, part_of(lost, rank, k), seed)
             if not in_place:
                 deliver(out, own)
 

@@ -58,13 +58,22 @@ class Hierarchical(Collective):
         except ValueError as error:
             raise ValueError(f"{error} (here the argument `between` of Hierarchical)") from None
 
-    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+    def sum_(
+        self,
+        values: Tensor,
+        peers: Peers,
+        codec: Codec,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """See `Collective.sum_`."""
         rank, hosts = peers.rank, ranks_of_hosts(peers.hosts)
         if values.numel() == 0:
             return
         if len(hosts) == peers.size:
-            self.between.sum_(values, peers, codec, lost=lost, seed=seed)
+            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed)
             return
         width = min(len(host) for host in hosts)
         [host] = [ranks for ranks in hosts if rank in ranks]
@@ -91,7 +100,12 @@ class Hierarchical(Collective):
             begins = {other: (k * len(others) + i) * stride for i, other in enumerate(others)}
             return {other: filling[begin : begin + nbytes].view(values.dtype) for other, begin in begins.items()}
 
-        gathering = [peers.post(_wires(by_owner(k)), _wires(by_other(k))) for k in range(count)]
+        gathering = []
+        for k in range(count):
+            if residual is not None:
+                for column in range(width):
+                    part(column, k).add_(part(column, k, residual))
+            gathering.append(peers.post(_wires(by_owner(k)), _wires(by_other(k))))
         spreading: list[Handle] = []
         for k in range(count):
             gathering[k].wait()  # only now may the sum arrive where this rank's parts were

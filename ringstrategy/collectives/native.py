@@ -16,12 +16,23 @@ from ringstrategy.collectives.peers import Peers
 class Native(Collective):
     """gloo's or NCCL's all-reduce; with `Cast` it sums in the 16-bit dtype. Its bytes cannot be counted: None."""
 
-    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+    def sum_(
+        self,
+        values: Tensor,
+        peers: Peers,
+        codec: Codec,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """See `Collective.sum_`."""
         if peers.size == 1 or values.numel() == 0:
             return
         dtype = codec.summable(values.dtype)
         assert dtype is not None, "checked at construction"
+        if residual is not None:
+            values.add_(residual)
         if codec.raw(values) is not None:
             peers.all_reduce_(values)
             return

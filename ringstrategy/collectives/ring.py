@@ -11,7 +11,7 @@ from ringstrategy.collectives.base import (
     Collective,
     check_segments,
     cut_chunks,
-    prepare_lost_,
+    prepare_piece_,
     restore_lost_,
     wire_stride,
 )
@@ -41,7 +41,16 @@ class Ring(Collective):
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
 
-    def sum_(self, values: Tensor, peers: Peers, codec: Codec, *, lost: Tensor | None = None, seed: int = 0) -> None:
+    def sum_(
+        self,
+        values: Tensor,
+        peers: Peers,
+        codec: Codec,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int = 0,
+    ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
@@ -66,14 +75,14 @@ class Ring(Collective):
             # the successor cuts the same chunks, so it skips the same empty messages
             return peers.post({after: wire} if wire.numel() else {}, {before: arriving} if arriving.numel() else {})
 
-        def rest(chunk: int, k: int) -> Tensor | None:
+        def part_of(whole: Tensor | None, chunk: int, k: int) -> Tensor | None:
             begin, end = chunks[chunk % size][k]
-            return None if lost is None else lost[begin:end]
+            return None if whole is None else whole[begin:end]
 
         # Preparing and restoring a segment stand where the wire is busy with others.
         def prepare(chunk: int, k: int) -> None:
-            codec.prepare_(piece(chunk, k)[0], seed)
-            prepare_lost_(codec, rest(chunk, k), seed)
+            part = piece(chunk, k)[0]
+            prepare_piece_(part, part_of(residual, chunk, k), part_of(lost, chunk, k), codec, seed)
 
         def hop(chunk: int, k: int, *, add: bool) -> Tensor:
             """The wire that leaves: this rank's partial sum of a segment, after adding what arrived."""
@@ -84,9 +93,9 @@ class Ring(Collective):
                 return _raw(codec, part)
             wire = leaving[k][:nbytes]
             if add:
-                codec.relay(filling[k][:nbytes], part, wire, lost=rest(chunk, k), seed=own_seed, offset=begin)
+                codec.relay(filling[k][:nbytes], part, wire, lost=part_of(lost, chunk, k), seed=own_seed, offset=begin)
             else:
-                codec.encode(part, wire, lost=rest(chunk, k), seed=own_seed, offset=begin)
+                codec.encode(part, wire, lost=part_of(lost, chunk, k), seed=own_seed, offset=begin)
             return wire
 
         def landing(chunk: int, k: int) -> Tensor:
@@ -102,20 +111,20 @@ class Ring(Collective):
         for k in range(count):
             prepare(rank, k)
             handles.append(send(hop(rank, k, add=False), filling[k][: piece(rank - 1, k)[2]]))
-            restore_lost_(codec, rest(rank, k), seed)
+            restore_lost_(codec, part_of(lost, rank, k), seed)
         for step in range(1, size - 1):
             for k in range(count):
                 prepare(rank - step, k)
                 handles[k].wait()
                 wire = hop(rank - step, k, add=True)
                 handles[k] = send(wire, filling[k][: piece(rank - step - 1, k)[2]])
-                restore_lost_(codec, rest(rank - step, k), seed)
+                restore_lost_(codec, part_of(lost, rank - step, k), seed)
         for k in range(count):
             prepare(rank + 1, k)
             handles[k].wait()
             wire = hop(rank + 1, k, add=True)
             handles[k] = send(wire, landing(rank, k))
-            restore_lost_(codec, rest(rank + 1, k), seed)
+            restore_lost_(codec, part_of(lost, rank + 1, k), seed)
             if not in_place:
                 deliver(wire, piece(rank + 1, k)[0])
         for step in range(1, size):
