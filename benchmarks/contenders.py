@@ -19,20 +19,31 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from ringstrategy import Algorithm, AllReduce, BlockInt, Codec, Direct
+from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip
 from ringstrategy.algorithms.decentralized import Decentralized
 from ringstrategy.algorithms.powersgd import PowerSGD
 from ringstrategy.collectives import connect
 from ringstrategy.registry import STRATEGIES
+from ringstrategy.topologies import OnePeerExponential
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 DDP, FP16_HOOK, POWERSGD_HOOK = "ddp", "ddp fp16 hook", "ddp powersgd rank 1"
-PERIODS = (4, 16)  # of post-local SGD, steps from one averaging to the next: that of torch's example, and a longer one
+# Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
+PERIODS = (4, 16)
+AT_INTERVALS: dict[str, Callable[[int], Algorithm]] = {
+    "gossip_exponential": lambda interval: Gossip(OnePeerExponential(), interval=interval),
+    "gossip_int8": lambda interval: Choco(codec=BlockInt(8), interval=interval),
+}
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
+    **{
+        f"{name} every {period}": lambda make=make, period=period: make(period)
+        for name, make in AT_INTERVALS.items()
+        for period in PERIODS
+    },
 }
 
 

@@ -35,7 +35,7 @@ from functools import partial
 import harness
 import torch
 import torch.distributed as dist
-from contenders import DDP, FP16_HOOK, PERIODS, POWERSGD_HOOK, Training, contenders
+from contenders import AT_INTERVALS, DDP, FP16_HOOK, PERIODS, POWERSGD_HOOK, Training, contenders
 from harness import Case, Measured
 from rich.console import Console
 from rich.table import Table
@@ -55,6 +55,7 @@ _DEFAULT = (
     "ring_powersgd rank 4",
     "ring_auto",
     "gossip_exponential",
+    *(f"{name} every {period}" for name in AT_INTERVALS for period in PERIODS),
 )
 _HELD_OUT = 128  # windows, shared out among the ranks
 
