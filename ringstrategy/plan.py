@@ -23,6 +23,9 @@ from ringstrategy.registry import STRATEGIES
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
 POST_SECONDS = 3e-5  # to start a message, in Python and gloo
+WAKE_SECONDS = 3e-3  # until a thread that a message has woken gets a core on which another computes: a time slice
+PACK = Work(0.0, 4e-10)  # a core's copy of float32 into other memory
+TRANSPORT_SECONDS = 8e-10  # of a core, to send or to receive a byte: in the kernel, and in gloo's thread
 _TENSORS = 48  # that a model of unknown shape is taken to be made of, all of one size
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 BASELINE = "ddp"
@@ -59,18 +62,22 @@ def machines(
         bits_per_second: nominal rate of each host's link.
         inside_bits_per_second: between two devices of a host.
         latency: seconds from one host to another, software included.
-        cores: that each rank has for itself; with one or less, codecs and computing take it in turns, and with less
-            than one codecs are slower.
+        cores: that each rank has for itself; with one or less, codecs, sending and computing take it in turns, and with
+            less than one codecs and sending are slower.
         codecs: what they cost a whole core.
     """
     scarce = max(1.0, 1.0 / cores)
+    crowding = min(1.0, max(0.0, 2.0 - cores))
     return Machines(
         hosts=tuple(str(host) for host in range(hosts) for _ in range(devices_per_host)),
         across=Link(latency, 8 / (PAYLOAD * bits_per_second)),
         inside=Link(min(latency, 2e-5), 8 / inside_bits_per_second),
         post=POST_SECONDS * scarce,
         codecs={key: cost.slower(scarce) for key, cost in codecs.items()},
-        crowding=min(1.0, max(0.0, 2.0 - cores)),
+        crowding=crowding,
+        transport=TRANSPORT_SECONDS * scarce * crowding,
+        wake=WAKE_SECONDS * crowding,
+        pack=PACK.slower(scarce),
     )
 
 

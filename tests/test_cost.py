@@ -28,7 +28,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.collectives import connect, mean_
-from ringstrategy.cost import CodecCost, Link, Machines, Profile, Work, exchange_cost, predict
+from ringstrategy.cost import CodecCost, Cost, Link, Machines, Profile, Work, exchange_cost, predict
 from ringstrategy.cost.probe import measure
 from ringstrategy.plan import main, parse, plan
 
@@ -39,9 +39,11 @@ GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50", "--codec-gb-p
 CODECS: list[Codec] = [Identity(), BlockInt(8), Rotated(Gaussian(4)), TopK()]
 
 
-def machines(hosts: str, cost: CodecCost = FREE, across: Link = SLOW, crowding: float = 0.0) -> Machines:
+def machines(
+    hosts: str, cost: CodecCost = FREE, across: Link = SLOW, crowding: float = 0.0, transport: float = 0.0
+) -> Machines:
     costs = {(codec, feedback): cost for codec in CODECS for feedback in (False, True)}
-    return Machines(tuple(hosts), across, Link(0.0, 0.0), 0.0, costs, crowding)
+    return Machines(tuple(hosts), across, Link(0.0, 0.0), 0.0, costs, crowding, transport)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
@@ -85,8 +87,10 @@ def test_a_codec_takes_the_time_of_its_calls() -> None:
         assert cost.seconds == cost.busy == pytest.approx(calls * each), field
     # each chunk is turned before its first hop and back after its last
     assert exchange_cost(only(turn=one), Ring(1), Rotated(Gaussian(4)), numel).busy == pytest.approx(8 * each)
-    slowed = exchange_cost(only(encode=one), Ring(1), BlockInt(8), numel, slowed=2.0)
-    assert slowed.busy == pytest.approx(2 * each)
+    crowded = replace(only(encode=one), crowding=1.0)
+    beside, alone = (exchange_cost(crowded, Ring(1), BlockInt(8), numel, beside_computing=on) for on in (True, False))
+    assert beside.seconds == pytest.approx(2 * each)
+    assert alone.seconds == alone.busy == beside.busy == pytest.approx(each)
     assert exchange_cost(only(decode=one), Ring(1), Identity(), numel).busy == pytest.approx(3 * each), "only additions"
 
 
@@ -145,6 +149,35 @@ def test_where_cores_are_shared_codecs_slow_the_backward_down() -> None:
     assert shared.seconds == pytest.approx(2.0 + busy, rel=0.05)
 
 
+def test_carrying_takes_the_core_only_where_it_does_not_wait() -> None:
+    numel, nbytes = 1 << 20, 1.5 * 4 * 2**20
+
+    def cost(beta: float, transport: float, collective: Collective) -> Cost:
+        given = machines("abcd", across=Link(0.0, beta), transport=transport)
+        return exchange_cost(given, collective, Identity(), numel)
+
+    for collective in (Ring(1), Direct(1), Native()):
+        slow_link, slow_core = cost(1e-7, 1e-8, collective), cost(1e-9, 1e-8, collective)
+        assert slow_link.seconds == pytest.approx(1e-7 * nbytes)
+        assert slow_core.seconds == pytest.approx(2 * 1e-8 * nbytes), "each byte is sent by one and received by another"
+        assert slow_link.busy == slow_core.busy == pytest.approx(2 * 1e-8 * nbytes)
+
+
+def test_a_message_that_was_waited_for_wakes_its_thread_late_beside_computing() -> None:
+    given = replace(machines("abcd", across=Link(1e-3, 0.0)), wake=2e-3)
+    alone, beside = (
+        exchange_cost(given, Ring(1), Identity(), 1 << 20, beside_computing=on).seconds for on in (False, True)
+    )
+    assert alone == pytest.approx(6 * 1e-3)
+    assert beside == pytest.approx(6 * 3e-3)
+
+
+def test_packing_lengthens_the_backward() -> None:
+    given = replace(machines("abcd", across=Link(0.0, 1e-15)), pack=Work(0.0, 1e-8))
+    step = predict(AllReduce(), parameters(), given, Profile(0.1, 0.2))
+    assert step.seconds == pytest.approx(0.3 + 8 * 2**20 * 1e-8)
+
+
 def test_nothing_to_average_takes_no_time() -> None:
     assert predict(AllReduce(), {}, machines("ab"), Profile(0.1, 0.2)).seconds == pytest.approx(0.3)
 
@@ -171,6 +204,9 @@ def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
     assert 0 < first.inside.alpha < 1
     assert 0 < first.post <= first.across.alpha + first.inside.alpha
     assert 0 <= first.crowding <= 1
+    assert 0 <= first.transport < 1e-6
+    assert 0 <= first.wake < 1
+    assert 1e-11 < first.pack.per_value < 1e-7
     encode = first.codecs[BlockInt(8), True].encode
     assert 1e-11 < encode.per_value < 1e-7
     assert first.codecs[BlockInt(8), True].turn.per_value < encode.per_value / 10, "it prepares nothing"

@@ -67,6 +67,11 @@ class Machines:
         across: a host's link to the network, which all its ranks share.
         inside: between two ranks of one host.
         post: seconds that starting a message costs the thread that communicates.
+        transport: seconds that the system needs to send or receive a byte on the core of the thread that communicates,
+            while that waits as far as it does; 0 where another core does it.
+        wake: seconds from a message's arrival until that thread has a core, while training computes: about a time slice
+            where they share one, 0 where each has its own.
+        pack: of the training thread, to copy gradients into a bucket.
         codecs: what each codec costs there, without and with feedback.
         crowding: 0 to 1, how far computing and the communication thread's work slow each other down: 1 where they share
             a core, 0 where each has one.
@@ -78,6 +83,9 @@ class Machines:
     post: float
     codecs: Mapping[tuple[Codec, bool], CodecCost]
     crowding: float
+    transport: float = 0.0
+    wake: float = 0.0
+    pack: Work = Work(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -85,17 +93,25 @@ class Cost:
     """Of one exchange, as the rank with the most to send sees it."""
 
     seconds: float
-    busy: float  # of them, the communication thread computes
+    busy: float  # the communication thread computes for so long, if nothing slows it down
     bytes_sent: int
 
 
 class _Clock:
-    def __init__(self) -> None:
+    def __init__(self, wake: float) -> None:
         self.now = self.busy = 0.0
+        self.owed = 0.0  # work of the transport that was begun and not done
+        self._wake = wake
 
     def work(self, seconds: float) -> None:
         self.now += seconds
         self.busy += seconds
+
+    def wait(self, until: float) -> None:
+        self.busy += self.owed
+        self.now, self.owed = self.now + self.owed, 0.0
+        if until > self.now:
+            self.now = until + self._wake
 
 
 class _Arrival:
@@ -105,7 +121,7 @@ class _Arrival:
         self._clock, self._time = clock, time
 
     def wait(self) -> None:
-        self._clock.now = max(self._clock.now, self._time)
+        self._clock.wait(self._time)
 
 
 class _Done:
@@ -135,6 +151,7 @@ class _Clocked(Peers):
                 key = (is_across, outward)
                 self._free[key] = max(self._free.get(key, 0.0), self._clock.now) + tensor.numel() * link.beta
                 end = max(end, self._free[key] + link.alpha)
+                self._clock.owed += tensor.numel() * self._machines.transport
                 self.bytes_across += tensor.numel() if outward and is_across else 0
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _Arrival(self._clock, end)
@@ -143,7 +160,8 @@ class _Clocked(Peers):
         """A backend's own: taken for a ring over the network whose additions are hidden."""
         share = 2 * (self.size - 1) / self.size
         link = self._across if len(set(self.hosts)) > 1 else self._machines.inside
-        self._clock.now += 2 * (self.size - 1) * link.alpha + share * values.nbytes * link.beta
+        self._clock.owed += 2 * share * values.nbytes * self._machines.transport
+        self._clock.wait(self._clock.now + 2 * (self.size - 1) * link.alpha + share * values.nbytes * link.beta)
         self.stats.count(round(share * values.nbytes), round(share * values.nbytes))
 
     def submit(self, work: Task, where: str) -> Waitable:
@@ -211,7 +229,7 @@ def exchange_cost(
     dtype: torch.dtype = torch.float32,
     *,
     feedback: bool = False,
-    slowed: float = 1.0,
+    beside_computing: bool = False,
 ) -> Cost:
     """What it costs to average `numel` values over all ranks.
 
@@ -222,11 +240,12 @@ def exchange_cost(
         numel: values, of `dtype`.
         dtype: of the values.
         feedback: is there a residual?
-        slowed: how many times as long as alone the communication thread's own work takes.
+        beside_computing: does training compute meanwhile?
     """
+    slowed = 1 + machines.crowding if beside_computing else 1.0
 
     def run(rank: int, shared_by: float) -> tuple[_Clocked, _Clock]:
-        clock = _Clock()
+        clock = _Clock(machines.wake if beside_computing else 0.0)
         cost = machines.codecs[codec, feedback].slower(slowed)
         peers = _Clocked(rank, machines, clock, shared_by)
         values = torch.empty(numel, dtype=dtype, device="meta")
@@ -239,4 +258,4 @@ def exchange_cost(
     sent = {rank: run(rank, 1.0)[0].bytes_across for rank in first} if len(first) > 1 else {first[0]: 1}
     most = max(sent, key=lambda rank: sent[rank])
     peers, clock = run(most, sum(sent.values()) / sent[most] if sent[most] else 1.0)
-    return Cost(clock.now, clock.busy, peers.stats.bytes_sent or 0)
+    return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0)

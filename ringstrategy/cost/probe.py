@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,10 @@ from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 _LAPS = 15
 _SMALLEST, _LARGEST = 1 << 16, 1 << 26  # bytes of a message
 _LONG_ENOUGH = 0.05  # seconds of a message from which a bandwidth is read
-_FEW, _MANY = 1 << 12, 1 << 18  # values, for a codec's fixed cost and its cost a value
-_REPEATS = 5
+_FEW, _MANY = 1 << 12, 1 << 20  # values, for a codec's fixed cost and its cost a value
+_REPEATS = 5  # and one before them that is not counted
 _CROWDING_SECONDS = 0.03
+_WAKE_SECONDS = 0.2  # at most
 
 
 def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.device) -> Machines:
@@ -35,15 +37,17 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     codecs = list(codecs)
     leaders = [rank for rank, host in enumerate(peers.hosts) if peers.hosts.index(host) == rank]
     neighbours = [rank for rank, host in enumerate(peers.hosts) if host == peers.hosts[peers.rank]]
-    alpha_across, beta_across, post_across = _link(peers, leaders, device)
-    alpha_inside, beta_inside, post_inside = _link(peers, neighbours, device)
+    across, inside = _link(peers, leaders, device), _link(peers, neighbours, device)
     costs = {key: codec_cost(*key, device, lambda work: peers.submit(work, "while measuring").wait()) for key in codecs}
-    mine = [alpha_across, beta_across, alpha_inside, beta_inside, max(post_across, post_inside)]
+    mine = [across.alpha, across.beta, inside.alpha, inside.beta, max(across.post, inside.post)]
+    mine += [max(across.transport, inside.transport), _pack_seconds(device)]
     for cost in costs.values():
         mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.turn) for x in (work.fixed, work.per_value)]
     slowest = [max(column) for column in zip(*of_all(peers, mine), strict=True)]
-    crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device)])
-    figures = iter(slowest[5:])
+    wait = across.alpha if len(leaders) > 1 else inside.alpha
+    crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _wake_seconds(peers, wait, device)])
+    crowding, wake = (statistics.median(column) for column in zip(*crowded, strict=True))
+    figures = iter(slowest[7:])
 
     def work() -> Work:
         return Work(next(figures), next(figures))
@@ -54,7 +58,10 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
         inside=Link(*slowest[2:4]),
         post=slowest[4],
         codecs={key: CodecCost(work(), work(), work(), work()) for key in codecs},
-        crowding=statistics.median(row[0] for row in crowded),
+        crowding=crowding,
+        transport=slowest[5] * crowding,
+        wake=wake,
+        pack=Work(0.0, slowest[6]),
     )
 
 
@@ -70,45 +77,66 @@ def of_all(peers: Peers, values: Sequence[float]) -> list[list[float]]:
     return gathered[0].view(torch.float64).tolist()
 
 
-def _link(peers: Peers, members: Sequence[int], device: torch.device) -> tuple[float, float, float]:
-    """Seconds a message, seconds a byte, seconds to start a message: in a ring of these ranks.
+class _Measured(NamedTuple):
+    """Seconds: of a message, of a byte, to start a message; and of a core, to send or to receive a byte."""
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    post: float = 0.0
+    transport: float = 0.0
+
+
+class _Lap(NamedTuple):
+    post: float
+    whole: float
+    processor: float  # seconds of this process's threads, all of which only carry
+
+
+def _link(peers: Peers, members: Sequence[int], device: torch.device) -> _Measured:
+    """In a ring of these ranks.
 
     All ranks call it, for they agree on how long to go on; zeros on a rank that is no member, or the only one.
     """
-    place = members.index(peers.rank) if peers.rank in members and len(members) > 1 else None
+    if peers.rank not in members or len(members) == 1:
+        neighbours = None
+    else:
+        place = members.index(peers.rank)
+        neighbours = members[(place + 1) % len(members)], members[place - 1]
 
-    def lap(nbytes: int) -> tuple[float, float]:
-        if place is None:
-            return 0.0, 0.0
-        after, before = members[(place + 1) % len(members)], members[place - 1]
-        leaving = peers.scratch("probe.leaving", nbytes, device)[:nbytes]
-        filling = peers.scratch("probe.filling", nbytes, device)[:nbytes]
-        times: list[float] = []
-
-        def work() -> None:
-            _synchronise(device)
-            times.append(time.perf_counter())
-            handle = peers.post({after: leaving}, {before: filling})
-            times.append(time.perf_counter())
-            handle.wait()
-            _synchronise(device)
-            times.append(time.perf_counter())
-
-        peers.submit(work, "while measuring the network").wait()
-        return times[1] - times[0], times[2] - times[0]
+    def lap(nbytes: int) -> _Lap:
+        return _Lap(0.0, 0.0, 0.0) if neighbours is None else _lap(peers, *neighbours, nbytes, device)
 
     laps = [lap(8) for _ in range(_LAPS)]
-    post, alpha = (statistics.median(column) for column in zip(*laps, strict=True))
+    post, alpha, _ = (statistics.median(column) for column in zip(*laps, strict=True))
     nbytes = _SMALLEST
     while True:
         lap(nbytes)  # a link that was idle may let a burst pass
-        seconds = lap(nbytes)[1]
-        longest = max(row[0] for row in of_all(peers, [seconds]))
+        last = lap(nbytes)
+        longest = max(row[0] for row in of_all(peers, [last.whole]))
         if longest == 0.0:
-            return 0.0, 0.0, 0.0
+            return _Measured()
         if longest >= _LONG_ENOUGH or nbytes >= _LARGEST:
-            return alpha, max(seconds - alpha, 0.0) / nbytes, post
+            return _Measured(alpha, max(last.whole - alpha, 0.0) / nbytes, post, last.processor / (2 * nbytes))
         nbytes *= 4
+
+
+def _lap(peers: Peers, after: int, before: int, nbytes: int, device: torch.device) -> _Lap:
+    leaving = peers.scratch("probe.leaving", nbytes, device)[:nbytes]
+    filling = peers.scratch("probe.filling", nbytes, device)[:nbytes]
+    times: list[float] = []
+
+    def work() -> None:
+        _synchronise(device)
+        times.extend([time.process_time(), time.perf_counter()])
+        handle = peers.post({after: leaving}, {before: filling})
+        times.append(time.perf_counter())
+        handle.wait()
+        _synchronise(device)
+        times.extend([time.perf_counter(), time.process_time()])
+
+    peers.submit(work, "while measuring the network").wait()
+    processor, begin, posted, end, processor_end = times
+    return _Lap(posted - begin, end - begin, processor_end - processor)
 
 
 def codec_cost(
@@ -123,31 +151,38 @@ def codec_cost(
         run: does a piece of work where codecs are called in training, and returns when it is done.
     """
     generator = torch.Generator(device).manual_seed(0)
-    many = torch.randn(_MANY, generator=generator, device=device)
+    pattern = torch.randn(_MANY, generator=generator, device=device)
+    # in training, gradients come from memory, not from a cache: so each repeat works on other values
+    whole = pattern.repeat(_REPEATS + 1)
+    outs, residuals = torch.zeros_like(whole), torch.zeros_like(whole) if feedback else None
 
-    def calls(numel: int) -> list[Callable[[], object]]:
-        values = many[:numel].clone()
-        residual = torch.zeros_like(values) if feedback else None
-        wires = [torch.empty(codec.nbytes(numel, values.dtype), dtype=torch.uint8, device=device) for _ in range(2)]
-        out = torch.empty_like(values)
-        in_place = codec.raw(values) is not None
-        codec.encode(values, wires[0])
+    def calls(numel: int) -> list[Callable[[int], object]]:
+        wires = [torch.empty(codec.nbytes(numel, whole.dtype), dtype=torch.uint8, device=device) for _ in range(2)]
+        in_place = codec.raw(whole) is not None
+        codec.encode(pattern[:numel], wires[0])
 
-        def encode() -> None:
-            if residual is not None:
-                values.add_(residual)
-            codec.encode(values, wires[1], lost=residual)
+        def part(of: Tensor, repeat: int) -> Tensor:
+            return of[repeat * _MANY : repeat * _MANY + numel]
 
-        def relay() -> None:
-            if residual is not None:
-                values.add_(residual)
-            codec.relay(wires[0], values, wires[1], lost=residual)
+        def fed(repeat: int) -> tuple[Tensor, Tensor | None]:
+            values = part(whole, repeat)
+            if residuals is None:
+                return values, None
+            return values.add_(part(residuals, repeat)), part(residuals, repeat)
+
+        def encode(repeat: int) -> None:
+            values, lost = fed(repeat)
+            codec.encode(values, wires[1], lost=lost)
+
+        def relay(repeat: int) -> None:
+            values, lost = fed(repeat)
+            codec.relay(wires[0], values, wires[1], lost=lost)
 
         return [
             encode,
             relay,
-            lambda: codec.decode(wires[0], out, add=in_place),
-            lambda: codec.prepare_(out, 0),
+            lambda repeat: codec.decode(wires[0], part(outs, repeat), add=in_place),
+            lambda repeat: codec.prepare_(part(outs, repeat), 0),
         ]
 
     times: list[list[float]] = []
@@ -164,13 +199,13 @@ def codec_cost(
     return CodecCost(*works)
 
 
-def _median_seconds(call: Callable[[], object], device: torch.device) -> float:
-    call()
+def _median_seconds(call: Callable[[int], object], device: torch.device) -> float:
+    call(_REPEATS)
     seconds = []
-    for _ in range(_REPEATS):
+    for repeat in range(_REPEATS):
         _synchronise(device)
         begin = time.perf_counter()
-        call()
+        call(repeat)
         _synchronise(device)
         seconds.append(time.perf_counter() - begin)
     return statistics.median(seconds)
@@ -202,6 +237,41 @@ def _crowding(peers: Peers, codec: Codec, device: torch.device) -> float:
     beside = products()
     ticket.wait()
     return min(1.0, max(0.0, alone / beside - 1))
+
+
+def _wake_seconds(peers: Peers, alpha: float, device: torch.device) -> float:
+    """How much longer than `alpha` a message takes while the training threads of all ranks compute."""
+    if device.type != "cpu" or peers.size == 1:
+        return 0.0
+    matrix = torch.randn(256, 256)
+    laps: list[float] = []
+
+    def work() -> None:
+        neighbours = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+        for _ in range(_LAPS):
+            leaving, filling = (peers.scratch(f"probe.{name}", 8, device)[:8] for name in ("leaving", "filling"))
+            begin = time.perf_counter()
+            peers.post({neighbours[0]: leaving}, {neighbours[1]: filling}).wait()
+            laps.append(time.perf_counter() - begin)
+
+    ticket = peers.submit(work, "while measuring")
+    end = time.perf_counter() + _WAKE_SECONDS
+    while len(laps) < _LAPS and time.perf_counter() < end:
+        torch.mm(matrix, matrix)
+    ticket.wait()
+    return max(0.0, statistics.median(laps) - alpha)
+
+
+def _pack_seconds(device: torch.device) -> float:
+    """Seconds a value, to copy it scaled into other memory."""
+    values = torch.ones(_MANY * (_REPEATS + 1), device=device)
+    bucket = torch.ones_like(values)
+
+    def pack(repeat: int) -> None:
+        part = slice(repeat * _MANY, (repeat + 1) * _MANY)
+        torch.mul(values[part], 0.5, out=bucket[part])
+
+    return _median_seconds(pack, device) / _MANY
 
 
 def _synchronise(device: torch.device) -> None:

@@ -82,9 +82,9 @@ def predict(
         parts.append(profile.passed(filled / total))
     known: dict[tuple[object, ...], Cost] = {}
 
-    def cost_of(bucket: DenseBucket, slowed: float) -> Cost:
+    def cost_of(bucket: DenseBucket, beside_computing: bool) -> Cost:
         feedback = bucket.residual is not None
-        key = (bucket.codec, bucket.buffer.numel(), bucket.buffer.dtype, feedback, slowed)
+        key = (bucket.codec, bucket.buffer.numel(), bucket.buffer.dtype, feedback, beside_computing)
         if key not in known:
             known[key] = exchange_cost(
                 machines,
@@ -93,25 +93,25 @@ def predict(
                 bucket.buffer.numel(),
                 bucket.buffer.dtype,
                 feedback=feedback,
-                slowed=slowed,
+                beside_computing=beside_computing,
             )
         return known[key]
 
-    backward, end = profile.backward, 0.0
+    packing = sum(machines.pack.seconds(bucket.numel) for bucket in buckets)
+    backward, end = profile.backward + packing, 0.0
     for _ in range(_ROUNDS):
         now = busy = 0.0
         for bucket, part in zip(buckets, parts, strict=True):
             now = max(now, part * backward)
-            slowed = 1 + machines.crowding if now < backward else 1.0
-            cost = cost_of(bucket, slowed)
-            hidden = min(1.0, max(0.0, backward - now) / cost.seconds) if cost.seconds else 0.0
-            busy += hidden * cost.busy / slowed
-            now += cost.seconds
-        backward, end = profile.backward + machines.crowding * busy, now
-    alone = [cost_of(bucket, 1.0) for bucket in buckets]
+            alone, beside = cost_of(bucket, False), cost_of(bucket, True)
+            hidden = min(1.0, max(0.0, backward - now) / beside.seconds) if beside.seconds else 0.0
+            busy += hidden * beside.busy
+            now += hidden * beside.seconds + (1 - hidden) * alone.seconds
+        backward, end = profile.backward + packing + machines.crowding * busy, now
+    costs = [cost_of(bucket, False) for bucket in buckets]
     return Prediction(
         seconds=profile.rest + max(backward, end),
         exposed=max(backward, end) - profile.backward,
-        communication=sum(cost.seconds for cost in alone),
-        bytes_sent=sum(cost.bytes_sent for cost in alone),
+        communication=sum(cost.seconds for cost in costs),
+        bytes_sent=sum(cost.bytes_sent for cost in costs),
     )
