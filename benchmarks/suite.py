@@ -58,8 +58,8 @@ _PARTS = {
     "near": f'"=ring,ring_int8,ring_auto,ring_fp,ring_bf16,{_STRONGEST}"',
     "few-bits": f'"ring_int4,ring_int2,ring_sign,ring_topk,of BlockInt,{_STRONGEST}"',
     "low-rank": f'"powersgd,post-local,{_STRONGEST}"',
-    "gossip": f'"=gossip,gossip_exponential,push_sum,{_STRONGEST}"',
-    "choco": f'"gossip_int8,{_STRONGEST}"',
+    "gossip": f'"=gossip,=gossip_exponential,push_sum,{_STRONGEST}"',
+    "choco": f'"=gossip_int8,{_STRONGEST}"',
 }
 _GOSSIPS = "gossip,gossip_exponential,gossip_int8"
 
