@@ -186,7 +186,7 @@ class Sums:
             result=lambda: self._copies[dtype][:1],
             prepare=lambda: self._fresh(steps, dtype),
             bytes_sent=(lambda: None) if way.collective is None else lambda: stats.bytes_sent,
-            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(numel, torch.float32), self._options),
+            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(numel, torch.float32)),
             steps=steps,
         )
 

@@ -270,9 +270,13 @@ class Ours(Training):
         before = [parameter.detach().clone() for parameter in self.model.parameters()]
         while not self.algorithm.state_dict().get("tuned", True):
             self.run()
+        assert not self.optimizer.state, "an optimizer with a memory would remember the trials"
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), before, strict=True):
                 parameter.copy_(value)
+            for _, residual in self.algorithm.residuals():
+                if residual is not None:
+                    residual.zero_()
 
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:

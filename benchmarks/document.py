@@ -57,6 +57,7 @@ def page(results: Path, figures: str) -> str:
         ("Time to accuracy", "time_to_accuracy.py", _races(races(results), figures)),
         ("Number of hosts", "scaling.py", _scaling(panels(known, scaling.BENCHMARK), figures)),
         ("A slow rank", "slow_rank.py", _slow_rank(results)),
+        ("Predictions", "prediction.py", _predictions(panels(known, "prediction"))),
         ("Codecs on one core", "codecs.py", _codecs(results)),
         ("One rank alone", "overhead.py", _tables(panels(known, "overhead"))),
     ):
@@ -184,6 +185,9 @@ def _races(found: Sequence[Race], figures: str) -> list[str]:
         lines += ["", f"### Loss {race.target:g}: {race.setting}", ""]
         lines += _table(headings, [_contender(race, case) for case in race.cases()])
         lines += ["", *_listed(race.provenance())]
+        for seed, contenders in race.seeds.items():
+            lacking = [f"`{case}`" for case in race.known() if case not in contenders]
+            lines += ["", f"Seed {seed} was not run with {', '.join(lacking)}."] if lacking else []
     return lines
 
 
@@ -255,6 +259,26 @@ def _slow_rank(results: Path) -> list[str]:
     first = found[0][1]
     where = f"{first['size']}; {first['hosts']} hosts, {rate_in_words(first['rate'])}, {first['steps']} steps."
     return [where, "", *_table(headings, body), "", *_made(results, found)]
+
+
+def _predictions(found: Sequence[Panel]) -> list[str]:
+    """What `ringstrategy-plan` says, beside what was measured."""
+    lines: list[str] = []
+    for panel in found:
+        body = [
+            [
+                f"`{row['case']}`",
+                _seconds(row["seconds_median"]),
+                f"{_seconds(min(row['seconds']))} - {_seconds(max(row['seconds']))}",
+                _seconds(row["predicted_seconds"]),
+                f"{100 * row['deviation']:+.0f} %",
+            ]
+            for row in panel.rows()
+        ]
+        headings = ["case", "seconds", "fastest - slowest", "predicted", "deviation"]
+        lines += ["", f"### {panel.setting}", "", *_table(headings, body)]
+        lines += ["", *_listed(run.provenance() for run in panel.sources())]
+    return lines[1:]
 
 
 def _codecs(results: Path) -> list[str]:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+_COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
 _TRIES = 3  # a second in which the machine was busy with something else is no reason to give up
 
@@ -119,8 +120,9 @@ def in_lab(options: argparse.Namespace, argv: Sequence[str]) -> None:
         carried = (
             check_throttle(lambda: next(lab.links())) if lab.bits_per_second is not None and lab.hosts > 1 else None
         )
+        told = {_THROUGHPUT: repr(carried), _COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         for rank in range(lab.world_size):
-            lab.popen(rank, [sys.executable, *argv], {_THROUGHPUT: repr(carried), "TORCH_CPP_LOG_LEVEL": "ERROR"})
+            lab.popen(rank, [sys.executable, *argv], told)
         codes = lab.wait()
     if any(codes):
         sys.exit("; ".join(f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code != 0))
@@ -158,18 +160,15 @@ def _work(options: argparse.Namespace, worker: Callable[[argparse.Namespace], No
         dist.destroy_process_group()
 
 
-def throughput(options: argparse.Namespace) -> float | None:
-    """Bytes a second a link carries: the raw TCP stream measured beside this run, else the rate's name, else None."""
+def throughput() -> float | None:
+    """Bytes a second that a raw TCP stream carried before this run; None where nobody measured it."""
     measured = os.environ.get(_THROUGHPUT, "None")
-    if measured != "None":
-        return float(measured)
-    bits = bits_per_second(options.rate)
-    return None if bits is None else bits / 8
+    return None if measured == "None" else float(measured)
 
 
-def wire_seconds(nbytes: float, options: argparse.Namespace) -> float | None:
-    """The time `nbytes` need to leave a host; None where nothing throttles."""
-    link = throughput(options)
+def wire_seconds(nbytes: float) -> float | None:
+    """The time `nbytes` need to leave a host; None where nothing throttles, or nobody knows."""
+    link = throughput()
     return None if link is None else nbytes / link
 
 
@@ -270,7 +269,7 @@ def rows(
             hosts=options.hosts,
             processes=options.processes,
             rate=options.rate,
-            throughput=throughput(options),
+            throughput=throughput(),
             threads=options.threads,
             cores=os.cpu_count(),
             size=size,
@@ -351,7 +350,9 @@ def _interface_bytes() -> int | None:
 
 
 def commit() -> str:
-    """The checked out commit, marked if files were changed since, other than results."""
+    """The commit that was checked out when the run began, marked if files were changed since, other than results."""
+    if _COMMIT in os.environ:
+        return os.environ[_COMMIT]
 
     def git(*command: str) -> str:
         here = Path(__file__).parent

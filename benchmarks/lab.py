@@ -381,7 +381,10 @@ class Lab:
             except subprocess.TimeoutExpired:
                 continue
         for child in self._children:
-            _signal_session(child, signal.SIGKILL)  # also what a finished command left behind in its session
+            # Also what a finished command left behind in its session; where there are namespaces the keeper ends that,
+            # and the number of a child that was waited for may be a stranger's by now.
+            if child.returncode is None or not self._networks:
+                _signal_session(child, signal.SIGKILL)
             child.wait()
 
 

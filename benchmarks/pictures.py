@@ -79,7 +79,7 @@ def losses(races: Sequence[Race], path: Path) -> None:
                     points = [
                         pair for pair in zip(curve["seconds"], curve["losses"], strict=True) if pair[1] is not None
                     ]
-                    seconds, values = zip(*points[1:], strict=True)
+                    seconds, values = ([pair[part] for pair in points[1:]] for part in (0, 1))
                     axes.plot(seconds, values, label=case if number == 0 else None, linewidth=1, alpha=0.8, **style)
         axes.axhline(race.target, color="crimson", linewidth=0.8)
         _logarithmic(axes.xaxis)

@@ -27,6 +27,7 @@ from tasks import mlp
 
 from ringstrategy import Codec
 from ringstrategy.cost import CodecCost, Prediction, Profile, predict
+from ringstrategy.cost.probe import pack_seconds
 from ringstrategy.plan import candidates, machines, measured_codecs
 
 _ALONE = "compute alone"
@@ -60,10 +61,11 @@ def worker(options: argparse.Namespace) -> None:
         for name, made in trainings.items()
     ]
     costs: Mapping[tuple[Codec, bool], CodecCost] = {}
+    packing = 0.0
     if dist.get_rank() == 0:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        costs = measured_codecs(named.values(), torch.device("cpu"))
+        costs, packing = measured_codecs(named.values(), torch.device("cpu")), pack_seconds(torch.device("cpu"))
         torch.set_num_threads(threads)
     dist.barrier()
     measured = harness.interleave(cases, options.rounds, options.warmup)
@@ -82,6 +84,7 @@ def worker(options: argparse.Namespace) -> None:
         latency=_LATENCY,
         cores=(os.cpu_count() or 1) / dist.get_world_size(),
         codecs=costs,
+        pack_seconds=packing,
     )
     parameters = dict(initial.named_parameters())
     profile = Profile(rest=forward + step, backward=backward)

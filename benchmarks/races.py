@@ -28,6 +28,10 @@ class Race:
         firsts = {seed: next(iter(contenders.values())) for seed, contenders in self.seeds.items()}
         return [provenance(firsts[seed], *source, f"seed {seed}") for seed, source in self.sources.items()]
 
+    def known(self) -> list[str]:
+        """That some seed has."""
+        return list(dict.fromkeys(case for contenders in self.seeds.values() for case in contenders))
+
     def cases(self) -> list[str]:
         """That all seeds have."""
         first, *others = self.seeds.values()
@@ -59,6 +63,10 @@ class Race:
             and len(reached := [each for each in self.seconds(case) if each is not None]) == len(self.seeds)
         }
         return min(medians, key=lambda case: medians[case], default=None)
+
+    def others(self) -> list[str]:
+        """All contenders that are not ours."""
+        return [case for case in self.cases() if is_peer(case)]
 
     def best_of_ours(self, than: Iterable[str]) -> tuple[str, float] | None:
         """Our case with the highest median ratio to the best of the others, if all its seeds reached the target."""

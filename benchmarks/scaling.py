@@ -139,7 +139,7 @@ class _Mixing:
             run=lambda: self._algorithm.after_step([self._parameter]),
             result=lambda: [self._parameter],
             bytes_sent=lambda: self._peers.stats.bytes_sent,
-            limit_seconds=harness.wire_seconds(nbytes, options),
+            limit_seconds=harness.wire_seconds(nbytes),
         )
 
     def sum(self) -> Tensor:

@@ -6,7 +6,7 @@ python benchmarks/suite.py --only 'training/*'
 python benchmarks/suite.py --short               # each family once, small: what `make bench` runs
 
 A step is one command and has a file of rows of its own, which it replaces when it is run again. It is done as long as
-its command is the one that made that file: to repeat it, change its command or delete its entry in campaign.json.
+its command is the one that made that file, even if the code has changed since, which --list says; --again repeats it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ def campaign() -> Plan:
         *_races(),
         Step("scaling/100mbit", "scaling.py --rate 100mbit --sizes 2,3,4,6,8,12,16 --mb 16 --rounds 5", 12),
         Step("scaling/1gbit", "scaling.py --rate 1gbit --sizes 2,3,4,6,8 --mb 16 --rounds 9", 4),
+        Step("prediction/4-100mbit", "prediction.py --hosts 4 --rate 100mbit --width 1024 --rounds 3", 3),
+        Step("prediction/4-1gbit", "prediction.py --hosts 4 --rate 1gbit --rounds 5", 3),
+        Step("prediction/8-100mbit", "prediction.py --hosts 8 --rate 100mbit --width 1024 --rounds 3", 5),
+        Step("prediction/8-1gbit", "prediction.py --hosts 8 --rate 1gbit --width 1024 --rounds 5", 2),
         Step("codecs/values", "codecs.py --rounds 61", 3),
         Step("overhead/one-rank", "overhead.py --rounds 15", 5),
     ]
@@ -110,6 +114,7 @@ def short(rate: str | None = None) -> Plan:
             f"slow_rank.py --hosts 4 --rate {rate or 'none'} --steps 8 --rounds 1 --cases ring_int8,=gossip",
             0.4,
         ),
+        *([Step("prediction/fast", "prediction.py --rate 1gbit --width 256 --rounds 2", 0.4)] if rate is None else []),
         Step("codecs/values", "codecs.py --rounds 3 --cases BlockInt,Sign", 0.3),
         Step("overhead/one-rank", "overhead.py --steps 60 --rounds 2 --models middle", 0.3),
     ]
@@ -121,7 +126,11 @@ def _collectives() -> Plan:
     layouts = ((2, "100mbit", 3, 6), (2, "1gbit", 9, 3), (4, "100mbit", 3, 9), (4, "1gbit", 9, 5))
     return [
         Step("collectives/4-100mbit", "collectives.py --hosts 4 --rate 100mbit --mb 0.0625,1,16,96 --rounds 5", 16),
-        Step("collectives/4-100mbit-256mb", "collectives.py --hosts 4 --rate 100mbit --mb 256 --rounds 3", 24),
+        Step(
+            "collectives/4-100mbit-256mb",
+            f"collectives.py --hosts 4 --rate 100mbit --mb 256 --rounds 3 --cases {_FEW}",
+            8,
+        ),
         Step("collectives/4-1gbit", "collectives.py --hosts 4 --rate 1gbit --mb 0.0625,1,16,96 --rounds 15", 7),
         Step("collectives/4-1gbit-256mb", "collectives.py --hosts 4 --rate 1gbit --mb 256 --rounds 7", 7),
         Step("collectives/4-none", "collectives.py --hosts 4 --rate none --mb 0.0625,1,16,96 --rounds 15", 5),
@@ -177,8 +186,8 @@ def _decentralized() -> Plan:
 def _races() -> Plan:
     return [
         Step(f"race/{rate}-seed{seed}", f"time_to_accuracy.py --hosts 4 --rate {rate} --seed {seed}", minutes)
-        for rate, minutes in (("100mbit", 13), ("1gbit", 6), ("none", 4))
-        for seed in (0, 1, 2)
+        for rate, minutes, seeds in (("100mbit", 16, 1), ("1gbit", 7, 3), ("none", 5, 1))
+        for seed in range(seeds)
     ]
 
 
@@ -216,6 +225,13 @@ def is_done(step: Step, folder: Path) -> bool:
     return records(folder).get(step.key, {}).get("command") == step.command and (folder / f"{step.key}.jsonl").exists()
 
 
+def _code_changed(commit: str) -> bool:
+    """Whether what is measured, or what measures, differs from then, or that commit is not here."""
+    paths = (":/ringstrategy", ":/triton_kernels", ":/benchmarks/*.py")
+    command = ["git", "diff", "--quiet", commit.partition("-")[0], "--", *paths]
+    return subprocess.run(command, cwd=_HERE, stderr=subprocess.DEVNULL, check=False).returncode != 0
+
+
 def _processor() -> str:
     """Its model, where the system tells."""
     listed = Path("/proc/cpuinfo")
@@ -229,6 +245,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The measuring campaign, or its short form.")
     parser.add_argument("--list", action="store_true", help="say what is done and what is left, and run nothing")
     parser.add_argument("--only", metavar="PATTERN", help="only steps whose key matches, like 'training/*-100mbit*'")
+    parser.add_argument("--again", action="store_true", help="also steps that are done")
     parser.add_argument("--short", action="store_true", help="each family once, small, all of it anew, in ten minutes")
     parser.add_argument("--out", type=Path, help=f"folder of the rows; default: {_RESULTS}, --short {_SHORT_RESULTS}")
     options = parser.parse_args()
@@ -247,7 +264,7 @@ def main() -> None:
     elif without:
         parser.error(f"the campaign needs the lab: {without}")
     lab.exit_on_sigterm()
-    left = [step for step in steps if options.short or not is_done(step, folder)]
+    left = [step for step in steps if options.short or options.again or not is_done(step, folder)]
     for number, step in enumerate(left, 1):
         minutes = sum(step.minutes for step in left[number - 1 :])
         print(f"[{number}/{len(left)}, {minutes:.0f} min left] {step.key}: {step.command}", flush=True)
@@ -267,7 +284,8 @@ def _list(steps: Plan, folder: Path) -> None:
     for step in steps:
         made = known.get(step.key)
         if is_done(step, folder) and made is not None:
-            state, minutes = f"done {made['date']}, commit {made['commit'][:10]}", made["seconds"] / 60
+            changed = ", code changed since" if _code_changed(made["commit"]) else ""
+            state, minutes = f"done {made['date']}, commit {made['commit'][:10]}{changed}", made["seconds"] / 60
         else:
             state, minutes = "left" if made is None else "left: its command has changed", step.minutes
         table.add_row(step.key, state, f"{minutes:.1f}", step.command)

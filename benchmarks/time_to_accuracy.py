@@ -250,7 +250,7 @@ def _row(run: _Run, runs: Sequence[_Run], size: str, compute: float, revision: s
         hosts=options.hosts,
         processes=options.processes,
         rate=options.rate,
-        throughput=harness.throughput(options),
+        throughput=harness.throughput(),
         threads=options.threads,
         cores=os.cpu_count(),
         size=size,

@@ -126,6 +126,8 @@ def _measure_steps(bench: _Bench) -> None:
         with_overlap = f"{name} every {interval}"
         pairs.append((with_overlap, f"{with_overlap}, no overlap"))
         for case_name, overlap in zip(pairs[-1], (True, False), strict=True):
+            if case_name in trainings:  # a contender of --cases whose given interval is just this one
+                trainings[case_name].close()
             trainings[case_name] = bench.whole_intervals(bench.averaged(_changed(algorithm, interval, overlap)))
 
     cases = [
@@ -151,7 +153,7 @@ def _measure_steps(bench: _Bench) -> None:
     for case in cases:
         said = f"{case.name}: {beyond[case.name]:.4f} s a step beyond compute alone"
         nbytes = _has_to_send(trainings[case.name], measured[case.name], options)
-        wire = None if nbytes is None else harness.wire_seconds(nbytes, options)
+        wire = None if nbytes is None else harness.wire_seconds(nbytes)
         if wire is not None:
             case.limit_seconds = trainings[case.name].limit(forward, backward, step, wire)
             share = 1 - case.limit_seconds / statistics.median(measured[case.name].seconds)
@@ -222,7 +224,7 @@ def _measure_exchanges(bench: _Bench) -> None:
         values.copy_(start)
 
     cases = [Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], refill)]
-    cases[0].limit_seconds = harness.wire_seconds(reduced(4 * bench.full, options.hosts), options)
+    cases[0].limit_seconds = harness.wire_seconds(reduced(4 * bench.full, options.hosts))
     exchanges: list[_Exchange] = []
     for name in filter(lambda name: harness.wanted(name, options), decentralized()):
         algorithm = STRATEGIES[name]()
@@ -231,7 +233,7 @@ def _measure_exchanges(bench: _Bench) -> None:
         exchanges.append(made)
         cases.append(Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited))
         if options.processes == 1:
-            cases[-1].limit_seconds = harness.wire_seconds(mixed(algorithm, bench.full), options)
+            cases[-1].limit_seconds = harness.wire_seconds(mixed(algorithm, bench.full))
     measured = harness.interleave(cases, options.rounds, options.warmup)
     errors: dict[str, float | None] = {}
     identical: dict[str, bool] = {}

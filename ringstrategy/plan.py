@@ -17,14 +17,13 @@ from ringstrategy.algorithms.auto import Auto, eligible, in_words
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
-from ringstrategy.cost.probe import codec_cost
+from ringstrategy.cost.probe import codec_cost, pack_seconds
 from ringstrategy.cost.step import Prediction, Profile, predict
 from ringstrategy.registry import STRATEGIES
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
 POST_SECONDS = 3e-5  # to start a message, in Python and gloo
 WAKE_SECONDS = 3e-3  # until a thread that a message has woken gets a core on which another computes: a time slice
-PACK = Work(0.0, 4e-10)  # a core's copy of float32 into other memory
 TRANSPORT_SECONDS = 8e-10  # of a core, to send or to receive a byte: in the kernel, and in gloo's thread
 _TENSORS = 48  # that a model of unknown shape is taken to be made of, all of one size
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
@@ -53,6 +52,7 @@ def machines(
     latency: float,
     cores: float,
     codecs: Mapping[tuple[Codec, bool], CodecCost],
+    pack_seconds: float,
 ) -> Machines:
     """Machines as a data sheet describes them.
 
@@ -65,6 +65,7 @@ def machines(
         cores: that each rank has for itself; with one or less, codecs, sending and computing take it in turns, and with
             less than one codecs and sending are slower.
         codecs: what they cost a whole core.
+        pack_seconds: to copy one value of a gradient into a bucket, likewise.
     """
     scarce = max(1.0, 1.0 / cores)
     crowding = min(1.0, max(0.0, 2.0 - cores))
@@ -77,7 +78,7 @@ def machines(
         crowding=crowding,
         transport=TRANSPORT_SECONDS * scarce * crowding,
         wake=WAKE_SECONDS * crowding,
-        pack=PACK.slower(scarce),
+        pack=Work(0.0, pack_seconds).slower(scarce),
     )
 
 
@@ -197,10 +198,9 @@ def plan(arguments: Arguments) -> dict[str, Prediction]:
     compared = [*named.values(), *may_choose]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.codec_gb_per_s is None:
-        torch.set_num_threads(1)
-        costs = measured_codecs(compared, device)
+        costs, packing = measured_codecs(compared, device), pack_seconds(device)
     else:
-        costs = _given_codecs(compared, arguments.codec_gb_per_s)
+        costs, packing = _given_codecs(compared, arguments.codec_gb_per_s), 4e-9 / arguments.codec_gb_per_s
     there = machines(
         arguments.hosts,
         arguments.devices_per_host,
@@ -209,6 +209,7 @@ def plan(arguments: Arguments) -> dict[str, Prediction]:
         latency=1e-6 * arguments.latency_us,
         cores=arguments.cores,
         codecs=costs,
+        pack_seconds=packing,
     )
     step = 1e-3 * arguments.step_ms
     profile = Profile(rest=step * (1 - arguments.backward_part), backward=step * arguments.backward_part)
@@ -228,6 +229,7 @@ def main(arguments: list[str] | None = None) -> None:
     from rich.table import Table
 
     parsed = parse(arguments)
+    torch.set_num_threads(1)  # codecs get one core
     predictions = plan(parsed)
     ranks = parsed.hosts * parsed.devices_per_host
     table = Table(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import queue
 import threading
@@ -144,12 +145,18 @@ class FakePeers(Peers):
         return
 
 
+@functools.cache
+def _threads(size: int) -> ThreadPoolExecutor:
+    """Kept, since a new thread's first allocations cost more than most of what it is to do."""
+    return ThreadPoolExecutor(size)
+
+
 def on_all_ranks(size: int, function: Callable[[FakePeers], Any], hosts: Sequence[str] | None = None) -> list[Any]:
     """Run `function` on every rank of a fake network, where rank r is on `hosts[r]`; nothing may be left in flight."""
     network = Network(size, hosts)
-    with ThreadPoolExecutor(size) as pool:
-        futures = [pool.submit(function, FakePeers(network, rank)) for rank in range(size)]
-        errors = [error for error in (future.exception(4 * LIMIT) for future in futures) if error is not None]
+    threads = _threads(size)
+    futures = [threads.submit(function, FakePeers(network, rank)) for rank in range(size)]
+    errors = [error for error in (future.exception(4 * LIMIT) for future in futures) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, queue.Empty)):  # others only waited for the culprit
         raise error
     network.check()

@@ -91,6 +91,19 @@ def test_a_codec_takes_the_time_of_its_calls() -> None:
     beside, alone = (exchange_cost(crowded, Ring(1), BlockInt(8), numel, beside_computing=on) for on in (True, False))
     assert beside.seconds == pytest.approx(2 * each)
     assert alone.seconds == alone.busy == beside.busy == pytest.approx(each)
+    for given in ({"post": 1e-3}, {"transport": 1e-9}):
+        alone, beside = (
+            exchange_cost(
+                replace(crowded, codecs=machines("abcd").codecs, **given),
+                Ring(1),
+                BlockInt(8),
+                numel,
+                beside_computing=on,
+            )
+            for on in (False, True)
+        )
+        assert beside.seconds == pytest.approx(2 * alone.seconds)
+        assert beside.busy == pytest.approx(alone.busy) == alone.seconds > 0
     assert exchange_cost(only(decode=one), Ring(1), Identity(), numel).busy == pytest.approx(3 * each), "only additions"
 
 

@@ -33,6 +33,7 @@ from ringstrategy.cost.step import Prediction, Profile, predict
 _BUCKETS_MB = (25.0, 5.0, 100.0)
 _WARM_UP = 3  # passes before the true gradients are timed, and
 _TIMED = 5  # passes that are
+_MOST_POSTPONED = 100
 _ROUNDS = 2  # of trials, each candidate once a round, so that what comes and goes hits all alike
 _TRIAL_WARM_UP = 1
 _TRIAL = 3
@@ -80,9 +81,9 @@ class Auto(Algorithm):
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
     ) -> None:
-        allow = (Identity(), BlockInt(8)) if allow is None else tuple(allow)
-        if not allow or not all(isinstance(codec, Codec) for codec in allow):
-            raise TypeError(f"allow is one codec or more, such as [ringstrategy.Identity()], got {allow!r}")
+        if isinstance(allow, Codec) or (allow is not None and not (allow and all(isinstance(x, Codec) for x in allow))):
+            raise TypeError(f"allow is a list of one codec or more, such as [ringstrategy.Identity()], got {allow!r}")
+        allow = (Identity(), BlockInt(8)) if allow is None else tuple(dict.fromkeys(allow))
         for name, value in {"error_feedback": error_feedback, "tune": tune}.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name} is True or False, got {value!r}")
@@ -107,6 +108,7 @@ class Auto(Algorithm):
         self._tuned = False
         self._trial: _Trial | None = None
         self._passes = 0  # with the inner algorithm as it is
+        self._postponed = 0  # passes in a row after which nobody knew whether their step counts
         self._seconds: list[float] = []
         self._waited: list[float] = []
         self._begin: float | None = None
@@ -137,6 +139,8 @@ class Auto(Algorithm):
         compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks measure together
         self._peers, self._size = peers, peers.size
         self._parameters, self._sparse = dict(parameters), sparse
+        self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
+        self._postponed = 0
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         begin = time.perf_counter()
         self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], device)
@@ -179,20 +183,23 @@ class Auto(Algorithm):
         other = min(others, key=lambda place: seconds[place])
         return f"; next best {in_words(self._candidates[other])}, {1000 * seconds[other]:.1f} ms"
 
-    def _take(self, place: int, deliver: bool | None = None) -> None:
+    def _take(self, place: int, deliver: bool | None = None, carry: bool = True) -> None:
         """Go on with another candidate.
 
         Args:
             place: of the candidate.
-            deliver: a lossless one gets residuals too, and delivers them. None: if there are any.
+            deliver: a lossless one gets residuals too, and delivers them. None: if any rank has some.
+            carry: take over the step, and residuals.
         """
         assert self._peers is not None
         old, new = self._inner, copy.deepcopy(self._candidates[place])
         old.close()
-        residuals = {name: value for name, value in old.residuals() if value is not None}
-        new.delivers = bool(residuals) if deliver is None else deliver
+        self._peers.forget_scratch()
+        residuals = {name: value for name, value in old.residuals() if value is not None} if carry else {}
+        new.delivers = self._any_rank(bool(residuals)) if deliver is None else deliver
         new.setup(self._parameters, self._peers, sparse=self._sparse)
-        new.load_state_dict(old.state_dict())
+        if carry:
+            new.load_state_dict(old.state_dict())
         for name in new.load_residuals(residuals):
             assert not residuals[name].any(), "an error that feedback held would be lost"
         self._inner, self._chosen = new, place
@@ -201,22 +208,36 @@ class Auto(Algorithm):
     def _turn(self) -> None:
         """Between two passes: is something due?"""
         if self._inner.undecided:  # a loss scaler has not said yet whether the last step counts: the next time, then
+            self._postponed += 1
+            if self._postponed == _MOST_POSTPONED and not self._tuned:
+                self._tuned = True
+                self._news.append(
+                    f"ring_auto keeps {in_words(self.chosen)} untried: after no pass was it known of all parameters "
+                    "whether the loss scaler skips their step, so it could not change over"
+                )
             return
-        # a parameter that gets no gradient keeps its residual, so look ever more rarely
-        looks = self._passes and self._passes & (self._passes - 1) == 0
-        if self._inner.delivers and looks and not self._any_rank_holds_residuals():
-            self._take(self._chosen, deliver=False)
-        elif self._tuned:
+        self._postponed = 0
+        if self._inner.delivers:
+            # a parameter that gets no gradient keeps its residual, so look ever more rarely
+            looks = self._passes and self._passes & (self._passes - 1) == 0
+            if looks and not self._any_rank_holds_residuals():
+                self._take(self._chosen, deliver=False)
+                return
+            if not self.error_feedback:  # a lossy candidate would have no place for what is held
+                return
+        if self._tuned:
             return
-        elif self._trial is not None:
+        if self._trial is not None:
             if self._passes >= _TRIAL_WARM_UP + _TRIAL:
                 self._next_trial(self._trial)
         elif self._passes >= _WARM_UP + _TIMED:
             self._begin_trials()
 
     def _any_rank_holds_residuals(self) -> bool:
+        return self._any_rank(any(residual is not None and residual.any() for _, residual in self._inner.residuals()))
+
+    def _any_rank(self, mine: bool) -> bool:
         assert self._peers is not None
-        mine = any(residual is not None and bool(residual.any()) for _, residual in self._inner.residuals())
         return any(row[0] for row in of_all(self._peers, [float(mine)]))
 
     def _begin_trials(self) -> None:
@@ -236,12 +257,17 @@ class Auto(Algorithm):
     def _profile(self) -> Profile:
         """Of the passes so far: the slowest rank's backward, and when rank 0's gradients were complete in the last."""
         assert self._peers is not None
-        mine = [statistics.median(s - w for s, w in zip(self._seconds, self._waited, strict=True))]
+        assert self._machines is not None
+        timed = list(zip(self._seconds, self._waited, strict=True))[_WARM_UP:]
+        mine = [statistics.median(seconds - waited for seconds, waited in timed)]
         mine += [x for numel, seconds in self._inner.launches for x in (float(numel), seconds)]
         everyone = of_all(self._peers, mine)
-        backward = max(row[0] for row in everyone)
         # all of it rank 0's, so that all ranks predict alike
         own, numels, times = everyone[0][0], everyone[0][1::2], everyone[0][2::2]
+        packing = self._machines.pack.seconds(round(sum(numels)))
+        backward = max(0.0, max(row[0] for row in everyone) - packing)
+        if own <= 0 or sum(numels) == 0:
+            return Profile(rest=0.0, backward=backward)
         points, filled = [(0.0, 0.0)], 0.0
         for numel, seconds in zip(numels, times, strict=True):
             filled += numel
@@ -294,8 +320,9 @@ class Auto(Algorithm):
         waited = self._peers.stats.exposed_seconds
         self._inner.after_backward()
         self._passes += 1
-        self._seconds.append(self._now() - self._begin)
-        self._waited.append(self._peers.stats.exposed_seconds - waited)
+        if not self._tuned:
+            self._seconds.append(self._now() - self._begin)
+            self._waited.append(self._peers.stats.exposed_seconds - waited)
         self._begin = None
 
     def _now(self) -> float:
@@ -316,14 +343,15 @@ class Auto(Algorithm):
         return {**self._inner.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`. As many ranks go on with what was chosen; others choose anew."""
+        """See `Algorithm.load_state_dict`. As many ranks go on with what was chosen in the end; others choose anew."""
         assert self._peers is not None
         place = next((i for i, made in enumerate(self._candidates) if repr(made) == state.get("auto")), None)
-        if place is not None and state["ranks"] == self._peers.size:
-            self._chosen, self._tuned = place, not self.tune or bool(state["tuned"])
+        if place is not None and state["ranks"] == self._peers.size and state["tuned"]:
+            self._chosen, self._tuned = place, True
+            self._news.append(f"ring_auto goes on with {in_words(self.chosen)}, as the checkpoint says")
         self._trial = None
         # whatever it was saved by: residuals may follow, and have a place then
-        self._take(self._chosen, deliver=True)
+        self._take(self._chosen, deliver=True, carry=False)
         self._inner.load_state_dict(state)
 
     def residuals(self) -> Iterator[tuple[str, Tensor | None]]:

@@ -138,7 +138,7 @@ class Algorithm(ABC):
         return None
 
     def news(self) -> list[str]:
-        """What belongs into the log, each line once; the same on all ranks."""
+        """What belongs into the log, each line once; as many on all ranks."""
         return []
 
     @abstractmethod

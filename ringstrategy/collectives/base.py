@@ -73,7 +73,7 @@ def mean_(
     if residual is None or lost is residual:
         return
     if lost is None:
-        residual.zero_()
+        residual.masked_fill_(values.isfinite(), 0)
     else:
         residual.copy_(lost)
 

@@ -53,7 +53,7 @@ class Direct(Collective):
         own_seed = codec.own_seed(seed, rank)
         in_place = codec.raw(values) is not None
         stride = wire_stride(chunks, codec, values)
-        leaving = peers.scratch("direct.leaving", size * count * stride, values.device)
+        leaving = peers.scratch("direct.leaving", 0 if in_place else size * count * stride, values.device)
         filling = peers.scratch("direct.filling", size * count * stride, values.device)
 
         def part(chunk: int, k: int) -> Tensor:

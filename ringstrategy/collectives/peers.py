@@ -106,6 +106,10 @@ class Peers(ABC):
             held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return held
 
+    def forget_scratch(self) -> None:
+        """Give that memory back, while nothing is under way."""
+        self._scratch.clear()
+
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Name the lost peer behind a transport's `error`."""
         return error
@@ -242,7 +246,7 @@ class GlooPeers(Peers):
         group, self._group = self._group, None  # only now: the thread may still have used it
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-        self._scratch.clear()
+        self.forget_scratch()
 
 
 class _StagedHandle:
@@ -430,7 +434,7 @@ class NcclPeers(Peers):
                 dist.destroy_process_group(group)
         finally:
             self._control.close()
-            self._scratch.clear()
+            self.forget_scratch()
 
 
 def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None) -> Peers:

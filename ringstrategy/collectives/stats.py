@@ -13,8 +13,8 @@ class Stats:
     """Totals of one rank since its strategy was built.
 
     Attributes:
-        bytes_sent: bytes handed to the transport, control messages included; None once a collective was used whose
-            bytes cannot be counted (`Native`).
+        bytes_sent: bytes handed to the transport, control messages and what `ring_auto` measures with included; None
+            once a collective was used whose bytes cannot be counted (`Native`).
         bytes_received: likewise.
         values_averaged: gradient elements averaged.
         exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.

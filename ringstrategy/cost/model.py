@@ -66,7 +66,7 @@ class Machines:
         hosts: each rank's host.
         across: a host's link to the network, which all its ranks share.
         inside: between two ranks of one host.
-        post: seconds that starting a message costs the thread that communicates.
+        post: seconds that starting one message costs the thread that communicates, not contained in `alpha`.
         transport: seconds that the system needs to send or receive a byte on the core of the thread that communicates,
             while that waits as far as it does; 0 where another core does it.
         wake: seconds from a message's arrival until that thread has a core, while training computes: about a time slice
@@ -243,6 +243,7 @@ def exchange_cost(
         beside_computing: does training compute meanwhile?
     """
     slowed = 1 + machines.crowding if beside_computing else 1.0
+    machines = replace(machines, post=machines.post * slowed, transport=machines.transport * slowed)
 
     def run(rank: int, shared_by: float) -> tuple[_Clocked, _Clock]:
         clock = _Clock(machines.wake if beside_computing else 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -21,7 +22,6 @@ _LONG_ENOUGH = 0.05  # seconds of a message from which a bandwidth is read
 _FEW, _MANY = 1 << 12, 1 << 20  # values, for a codec's fixed cost and its cost a value
 _REPEATS = 5  # and one before them that is not counted
 _CROWDING_SECONDS = 0.03
-_WAKE_SECONDS = 0.2  # at most
 
 
 def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.device) -> Machines:
@@ -40,13 +40,14 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     across, inside = _link(peers, leaders, device), _link(peers, neighbours, device)
     costs = {key: codec_cost(*key, device, lambda work: peers.submit(work, "while measuring").wait()) for key in codecs}
     mine = [across.alpha, across.beta, inside.alpha, inside.beta, max(across.post, inside.post)]
-    mine += [max(across.transport, inside.transport), _pack_seconds(device)]
+    mine += [max(across.transport, inside.transport), pack_seconds(device)]
     for cost in costs.values():
         mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.turn) for x in (work.fixed, work.per_value)]
     slowest = [max(column) for column in zip(*of_all(peers, mine), strict=True)]
-    wait = across.alpha if len(leaders) > 1 else inside.alpha
-    crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _wake_seconds(peers, wait, device)])
-    crowding, wake = (statistics.median(column) for column in zip(*crowded, strict=True))
+    ring, alpha = (leaders, slowest[0]) if len(leaders) > 1 else (neighbours, slowest[2])
+    crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _lap_beside_computing(peers, ring, device)])
+    crowding = statistics.median(row[0] for row in crowded)
+    wake = statistics.median(crowded[rank][1] for rank in ring) - alpha
     figures = iter(slowest[7:])
 
     def work() -> Work:
@@ -60,7 +61,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
         codecs={key: CodecCost(work(), work(), work(), work()) for key in codecs},
         crowding=crowding,
         transport=slowest[5] * crowding,
-        wake=wake,
+        wake=max(0.0, wake),
         pack=Work(0.0, slowest[6]),
     )
 
@@ -87,8 +88,10 @@ class _Measured(NamedTuple):
 
 
 class _Lap(NamedTuple):
+    """Seconds: to start a message each way, and from then until both have arrived."""
+
     post: float
-    whole: float
+    wait: float
     processor: float  # seconds of this process's threads, all of which only carry
 
 
@@ -97,35 +100,30 @@ def _link(peers: Peers, members: Sequence[int], device: torch.device) -> _Measur
 
     All ranks call it, for they agree on how long to go on; zeros on a rank that is no member, or the only one.
     """
-    if peers.rank not in members or len(members) == 1:
-        neighbours = None
-    else:
-        place = members.index(peers.rank)
-        neighbours = members[(place + 1) % len(members)], members[place - 1]
-
-    def lap(nbytes: int) -> _Lap:
-        return _Lap(0.0, 0.0, 0.0) if neighbours is None else _lap(peers, *neighbours, nbytes, device)
-
-    laps = [lap(8) for _ in range(_LAPS)]
+    laps = [_lap(peers, members, 8, device) for _ in range(_LAPS)]
     post, alpha, _ = (statistics.median(column) for column in zip(*laps, strict=True))
     nbytes = _SMALLEST
     while True:
-        lap(nbytes)  # a link that was idle may let a burst pass
-        last = lap(nbytes)
-        longest = max(row[0] for row in of_all(peers, [last.whole]))
+        _lap(peers, members, nbytes, device)  # a link that was idle may let a burst pass
+        last = _lap(peers, members, nbytes, device)
+        longest = max(row[0] for row in of_all(peers, [last.wait]))
         if longest == 0.0:
             return _Measured()
         if longest >= _LONG_ENOUGH or nbytes >= _LARGEST:
-            return _Measured(alpha, max(last.whole - alpha, 0.0) / nbytes, post, last.processor / (2 * nbytes))
+            return _Measured(alpha, max(last.wait - alpha, 0.0) / nbytes, post / 2, last.processor / (2 * nbytes))
         nbytes *= 4
 
 
-def _lap(peers: Peers, after: int, before: int, nbytes: int, device: torch.device) -> _Lap:
-    leaving = peers.scratch("probe.leaving", nbytes, device)[:nbytes]
-    filling = peers.scratch("probe.filling", nbytes, device)[:nbytes]
+def _lap(peers: Peers, members: Sequence[int], nbytes: int, device: torch.device) -> _Lap:
+    """To the next of the members and from the one before, all of them at once; zeros without a neighbour."""
+    if peers.rank not in members or len(members) == 1:
+        return _Lap(0.0, 0.0, 0.0)
+    place = members.index(peers.rank)
+    after, before = members[(place + 1) % len(members)], members[place - 1]
     times: list[float] = []
 
     def work() -> None:
+        leaving, filling = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
         _synchronise(device)
         times.extend([time.process_time(), time.perf_counter()])
         handle = peers.post({after: leaving}, {before: filling})
@@ -136,7 +134,7 @@ def _lap(peers: Peers, after: int, before: int, nbytes: int, device: torch.devic
 
     peers.submit(work, "while measuring the network").wait()
     processor, begin, posted, end, processor_end = times
-    return _Lap(posted - begin, end - begin, processor_end - processor)
+    return _Lap(posted - begin, end - posted, processor_end - processor)
 
 
 def codec_cost(
@@ -239,30 +237,28 @@ def _crowding(peers: Peers, codec: Codec, device: torch.device) -> float:
     return min(1.0, max(0.0, alone / beside - 1))
 
 
-def _wake_seconds(peers: Peers, alpha: float, device: torch.device) -> float:
-    """How much longer than `alpha` a message takes while the training threads of all ranks compute."""
-    if device.type != "cpu" or peers.size == 1:
+def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.device) -> float:
+    """How long a short message takes in a ring of the members while the training threads of all ranks compute."""
+    if device.type != "cpu":
         return 0.0
     matrix = torch.randn(256, 256)
-    laps: list[float] = []
+    done, waits = threading.Event(), []
 
-    def work() -> None:
-        neighbours = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-        for _ in range(_LAPS):
-            leaving, filling = (peers.scratch(f"probe.{name}", 8, device)[:8] for name in ("leaving", "filling"))
-            begin = time.perf_counter()
-            peers.post({neighbours[0]: leaving}, {neighbours[1]: filling}).wait()
-            laps.append(time.perf_counter() - begin)
+    def compute() -> None:
+        while not done.is_set():
+            torch.mm(matrix, matrix)
 
-    ticket = peers.submit(work, "while measuring")
-    end = time.perf_counter() + _WAKE_SECONDS
-    while len(laps) < _LAPS and time.perf_counter() < end:
-        torch.mm(matrix, matrix)
-    ticket.wait()
-    return max(0.0, statistics.median(laps) - alpha)
+    computing = threading.Thread(target=compute, daemon=True)
+    computing.start()
+    try:
+        waits += [_lap(peers, members, 8, device).wait for _ in range(_LAPS)]
+    finally:
+        done.set()
+        computing.join()
+    return statistics.median(waits)
 
 
-def _pack_seconds(device: torch.device) -> float:
+def pack_seconds(device: torch.device) -> float:
     """Seconds a value, to copy it scaled into other memory."""
     values = torch.ones(_MANY * (_REPEATS + 1), device=device)
     bucket = torch.ones_like(values)
