@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import subprocess
 import sys
 from itertools import pairwise
@@ -14,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from pool import Pool, RankFailed
+from scripts import BENCHMARKS, on_ranks, refusal
 
 from ringstrategy import BlockInt, Gossip, Identity
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.registry import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROMISED = {
     *("benchmark", "case", "baseline", "seconds_median", "seconds", "ratio", "bytes_sent", "error", "ranks_identical"),
     *("waited_seconds", "hosts", "rate", "device", "torch", "commit"),
@@ -40,7 +40,15 @@ def lines_of(script: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 def rows_of(script: str, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    rows = lines_of(script, out, *arguments)
+    return checked(lines_of(script, out, *arguments))
+
+
+def training_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Two ranks'."""
+    return checked(on_ranks(ranks, 2, "training.py", out, "--rounds", "2", *arguments)[0])
+
+
+def checked(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for row in rows:
         assert set(row) >= PROMISED
         assert row["baseline"] == rows[0]["case"]
@@ -66,9 +74,8 @@ def test_collectives_on_loopback(tmp_path):
     assert rows["native identity"]["bytes_sent"] is None
 
 
-def test_training_on_loopback(tmp_path):
-    arguments = ["--hosts", "2", "--rate", "loopback", *SMALL, "--rounds", "2", "--steps", "4"]
-    rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments)
+def test_a_training_step(ranks, tmp_path):
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--steps", "4")
     assert set(STRATEGIES) - set(rows) == set()
     for name, row in rows.items():
         # ranks that never talk train apart, and the check sees it; of those that mix, it sees the mean
@@ -93,10 +100,10 @@ def test_training_on_loopback(tmp_path):
         ("cnn", {"width": 16}, "CNN of 0.0 M parameters, batch 8 images of 8x8 a rank"),
     ],
 )
-def test_training_of_other_models(tmp_path, monkeypatch, model, shape, size):
-    arguments = ["--hosts", "2", "--rate", "loopback", "--rounds", "2", "--cases", "ring,powersgd", "--model", model]
+def test_training_of_other_models(ranks, tmp_path, monkeypatch, model, shape, size):
+    arguments = ["--cases", "ring,powersgd", "--model", model]
     arguments += [f"--{name}={value}" for name, value in shape.items()]
-    rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments)
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments)
     for name, row in rows.items():
         assert row["size"] == size
         assert row["ranks_identical"] is (name != "compute alone")
@@ -112,16 +119,13 @@ def test_training_of_other_models(tmp_path, monkeypatch, model, shape, size):
     assert has_to <= rows["ring"]["bytes_sent"] < has_to + CONTROL
 
 
-def test_the_limit_of_a_training_step(tmp_path):
+def test_the_limit_of_a_training_step(ranks, tmp_path):
     """As the driver would start it, on a network of which it has been told what it carries."""
-    out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "lab.py"), "--hosts", "2", "--rate", "loopback", "--"]
-    command += [sys.executable, str(BENCHMARKS / "training.py"), "--rate", "10mbit", *SMALL, "--rounds", "2"]
-    command += ["--cases", "ring_int8,ring_auto,=gossip_exponential,post-local", "--out", str(out)]
-    told = {**os.environ, "RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=told)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row["case"]: row for row in map(json.loads, out.read_text().splitlines())}
+    arguments = ["--rate", "10mbit", *SMALL, "--rounds", "2"]
+    arguments += ["--cases", "ring_int8,ring_auto,=gossip_exponential,post-local"]
+    told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
+    lines, printed = on_ranks(ranks, 2, "training.py", tmp_path / "rows.jsonl", *arguments, environment=told)
+    rows = {row["case"]: row for row in lines}
     byte = 8 / 10e6
     compute = rows["compute alone"]["limit_seconds"]
     wire = {
@@ -137,22 +141,17 @@ def test_the_limit_of_a_training_step(tmp_path):
     for name, row in rows.items():
         assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * compute
         beyond = 100 * (1 - row["limit_seconds"] / row["seconds_median"])
-        [note] = [line for line in done.stdout.replace("\n", " ").split(" of the step") if f"{name}: " in line]
+        [note] = [line for line in printed.replace("\n", " ").split(" of the step") if f"{name}: " in line]
         assert note.endswith(f"beyond the limit {beyond:.1f} %")
     for name in ("post-local sgd every 4", "post-local sgd every 16"):
         assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + compute), "nothing is computed beside it"
     assert 0 < compute < wire["ddp"]
 
 
-def test_nobody_claims_a_limit_that_was_not_measured(tmp_path):
+def test_nobody_claims_a_limit_that_was_not_measured(ranks, tmp_path):
     """As torchrun would start it: what the link carries is not known, whatever --rate says."""
-    out = tmp_path / "rows.jsonl"
-    command = [sys.executable, str(BENCHMARKS / "lab.py"), "--hosts", "2", "--rate", "loopback", "--"]
-    command += [sys.executable, str(BENCHMARKS / "training.py"), "--rate", "10mbit", *SMALL, "--rounds", "2"]
-    subprocess.run([*command, "--cases", "=ring", "--out", str(out)], check=True, capture_output=True)
-    for row in map(json.loads, out.read_text().splitlines()):
-        assert row["throughput"] is None
-        assert row["limit_seconds"] is None
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--rate", "10mbit", "--cases", "=ring")
+    assert [row["throughput"] for row in rows.values()] == [None, None, None]
 
 
 def steps_after_which_ranks_agree(period: int) -> list[int]:
@@ -209,9 +208,9 @@ def test_the_powersgd_hook_beside_us_is_right(ranks, monkeypatch, rank):
         assert torch.allclose(ours[1], mean, atol=1e-3), "a mean of that rank is delivered whole"
 
 
-def test_intervals_that_hide_the_exchange(tmp_path):
-    arguments = ["--hosts", "2", "--rate", "loopback", *SMALL, "--rounds", "2", "--cases", "none of them"]
-    rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments, "--overlap-of", "gossip,gossip_int8")
+def test_intervals_that_hide_the_exchange(ranks, tmp_path):
+    arguments = [*SMALL, "--cases", "none of them", "--overlap-of", "gossip,gossip_int8"]
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments)
     assert list(rows)[:2] == ["ddp", "compute alone"]
     names = list(rows)[2:]
     assert len(names) == 4
@@ -224,9 +223,8 @@ def test_intervals_that_hide_the_exchange(tmp_path):
         assert rows[name]["ranks_identical"] is rows[without]["ranks_identical"] is True
 
 
-def test_exchanges_alone(tmp_path):
-    arguments = ["--hosts", "2", "--rate", "loopback", *SMALL, "--rounds", "2"]
-    rows = rows_of("training.py", tmp_path / "rows.jsonl", *arguments, "--exchanges")
+def test_exchanges_alone(ranks, tmp_path):
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--exchanges")
     assert {"gloo all-reduce", "gossip", "gossip_exponential", "gossip_int8", "push_sum"} <= set(rows)
     for row in rows.values():
         assert row["benchmark"] == "exchange"
@@ -239,8 +237,8 @@ def test_exchanges_alone(tmp_path):
 QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--layers", "1", "--learning-rate", "0.01"]
 
 
-def accuracy_rows_of(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    rows = lines_of("time_to_accuracy.py", out, *QUICK, *arguments)
+def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    rows, _ = on_ranks(ranks, 2, "time_to_accuracy.py", out, *QUICK, *arguments)
     for row in rows:
         assert set(row) >= {
             "hosts",
@@ -265,9 +263,9 @@ def accuracy_rows_of(out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in rows}
 
 
-def test_time_to_an_easy_target(tmp_path):
+def test_time_to_an_easy_target(ranks, tmp_path):
     cases = "ring_int8,gossip_exponential every 4,post-local sgd every 4,ring_auto"
-    rows = accuracy_rows_of(tmp_path / "rows.jsonl", "--target", "4.4", "--cases", cases)
+    rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", "--target", "4.4", "--cases", cases)
     hooks = ["ddp fp16 hook", "ddp powersgd rank 1"]
     assert list(rows)[:3] == ["ddp", *hooks]
     assert set(rows) == {"ddp", *hooks, *cases.split(",")}
@@ -287,9 +285,9 @@ def test_time_to_an_easy_target(tmp_path):
             assert row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]
 
 
-def test_a_target_that_is_missed_is_a_row_that_says_so(tmp_path):
-    arguments = ["--target", "0.1", "--most-steps", "48", "--cases", "ring,=gossip_exponential"]
-    rows = accuracy_rows_of(tmp_path / "rows.jsonl", *arguments)
+def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
+    arguments = ["--target", "0.1", "--most-steps", "48", "--cases", "=ring,=gossip_exponential"]
+    rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
     for row in rows.values():
         assert row["seconds_to_target"] is row["steps_to_target"] is row["ratio"] is None
         assert set(row["ratios"].values()) == {None}
@@ -299,9 +297,9 @@ def test_a_target_that_is_missed_is_a_row_that_says_so(tmp_path):
     assert rows["gossip_exponential"]["bytes_sent"] == pytest.approx(rows["ring"]["bytes_sent"], rel=0.1)
 
 
-def test_a_run_that_diverges_ends(tmp_path):
+def test_a_run_that_diverges_ends(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none of them", "--learning-rate", "1e30"]
-    rows = lines_of("time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, *arguments)
+    rows, _ = on_ranks(ranks, 2, "time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, *arguments)
     for row in rows:
         assert row["seconds_to_target"] is None
         assert row["curve"]["losses"][-1] is None
@@ -354,21 +352,15 @@ def test_overhead_at_world_size_one(tmp_path):
         ("time_to_accuracy.py", ["--width=30"]),
     ],
 )
-def test_a_bad_argument_is_refused_with_words(script, arguments):
-    command = [sys.executable, str(BENCHMARKS / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
+def test_a_bad_argument_is_refused_with_words(monkeypatch, capsys, script, arguments):
+    words = refusal(script, arguments, monkeypatch, capsys)
     said = arguments[-1].split("=")
-    assert said[0] in done.stderr or said[1] in done.stderr
+    assert said[0] in words or said[1] in words
 
 
-def test_a_target_above_the_start_is_refused_with_words():
-    command = [sys.executable, str(BENCHMARKS / "time_to_accuracy.py"), *QUICK, "--target", "9"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert "--target 9: before the first step the loss is 5.5" in done.stderr
+def test_a_target_above_the_start_is_refused_with_words(ranks, tmp_path):
+    with pytest.raises(RankFailed, match=r"SystemExit: --target 9: before the first step the loss is 5\.5"):
+        on_ranks(ranks, 2, "time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, "--target", "9")
 
 
 def test_what_chooses_by_itself_says_when_it_has_chosen():
