@@ -35,7 +35,9 @@ AT_INTERVALS: dict[str, Callable[[int], Algorithm]] = {
     "gossip_exponential": lambda interval: Gossip(OnePeerExponential(), interval=interval),
     "gossip_int8": lambda interval: Choco(codec=BlockInt(8), interval=interval),
 }
+FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
+    FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),

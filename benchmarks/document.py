@@ -28,14 +28,14 @@ commands do is said in [benchmarks/README.md](../benchmarks/README.md); what eac
 steps, in [results/accuracy.md](../benchmarks/results/accuracy.md).
 
 Hosts are network namespaces on one machine, each with its own link, throttled up and down; before each run a raw TCP
-stream from the first host to the second must carry 90 to 100 % of the rate. The cases of a run take turns in the same processes. A time is the slowest
-rank's, the median over the rounds, and beside it the fastest and the slowest round; x is how many times as fast as the
-first case, the median over the rounds. The limit is the encoded bytes over what the raw stream carries, of a training
-step forward + max(backward, wire) + optimizer, of gossip max(compute, wire), each the slowest rank's median: so a case
-can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause are much of a message. MB sent are counted at the transport, of the rank that
-sent most; MB on the link by the kernel, headers included, of the host that sent most. The error is relative: of a sum
-to the fp64 sum, of training to where DDP's weights went. Hosts share the machine's cores: at fast rates they are the
-limit, and not the wire."""
+stream from the first host to the second must carry 90 to 100 % of the rate. The cases of a run take turns in the same
+processes. A time is the slowest rank's, the median over the rounds, and beside it the fastest and the slowest round; x
+is how many times as fast as the first case, the median over the rounds. The limit is the encoded bytes over what the
+raw stream carries, of a training step forward + max(backward, wire) + optimizer, of gossip max(compute, wire), each the
+slowest rank's median: so a case can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause
+are much of a message. MB sent are counted at the transport, of the rank that sent most; MB on the link by the kernel,
+headers included, of the host that sent most. The error is relative: of a sum to the fp64 sum, of training to where
+DDP's weights went. Hosts share the machine's cores: at fast rates they are the limit, and not the wire."""
 
 # Written down in the project's notes when they were run, 2026-11; their rows were not kept.
 _ELSEWHERE = """| peer | all-reduce of 96 MB beside gloo's fp32 | training step of the 24 M MLP beside torch DDP |

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import scaling
+from contenders import FED
 from races import DENSE, POWERSGD, Race, races
 from runs import ALONE, Panel, is_name, is_peer, panels, pick, rate_in_words, runs
 
@@ -145,8 +146,8 @@ def _races(found: Sequence[Race]) -> Iterable[Verdict]:
 
 
 def _auto(found: Sequence[Panel]) -> Iterable[Verdict]:
-    allowed = ("ring", "ring_int8")
-    target = "`ring_auto`, which feeds back what 8 bits lose, beside the better of `ring` and `ring_int8`"
+    allowed = ("ring", FED)
+    target = f"`ring_auto` beside the better of what it was allowed, `ring` and `{FED}`"
     chosen = [panel for panel in found if "ring_auto" in panel.runs]
     if not chosen:
         yield _times(target, _AUTO, None)

@@ -380,6 +380,7 @@ def test_targets_of_training(tmp_path):
         row("compute alone", 1.0, **of),
         row("ring", 1.0, **of),
         row("ring_int8", 2.0, **of),
+        row("ring_int8 with feedback", 1.5, **of),
         row("ring_auto", 1.02, **of),
         row("ring of BlockInt(4)", 9.0, **of),
         row("gossip every 7", 1.04, **of),
@@ -395,8 +396,8 @@ def test_targets_of_training(tmp_path):
     assert auto.met is True
     assert auto.measured == "0.9804x (`ring`)"
     assert verdict(tmp_path, "2 hosts", "ring_int8").met is None
-    rows[4] = row("ring_auto", 1.1, **of)
-    rows[6] = row("gossip every 7", 1.1, **of)
+    rows[5] = row("ring_auto", 1.1, **of)
+    rows[7] = row("gossip every 7", 1.1, **of)
     write(tmp_path, "training/some", *rows, *(each | {"hosts": 2, "rate": "1gbit"} for each in rows))
     assert verdict(tmp_path, "ring_auto", "4 hosts").met is False
     assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s").met is False
