@@ -31,9 +31,15 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 DDP, FP16_HOOK, POWERSGD_HOOK = "ddp", "ddp fp16 hook", "ddp powersgd rank 1"
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
-AT_INTERVALS: dict[str, Callable[[int], Algorithm]] = {
-    "gossip_exponential": lambda interval: Gossip(OnePeerExponential(), interval=interval),
-    "gossip_int8": lambda interval: Choco(codec=BlockInt(8), interval=interval),
+_AT_INTERVALS: dict[str, Callable[[int, bool | int], Algorithm]] = {
+    "gossip_exponential": lambda interval, overlap: Gossip(OnePeerExponential(), interval=interval, overlap=overlap),
+    "gossip_int8": lambda interval, overlap: Choco(codec=BlockInt(8), interval=interval, overlap=overlap),
+}
+AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
+    f"{name} every {period}{said}": lambda make=make, period=period, overlap=overlap: make(period, overlap)
+    for name, make in _AT_INTERVALS.items()
+    for period in PERIODS
+    for said, overlap in ((("", True), (" (1 late)", 1)) if period == PERIODS[0] else (("", True),))
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
@@ -41,11 +47,7 @@ BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not name
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
-    **{
-        f"{name} every {period}": lambda make=make, period=period: make(period)
-        for name, make in AT_INTERVALS.items()
-        for period in PERIODS
-    },
+    **AT_INTERVALS,
 }
 
 
@@ -323,7 +325,7 @@ class WholeIntervals(Ours):
     def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
         """See `Training.limit`."""
         compute = forward + backward + step
-        return max(compute, wire) if self.algorithm.overlap else compute + wire
+        return compute + max(0.0, wire - compute * self.algorithm.late / self.interval)
 
     def before_forward(self) -> None:
         """See `Training.before_forward`."""

@@ -157,7 +157,7 @@ def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[in
         )
         for rank in range(size)
     ]
-    return [(mixings + algorithm.overlap) * algorithm.interval if mixings else 0 for mixings in farthest]
+    return [mixings * algorithm.interval + algorithm.late if mixings else 0 for mixings in farthest]
 
 
 def _mixings_from(topology: Topology, size: int, slow: int, rank: int, last: int) -> int:

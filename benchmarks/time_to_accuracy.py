@@ -55,7 +55,7 @@ _DEFAULT = (
     "ring_powersgd rank 4",
     "ring_auto",
     "gossip_exponential",
-    *(f"{name} every {period}" for name in AT_INTERVALS for period in PERIODS),
+    *AT_INTERVALS,
 )
 _HELD_OUT = 128  # windows, shared out among the ranks
 

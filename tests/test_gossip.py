@@ -218,7 +218,7 @@ class ChocoIntTwin(ChocoTwin):
 
 
 def twin(
-    make: Callable[[np.ndarray], GossipTwin], topology: Topology, size: int, steps: int, interval: int, overlap: bool
+    make: Callable[[np.ndarray], GossipTwin], topology: Topology, size: int, steps: int, interval: int, late: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """All ranks' parameters (N, d), and their mean as people see it."""
     values = np.stack([flat_of(values_of(rank)) for rank in range(size)])
@@ -226,13 +226,13 @@ def twin(
     for step in range(steps):
         values = values + np.stack([flat_of(change_of(rank, step)) for rank in range(size)])
         algorithm = make(values) if algorithm is None else algorithm
-        if (step + 1) % interval == 0:
-            for now in (True, False):
-                if sent is not None and (now or not overlap):
-                    values = algorithm.land(values, sent, topology.matrix(size, mixing).numpy())
-                    sent, mixing = None, mixing + 1
-                if now:
-                    sent = algorithm.send(values)
+        place = (step + 1) % interval
+        for now in (True, False):
+            if sent is not None and (place in (0, late) if now else late == 0):
+                values = algorithm.land(values, sent, topology.matrix(size, mixing).numpy())
+                sent, mixing = None, mixing + 1
+            if now and place == 0:
+                sent = algorithm.send(values)
     assert algorithm is not None
     return values, algorithm.mean(values)
 
@@ -242,6 +242,24 @@ def directed(size: int) -> FromMatrix:
     sends = np.eye(size) + np.roll(np.eye(size), 1, 0)
     sends[:, 0] = 1
     return FromMatrix((np.minimum(sends, 1) / np.minimum(sends, 1).sum(0)).tolist())
+
+
+@pytest.mark.parametrize("late", [1, 2, 3])
+def test_corrections_that_are_some_steps_late(ranks: Pool, late: int) -> None:
+    for make, twin_class, topology in (
+        (Gossip, GossipTwin, OnePeerExponential()),
+        (PushSum, PushSumTwin, directed(3)),
+        (partial(Choco, codec=Identity()), ChocoTwin, RingGraph()),
+    ):
+        algorithm = make(topology, interval=4, overlap=late)
+        steps = 16 + late  # the last correction has just been applied
+        found = ranks(3, run, algorithm, steps)
+        expected, mean = twin(twin_class, topology, 3, steps, 4, late)
+        assert np.abs(expected - twin(twin_class, topology, 3, steps, 4, late + 1)[0]).max() > 1e-3, "not later"
+        assert np.abs(expected - twin(twin_class, topology, 3, steps - 1, 4, late)[0]).max() > 1e-3, "nor earlier"
+        for rank, (own, seen, _, _) in enumerate(found):
+            np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"{make} {topology}")
+            np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
 
 
 def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
@@ -266,7 +284,7 @@ def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     for number, (make, twin_class, topology) in enumerate(algorithms(size)):
         algorithm = make(topology, interval=(1, 1, 3)[number % 3])
         found = ranks(size, run, algorithm, 20)
-        expected, mean = twin(twin_class, topology, size, 20, algorithm.interval, algorithm.overlap)
+        expected, mean = twin(twin_class, topology, size, 20, algorithm.interval, algorithm.late)
         for rank, (own, seen, distance, kept) in enumerate(found):
             np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"{make} {topology}")
             np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
@@ -491,6 +509,7 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
     [
         Gossip(OnePeerExponential(), interval=2, overlap=False, consensus=False),
         Gossip(OnePeerExponential(), interval=2, consensus=False),
+        Gossip(OnePeerExponential(), interval=3, overlap=1, consensus=False),
         Gossip(Star(), interval=1, unit="epoch", overlap=False, consensus=False),
         Gossip(Star(), unequal_data=True, interval=2, consensus=False),
         Gossip(Star(), unequal_data=True, overlap=False, consensus=False),
@@ -648,7 +667,10 @@ def test_spawned_processes_return_the_mean(tmp_path: Path) -> None:
         (lambda: Gossip(interval=0), ValueError, "at least 1"),
         (lambda: Gossip(interval=True), ValueError, "at least 1"),
         (lambda: Gossip("ring"), TypeError, r"RingGraph\(\)"),
-        (lambda: Gossip(overlap=1), TypeError, "overlap is True or False"),
+        (lambda: Gossip(overlap="yes"), TypeError, "overlap is True, False, or after how many steps"),
+        (lambda: Gossip(interval=3, overlap=4), ValueError, "1 to interval=3, got 4"),
+        (lambda: Gossip(interval=3, overlap=0), ValueError, "1 to interval=3, got 0"),
+        (lambda: Gossip(interval=3, overlap=2, unequal_data=True), ValueError, "overlap=True or False"),
         (lambda: Gossip(local="bias"), TypeError, "function"),
         (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, r"rows.*PushSum"),
         (lambda: Gossip(codec="int8"), TypeError, r"Identity\(\)"),

@@ -43,7 +43,7 @@ class Choco(Decentralized):
         codec: Codec | None = None,
         gain: float = 1.0,
         interval: int = 1,
-        overlap: bool = True,
+        overlap: bool | int = True,
         consensus: bool = True,
         local: Local | None = None,
         unit: Unit = "step",

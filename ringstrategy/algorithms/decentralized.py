@@ -41,9 +41,11 @@ class Decentralized(Algorithm):
         topology: who mixes with whom.
         codec: how values travel.
         interval: optimizer steps from one mixing to the next. More: fewer bytes, ranks drift further apart.
-        overlap: send while the next `interval` steps are computed, and apply what came as a correction at their end:
-            the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
-            largest stable learning rate is lower, the more so with long intervals. False: wait for it at once.
+        overlap: True: send while the next `interval` steps are computed, and apply what came as a correction at their
+            end: the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
+            largest stable learning rate is lower and more steps may be needed, the more so with long intervals. False:
+            wait for it at once. A number from 1 to `interval`: apply it after so many steps (DaSGD, Zhou et al. 2020);
+            the best is the smallest whose compute is longer than the exchange.
         consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
         local: see `Synchronous`.
         unit: "step", or "epoch": the interval counts epochs.
@@ -57,7 +59,7 @@ class Decentralized(Algorithm):
         topology: Topology,
         codec: Codec,
         interval: int,
-        overlap: bool,
+        overlap: bool | int,
         consensus: bool,
         local: Local | None,
         unit: Unit,
@@ -70,9 +72,14 @@ class Decentralized(Algorithm):
             raise ValueError(f"interval is how many optimizer steps lie between mixings: at least 1, got {interval!r}")
         if unit not in get_args(Unit):
             raise ValueError(f"unit is 'step' or 'epoch', got {unit!r}")
-        for name, flag in (("overlap", overlap), ("consensus", consensus)):
-            if not isinstance(flag, bool):
-                raise TypeError(f"{name} is True or False, got {flag!r}")
+        if not isinstance(overlap, int):
+            raise TypeError(f"overlap is True, False, or after how many steps to apply what came, got {overlap!r}")
+        if not isinstance(overlap, bool) and not 1 <= overlap <= interval:
+            raise ValueError(
+                f"overlap is after how many steps to apply what came: 1 to interval={interval}, got {overlap}"
+            )
+        if not isinstance(consensus, bool):
+            raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
         self.topology, self.codec, self.interval, self.unit = topology, codec, interval, unit
         self.overlap, self.consensus, self.local = overlap, consensus, local
@@ -90,6 +97,11 @@ class Decentralized(Algorithm):
         names = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "local")]
         said = [f"{name}={getattr(self, name)}" for name in names]
         return f"{type(self).__name__}({', '.join(said)}, local={told(self.local)})"
+
+    @property
+    def late(self) -> int:
+        """After how many steps (or epochs) what a mixing brought is applied; 0: at once."""
+        return self.overlap * self.interval if isinstance(self.overlap, bool) else self.overlap
 
     # What subclasses say
 
@@ -173,9 +185,11 @@ class Decentralized(Algorithm):
 
     def _turn(self, group: Group) -> None:
         group.turns += 1
-        if group.turns % self.interval:
+        place = group.turns % self.interval
+        if place in (0, self.late):
+            self._apply(group)
+        if place:
             return
-        self._apply(group)
         peers = self._peers
         assert peers is not None
         for flat in group.flats:
@@ -183,7 +197,7 @@ class Decentralized(Algorithm):
         group.under_way = peers.submit(partial(self._mix, peers, group, group.mixings), f"at mixing {group.mixings}")
         peers.stats.steps += 1
         peers.stats.values_averaged += group.numel
-        if not self.overlap:
+        if not self.late:
             self._apply(group)
 
     def _mix(self, peers: Peers, group: Group, mixing: int) -> None:

@@ -38,7 +38,7 @@ class Gossip(Decentralized):
         topology: Topology | None = None,
         codec: Codec | None = None,
         interval: int = 1,
-        overlap: bool = True,
+        overlap: bool | int = True,
         consensus: bool = True,
         local: Local | None = None,
         unit: Unit = "step",
@@ -59,6 +59,10 @@ class Gossip(Decentralized):
             )
         if not isinstance(unequal_data, bool):
             raise TypeError(f"unequal_data is True or False, got {unequal_data!r}")
+        if unequal_data and not isinstance(overlap, bool):
+            raise ValueError(
+                f"unequal_data is for overlap=True or False: its correction knows no other delay, got {overlap}"
+            )
         if unequal_data and not (topology.static and topology.symmetric):
             raise ValueError(f"unequal_data needs the same symmetric matrix at each step, but {topology} has others")
         self.unequal_data = unequal_data

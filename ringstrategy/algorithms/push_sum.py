@@ -33,7 +33,7 @@ class PushSum(Decentralized):
         self,
         topology: Topology | None = None,
         interval: int = 1,
-        overlap: bool = True,
+        overlap: bool | int = True,
         consensus: bool = True,
         local: Local | None = None,
         unit: Unit = "step",
