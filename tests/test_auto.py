@@ -172,6 +172,7 @@ def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered(slow: None) -
                 algorithm._take(next(i for i, made in enumerate(algorithm._candidates) if made.codec == Identity()))
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
             held.append(sum(1 for _ in algorithm.residuals()))
+            assert algorithm.state_dict()["step"] == step + 1, "seeds go on where they were"
         algorithm.close()
         return held
 
