@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,38 @@ def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
         assert (means[-1] - torch.stack([gradients_of(89, rank) for rank in range(3)]).mean(0)).abs().max() < 1e-6
     else:
         assert left.any()
+
+
+@pytest.mark.parametrize(("directly", "kept"), [(0.99, Ring), (0.97, Direct)])
+def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kept(
+    slow: None, monkeypatch: pytest.MonkeyPatch, directly: float, kept: type
+) -> None:
+    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
+
+    def train(peers: FakePeers) -> tuple[Counter[tuple[type, type]], type]:
+        algorithm, parameters, time = Auto(), module(), 0.0
+
+        def now() -> float:
+            nonlocal time
+            made = algorithm.chosen
+            time += 1.2 if made.codec == Identity() else directly if isinstance(made.collective, Direct) else 1.0
+            return time
+
+        monkeypatch.setattr(algorithm, "_now", now)
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        passes: Counter[tuple[type, type]] = Counter()
+        for step in range(80):
+            in_trial = not algorithm._tuned
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+            if step >= 8 and in_trial and not algorithm._tuned:
+                passes[type(algorithm.chosen.codec), type(algorithm.chosen.collective)] += 1
+        assert algorithm._tuned
+        return passes, type(algorithm.chosen.collective)
+
+    for passes, chosen in on_all_ranks(2, train):
+        assert passes[BlockInt, Ring] == passes[BlockInt, Direct] == 16
+        assert 4 <= passes[Identity, Ring] <= 5, "far from the best, so once; one pass delivered residuals"
+        assert chosen is kept
 
 
 def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered(slow: None) -> None:

@@ -34,7 +34,9 @@ _BUCKETS_MB = (25.0, 5.0, 100.0)
 _WARM_UP = 3  # passes before the true gradients are timed, and
 _TIMED = 5  # passes that are
 _MOST_POSTPONED = 100
-_ROUNDS = 2  # of trials, each candidate once a round, so that what comes and goes hits all alike
+_ROUNDS = 4  # of trials at most, each candidate once a round, so that what comes and goes hits all alike
+_STILL_IN = 1.1  # times as long as the best so far, and a candidate is in the next round too
+_ALIKE = 1.02  # of candidates that come so near the best the most usual is kept
 _TRIAL_WARM_UP = 1
 _TRIAL = 3
 _MOST_TRIED = 4
@@ -46,9 +48,9 @@ _NEAR_OTHER_CODEC = 1.5  # the best of each codec likewise, since codecs differ 
 class _Trial:
     """Candidates whose passes are timed in turn."""
 
-    candidates: list[int]
-    seconds: dict[int, list[float]]
-    turns: list[int]  # still to come, the one under way first
+    seconds: dict[int, list[float]]  # of each candidate
+    turns: list[int]  # of this round still to come, the one under way first
+    rounds: int = 1
 
 
 class Auto(Algorithm):
@@ -56,8 +58,9 @@ class Auto(Algorithm):
 
     At `setup` it measures latency, bandwidth and codecs among the ranks (under a second), predicts for each candidate
     how long the exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
-    knows when gradients are ready, predicts again, tries the few best candidates for some passes each, and keeps the
-    fastest: about 40 passes, all of them ordinary training steps. All ranks decide by the same figures.
+    knows when gradients are ready, predicts again, tries the few best candidates in turn, those that stay near the best
+    up to four times, and keeps the fastest: some 30 to 100 passes, all of them ordinary training steps. All ranks
+    decide by the same figures.
 
     What is chosen depends on times, so a run with lossy codecs repeats bit for bit only if the same is chosen; a
     checkpoint holds the choice, and a run of as many ranks goes on with it. What one candidate's error feedback holds
@@ -250,9 +253,8 @@ class Auto(Algorithm):
             first = next(place for place in order if self._candidates[place].codec == codec)  # Direct carries all
             if first not in tried and predictions[first].seconds <= _NEAR_OTHER_CODEC * best:
                 tried.append(first)
-        turns = [place for round_ in range(_ROUNDS) for place in (tried if round_ % 2 == 0 else tried[::-1])]
-        self._trial = _Trial(tried, {place: [] for place in tried}, turns)
-        self._take(turns[0])
+        self._trial = _Trial({place: [] for place in tried}, tried)
+        self._take(tried[0])
 
     def _profile(self) -> Profile:
         """Of the passes so far: the slowest rank's backward, and when rank 0's gradients were complete in the last."""
@@ -280,10 +282,17 @@ class Auto(Algorithm):
         if trial.turns:
             self._take(trial.turns[0])
             return
-        mine = [statistics.median(trial.seconds[place]) for place in trial.candidates]
+        mine = [statistics.median(timed) for timed in trial.seconds.values()]
         slowest = [max(column) for column in zip(*of_all(self._peers, mine), strict=True)]
-        seconds = dict(zip(trial.candidates, slowest, strict=True))
-        best = min(seconds, key=lambda place: seconds[place])
+        seconds = dict(zip(trial.seconds, slowest, strict=True))
+        least = min(seconds.values())
+        still_in = [place for place in seconds if seconds[place] <= _STILL_IN * least]
+        if len(still_in) > 1 and trial.rounds < _ROUNDS:
+            trial.rounds += 1
+            trial.turns = still_in if trial.rounds % 2 else still_in[::-1]
+            self._take(trial.turns[0])
+            return
+        best = min(place for place in seconds if seconds[place] <= _ALIKE * least)
         self._trial, self._tuned = None, True
         self._news.append(
             f"ring_auto tried {len(seconds)} of {len(self._candidates)} candidates and keeps "
