@@ -134,8 +134,12 @@ class Training:
     def after_run(self) -> None:
         """Called after the last step of a run, within its time."""
 
-    def choose(self) -> None:
-        """Take steps, and take them back, until no step is a trial any more. All ranks call it."""
+    def choose(self) -> list[str]:
+        """Take steps, and take them back, until no step is a trial any more. All ranks call it.
+
+        Returns: what it has to say about its choice, in lines.
+        """
+        return []
 
     def close(self) -> None:
         """End what averages."""
@@ -269,7 +273,7 @@ class Ours(Training):
         """See `Training.after_step`."""
         self.algorithm.after_step(self._parameters)
 
-    def choose(self) -> None:
+    def choose(self) -> list[str]:
         """See `Training.choose`."""
         before = [parameter.detach().clone() for parameter in self.model.parameters()]
         while not self.algorithm.state_dict().get("tuned", True):
@@ -281,6 +285,7 @@ class Ours(Training):
             for _, residual in self.algorithm.residuals():
                 if residual is not None:
                     residual.zero_()
+        return self.algorithm.news()
 
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:

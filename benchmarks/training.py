@@ -134,8 +134,7 @@ def _measure_steps(bench: _Bench) -> None:
         Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited, steps=len(made.batches))
         for name, made in trainings.items()
     ]
-    for training in trainings.values():
-        training.choose()
+    chosen = [f"{name}: {line}" for name, training in trainings.items() for line in training.choose()]
     measured = harness.interleave(cases, options.rounds, options.warmup)
     errors, identical = _judge(cases, bench.initial)
     for training in trainings.values():
@@ -148,6 +147,7 @@ def _measure_steps(bench: _Bench) -> None:
         f"compute alone, the slowest rank's medians: forward {forward:.4f} s, backward {backward:.4f} s, "
         f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer; "
         "of parameters: max(compute, wire), without overlap (post-local SGD too) compute + wire",
+        *chosen,
     ]
     beyond = _beyond(measured)
     for case in cases:
