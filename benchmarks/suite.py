@@ -158,18 +158,18 @@ def _trainings() -> Plan:
     for rate, how, mlp, gpt, cnn in (
         ("100mbit", "--steps 1 --rounds 3", 4.5, 6, 3),
         ("1gbit", "--steps 2 --rounds 9", 3, 5, 3),
-        ("none", "--steps 2 --rounds 9", 2, 4, 3),
     ):
         network = f"training.py --hosts 4 --rate {rate} {how}"
-        # without a throttle gossip and low rank only lose
-        for part, cases in _PARTS.items() if rate != "none" else list(_PARTS.items())[:2]:
+        for part, cases in _PARTS.items():
             steps.append(Step(f"training/mlp-4-{rate}-{part}", f"{network} --cases {cases}", mlp))
         steps.append(Step(f"training/gpt-4-{rate}", f"{network} --model gpt", gpt))
         steps.append(Step(f"training/cnn-4-{rate}", f"{network} --model cnn", cnn))
+    unthrottled = f"training.py --hosts 4 --rate none --steps 2 --rounds 9 --cases {_PARTS['near']}"
     two = "training.py --hosts 2 --rate 1gbit --steps 2 --rounds 9"
     eight = "training.py --hosts 8 --rate 1gbit --steps 2 --rounds 5 --width 1024"
     return [
         *steps,
+        Step("training/mlp-4-none-near", unthrottled, 3),
         Step("training/mlp-2-1gbit", f"{two} --cases {_PARTS['near']}", 4),
         Step("training/mlp-8-1gbit", f'{eight} --cases "=ring,ring_int8,ring_int4,ring_auto,gossip,{_STRONGEST}"', 6),
     ]
@@ -191,7 +191,7 @@ def _decentralized() -> Plan:
 def _races() -> Plan:
     return [
         Step(f"race/{rate}-seed{seed}", f"time_to_accuracy.py --hosts 4 --rate {rate} --seed {seed}", minutes)
-        for rate, minutes, seeds in (("100mbit", 16, 1), ("1gbit", 7, 3), ("none", 5, 1))
+        for rate, minutes, seeds in (("100mbit", 16, 1), ("1gbit", 7, 3))
         for seed in range(seeds)
     ]
 
