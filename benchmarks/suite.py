@@ -75,6 +75,7 @@ def campaign() -> Plan:
         *_races(),
         Step("scaling/100mbit", "scaling.py --rate 100mbit --sizes 2,3,4,6,8,12,16 --mb 16 --rounds 5", 12),
         Step("scaling/1gbit", "scaling.py --rate 1gbit --sizes 2,3,4,6,8 --mb 16 --rounds 9", 4),
+        Step("prediction/2-1gbit", "prediction.py --hosts 2 --rate 1gbit --rounds 5", 2),  # a core each
         Step("prediction/4-100mbit", "prediction.py --hosts 4 --rate 100mbit --width 1024 --rounds 3", 3),
         Step("prediction/4-1gbit", "prediction.py --hosts 4 --rate 1gbit --rounds 5", 3),
         Step("prediction/8-100mbit", "prediction.py --hosts 8 --rate 100mbit --width 1024 --rounds 3", 5),
