@@ -35,9 +35,9 @@ from ringstrategy.topologies import RingGraph
 BENCHMARK = "scaling"
 MODEL = (
     "Model: seconds(N) = alpha x rounds(N) + beta x share(N) x bytes, least squares over the sizes. rounds, messages "
-    "that must follow each other: 2 (N-1) on a ring, also gloo's, 2 where all talk to all, 1 in a mixing. share, how "
-    "often a rank sends the values: 2 (N-1)/N in every all-reduce, once to each neighbour in a mixing. bytes: of the "
-    "encoded values."
+    "that must follow each other: 2 (N-1) on a ring, also gloo's, and where each talks to all others in turn, 1 in a "
+    "mixing. share, how often a rank sends the values: 2 (N-1)/N in every all-reduce, once to each neighbour in a "
+    "mixing. bytes: of the encoded values."
 )
 GROWTH = "Growth: seconds from 2 to 8 hosts beside what a rank sends, at the size farthest off; 0 % is as 2 (N-1)/N."
 HEADINGS = ("alpha us", "beta as Gbit/s", "R^2", "worst residual", "growth")
@@ -69,7 +69,7 @@ class Fit:
 
 def rounds(case: str, size: int) -> int:
     """Messages that must follow each other."""
-    return 1 if case == _MIXING else 2 if case.startswith("direct") else 2 * (size - 1)
+    return 1 if case == _MIXING else 2 * (size - 1)  # Direct's: these are long
 
 
 def share(case: str, size: int) -> float:

@@ -59,6 +59,7 @@ def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors too are cut into several."""
     monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_SEGMENT", 1 << 12)
     monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_HALF", 1 << 12)
+    monkeypatch.setattr("ringstrategy.collectives.direct._LONG", 1 << 10)  # so that some are long and others short
 
 
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -194,6 +195,29 @@ def test_segments_change_no_bit(segments: int, codec: Codec) -> None:
     numel = 300_007
     for family in (Ring, Direct):
         assert torch.equal(averaged(3, numel, family(segments), codec)[0], averaged(3, numel, family(), codec)[0])
+
+
+@pytest.mark.parametrize("codec", [Identity(), BlockInt(8)], ids=str)
+@pytest.mark.parametrize("long", [True, False])
+def test_long_messages_go_to_one_rank_after_the_other_and_short_ones_to_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, long: bool, codec: Codec
+) -> None:
+    monkeypatch.setattr("ringstrategy.collectives.direct._LONG", 0 if long else 1 << 30)
+    segments, size = 3, 4
+
+    def one(peers: FakePeers) -> list[tuple[int, int]]:
+        Direct(segments).sum_(data(peers.rank, 70_001), peers, codec)
+        posts = peers.network.posts[peers.rank]
+        return [((post.targets[0] - peers.rank) % size, post.landed - number) for number, post in enumerate(posts)]
+
+    for posts in on_all_ranks(size, one):
+        distances, posted_while_under_way = zip(*posts, strict=True)
+        if long:
+            assert distances == (1, 1, 1, 2, 2, 2, 3, 3, 3) * 2
+            assert max(posted_while_under_way) == 2
+        else:
+            assert distances == (1, 2, 3) * (2 * segments)
+            assert posted_while_under_way[0] == segments * (size - 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])

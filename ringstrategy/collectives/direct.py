@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -17,13 +19,18 @@ from ringstrategy.collectives.base import (
 )
 from ringstrategy.collectives.peers import Handle, Peers
 
+_LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
+_WINDOW = 2  # of those are on the way at once: one is on the wire while the other starts or is encoded
+
 
 @dataclass(frozen=True)
 class Direct(Collective):
     """Everyone sends its part of chunk c to rank c, which sums in full precision, encodes once, and sends to all.
 
-    The bytes are the ring's, 2 (N-1)/N of the encoded values, over N-1 connections. Order of addition: the owner's own
-    values, then the others' in rank order.
+    The bytes are the ring's, 2 (N-1)/N of the encoded values, over N-1 connections. Short messages leave for all at
+    once. Long ones go to one rank after the other, each rank beginning with the next, so that a link carries one stream
+    at a time: several share it unevenly, and those that end early leave other links idle. Order of addition: the
+    owner's own values, then the others' in rank order.
 
     Args:
         segments: most pieces of a chunk in flight at once; more than two have at least 2 MB of values each.
@@ -76,48 +83,70 @@ class Direct(Collective):
             codec.decode(wire, part)
             codec.restore_(part, seed)
 
-        def post(target: int, out: Tensor, source: int, arriving: Tensor) -> Handle:
-            return peers.post({target: out} if out.numel() else {}, {source: arriving} if arriving.numel() else {})
-
         pairs = [((rank + distance) % size, (rank - distance) % size) for distance in range(1, size)]
-        scattered: list[list[Handle]] = []
-        for k in range(count):
-            scattered.append([])
-            for target, source in pairs:
-                prepare(target, k)
-                out = codec.raw(part(target, k))
-                if out is None:
-                    out, rest = wire(leaving, target, target, k), part_of(lost, target, k)
-                    codec.encode(part(target, k), out, lost=rest, seed=own_seed, offset=chunks[target][k][0])
-                scattered[k].append(post(target, out, source, wire(filling, source, rank, k)))
-                restore_lost_(codec, part_of(lost, target, k), seed)
-            prepare(rank, k)
+        batches = [[pair] for pair in pairs] if count > 1 and stride >= _LONG else [pairs]
+        under_way: deque[tuple[int, Handle]] = deque()  # and of which segment
 
-        gathered: list[list[Handle]] = []
-        for k in range(count):
-            for handle in scattered[k]:
-                handle.wait()
+        def post(k: int, target: int, out: Tensor, source: int, arriving: Tensor) -> None:
+            if len(batches) > 1 and len(under_way) == _WINDOW:
+                under_way.popleft()[1].wait()
+            sends, recvs = {target: out} if out.numel() else {}, {source: arriving} if arriving.numel() else {}
+            under_way.append((k, peers.post(sends, recvs)))
+
+        def wait(k: int) -> None:
+            while any(segment == k for segment, _ in under_way):
+                under_way.popleft()[1].wait()
+
+        for batch in batches:
+            for k in range(count):
+                wait(k)
+                for target, source in batch:
+                    prepare(target, k)
+                    out = codec.raw(part(target, k))
+                    if out is None:
+                        out, rest = wire(leaving, target, target, k), part_of(lost, target, k)
+                        codec.encode(part(target, k), out, lost=rest, seed=own_seed, offset=chunks[target][k][0])
+                    post(k, target, out, source, wire(filling, source, rank, k))
+                    restore_lost_(codec, part_of(lost, target, k), seed)
+
+        def add_up(k: int) -> Tensor:
+            """The wire of this rank's chunk, all ranks' sum."""
             arrived = [wire(filling, peer, rank, k) for peer in range(size) if peer != rank]
             own = part(rank, k)
             out = codec.raw(own)
-            if out is not None:
-                for summand in arrived:
-                    codec.decode(summand, own, add=True)
-            else:
+            if out is None:
                 out = wire(leaving, rank, rank, k)
                 codec.reduce(arrived, own, out, lost=part_of(lost, rank, k), seed=own_seed, offset=chunks[rank][k][0])
-            gathered.append([])
-            for target, source in pairs:
+                return out
+            for summand in arrived:
+                codec.decode(summand, own, add=True)
+            return out
+
+        def share(k: int, batch: list[tuple[int, int]]) -> None:
+            for target, source in batch:
                 landing = codec.raw(part(source, k))
-                gathered[k].append(
-                    post(target, out, source, wire(filling, source, source, k) if landing is None else landing)
-                )
+                arriving = wire(filling, source, source, k) if landing is None else landing
+                post(k, target, sums[k], source, arriving)
+
+        def take(k: int, batch: list[tuple[int, int]]) -> None:
+            if not in_place:
+                for _, source in batch:
+                    deliver(wire(filling, source, source, k), part(source, k))
+
+        sums: list[Tensor] = []
+        for k in range(count):
+            prepare(rank, k)
+            wait(k)
+            sums.append(add_up(k))
+            share(k, batches[0])
             restore_lost_(codec, part_of(lost, rank, k), seed)
             if not in_place:
-                deliver(out, own)
-
+                deliver(sums[k], part(rank, k))
+        for before, batch in pairwise(batches):
+            for k in range(count):
+                wait(k)
+                share(k, batch)
+                take(k, before)
         for k in range(count):
-            for handle, (_, source) in zip(gathered[k], pairs, strict=True):
-                handle.wait()
-                if not in_place:
-                    deliver(wire(filling, source, source, k), part(source, k))
+            wait(k)
+            take(k, batches[-1])
