@@ -36,10 +36,13 @@ _AT_INTERVALS: dict[str, Callable[[int, bool | int], Algorithm]] = {
     "gossip_int8": lambda interval, overlap: Choco(codec=BlockInt(8), interval=interval, overlap=overlap),
 }
 AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
-    f"{name} every {period}{said}": lambda make=make, period=period, overlap=overlap: make(period, overlap)
+    f"{name} every {said}": lambda make=make, period=period, overlap=overlap: make(period, overlap)
     for name, make in _AT_INTERVALS.items()
-    for period in PERIODS
-    for said, overlap in ((("", True), (" (1 late)", 1)) if period == PERIODS[0] else (("", True),))
+    for said, period, overlap in (
+        (f"{PERIODS[0]}", PERIODS[0], True),
+        (f"{PERIODS[0]} (1 late)", PERIODS[0], 1),  # what came is applied one step after the mixing began
+        (f"{PERIODS[1]}", PERIODS[1], True),
+    )
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names

@@ -31,7 +31,8 @@ Hosts are network namespaces on one machine, each with its own link, throttled u
 stream from the first host to the second must carry 90 to 100 % of the rate. The cases of a run take turns in the same
 processes. A time is the slowest rank's, the median over the rounds, and beside it the fastest and the slowest round; x
 is how many times as fast as the first case, the median over the rounds. The limit is the encoded bytes over what the
-raw stream carries, of a training step forward + max(backward, wire) + optimizer, of gossip max(compute, wire), each the
+raw stream carries, of a training step forward + max(backward, wire) + optimizer, of gossip compute + what the wire
+takes beyond the compute of the steps that overlap it ("1 late": of one step, else of the whole interval), each the
 slowest rank's median: so a case can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause
 are much of a message. MB sent are counted at the transport, of the rank that sent most; MB on the link by the kernel,
 headers included, of the host that sent most. The error is relative: of a sum to the fp64 sum, of training to where

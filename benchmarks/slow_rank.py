@@ -149,7 +149,7 @@ def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[in
 
     Nobody ends a mixing before those it exchanges with begin it, nor they before their own last one has ended. So a
     rank is ahead by no more mixings than it takes news to come from the slow one: without time-varying graphs, its
-    distance. Overlap lets one more interval pass before a mixing must have ended.
+    distance. Overlap lets as many more steps pass as corrections come late.
     """
     farthest = [
         max(

@@ -106,7 +106,7 @@ def short(rate: str | None = None) -> Plan:
         Step("exchange/slow", f"training.py --hosts 4 --rate {slow} --width 256 --rounds 2 --exchanges", 0.4),
         Step(
             "race/fast",
-            f"time_to_accuracy.py --hosts 4 --rate {fast} --target 3.2 --most-steps 48 --cases ring_int8,ring_sign",
+            f"time_to_accuracy.py --hosts 4 --rate {fast} --target 3.2 --most-steps 48 --cases =ring_int8,ring_sign",
             0.8,
         ),
         Step("scaling/slow", f"scaling.py --rate {slow} --sizes 2,3,4 --mb 2 --rounds 2", 0.8),

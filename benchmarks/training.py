@@ -146,7 +146,8 @@ def _measure_steps(bench: _Bench) -> None:
     notes = [
         f"compute alone, the slowest rank's medians: forward {forward:.4f} s, backward {backward:.4f} s, "
         f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer; "
-        "of parameters: max(compute, wire), without overlap (post-local SGD too) compute + wire",
+        "of parameters: compute + what the wire takes beyond the compute of the steps that overlap it (post-local SGD: "
+        "none)",
         *chosen,
     ]
     beyond = _beyond(measured)

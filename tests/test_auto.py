@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import AllReduce, Auto, BlockInt, Direct, Hierarchical, Identity, Ring, RingStrategy, TopK
 from ringstrategy.algorithms import auto
+from ringstrategy.codecs import Codec
 from ringstrategy.collectives.peers import Peers
 from ringstrategy.cost import CodecCost, Link, Machines, Work
 
@@ -168,7 +170,7 @@ def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kep
 ) -> None:
     monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
 
-    def train(peers: FakePeers) -> tuple[Counter[tuple[type, type]], type]:
+    def train(peers: FakePeers) -> tuple[Counter[tuple[type, type]], type, str]:
         algorithm, parameters, time = Auto(), module(), 0.0
 
         def now() -> float:
@@ -186,12 +188,39 @@ def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kep
             if step >= 8 and in_trial and not algorithm._tuned:
                 passes[type(algorithm.chosen.codec), type(algorithm.chosen.collective)] += 1
         assert algorithm._tuned
-        return passes, type(algorithm.chosen.collective)
+        return passes, type(algorithm.chosen.collective), algorithm.news()[1]
 
-    for passes, chosen in on_all_ranks(2, train):
+    for passes, chosen, news in on_all_ranks(2, train):
         assert passes[BlockInt, Ring] == passes[BlockInt, Direct] == 16
+        assert ("as good, but less usual: BlockInt() with error feedback over Direct()" in news) is (kept is Ring)
+        assert ("next best BlockInt() with error feedback over Ring()" in news) is (kept is Direct)
         assert 4 <= passes[Identity, Ring] <= 5, "far from the best, so once; one pass delivered residuals"
         assert chosen is kept
+
+
+def test_what_fell_out_early_is_not_kept_because_the_machine_became_slower_later(
+    slow: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
+
+    def train(peers: FakePeers) -> Codec:
+        algorithm, parameters, time = Auto(), module(), 0.0
+
+        def now() -> float:
+            nonlocal time
+            later = algorithm._trial is not None and algorithm._trial.rounds > 2
+            time += 1.2 if algorithm.chosen.codec == Identity() else 1.6 if later else 1.0
+            return time
+
+        monkeypatch.setattr(algorithm, "_now", now)
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        for step in range(80):
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+        assert algorithm._tuned
+        assert isinstance(algorithm.chosen.codec, Codec)
+        return algorithm.chosen.codec
+
+    assert on_all_ranks(2, train) == [BlockInt(8)] * 2
 
 
 def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered(slow: None) -> None:
@@ -286,23 +315,32 @@ def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, mo
     assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
 
 
+@pytest.mark.parametrize(("since", "said"), [(0, "untried"), (10, "which it was just trying")])
 def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
-    slow: None, monkeypatch: pytest.MonkeyPatch
+    slow: None, monkeypatch: pytest.MonkeyPatch, since: int, said: str
 ) -> None:
     monkeypatch.setattr(auto, "_MOST_POSTPONED", 5)
-    monkeypatch.setattr(AllReduce, "undecided", True)
+    undecided = threading.local()
+    monkeypatch.setattr(AllReduce, "undecided", property(lambda _: undecided.now))
 
     def train(peers: FakePeers) -> list[str]:
         algorithm, parameters = Auto(), module()
+        undecided.now = False
         algorithm.setup(dict(parameters.named_parameters()), peers)
-        for step in range(9):
-            assert algorithm._tuned is (step >= 5)
+        for step in range(since + 9):
+            undecided.now = step >= since
+            assert algorithm._tuned is (step >= since + 5)
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+        assert not algorithm.state_dict()["tuned"], "another run may be able to"
+        undecided.now = False
+        for step in range(9):
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+        assert algorithm._trial is None
         return algorithm.news()
 
     for news in on_all_ranks(2, train):
         assert len(news) == 2
-        assert "untried" in news[1]
+        assert said in news[1]
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -49,6 +49,7 @@ class _Trial:
     """Candidates whose passes are timed in turn."""
 
     seconds: dict[int, list[float]]  # of each candidate
+    still_in: list[int]  # those of this round
     turns: list[int]  # of this round still to come, the one under way first
     rounds: int = 1
 
@@ -59,15 +60,16 @@ class Auto(Algorithm):
     At `setup` it measures latency, bandwidth and codecs among the ranks (under a second), predicts for each candidate
     how long the exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
     knows when gradients are ready, predicts again, tries the few best candidates in turn, those that stay near the best
-    up to four times, and keeps the fastest: some 30 to 100 passes, all of them ordinary training steps. All ranks
-    decide by the same figures.
+    up to four times, and keeps the fastest: from 12 to about 100 passes, more with more codecs, all of them ordinary
+    training steps. All ranks decide by the same figures.
 
     What is chosen depends on times, so a run with lossy codecs repeats bit for bit only if the same is chosen; a
     checkpoint holds the choice, and a run of as many ranks goes on with it. What one candidate's error feedback holds
     when another takes over is not lost: a lossless one delivers it.
 
     Args:
-        allow: the codecs it may choose from. None: `Identity()` and `BlockInt(8)`.
+        allow: the codecs it may choose from; of those within 2 % of each other the first is kept. None: `Identity()`
+            and `BlockInt(8)`.
         error_feedback: for the lossy ones among them.
         tune: False: keep what was chosen at `setup`.
         find_unused_parameters: see `AllReduce`, as for the arguments not named here.
@@ -112,6 +114,7 @@ class Auto(Algorithm):
         self._trial: _Trial | None = None
         self._passes = 0  # with the inner algorithm as it is
         self._postponed = 0  # passes in a row after which nobody knew whether their step counts
+        self._gave_up = False  # trying, for that
         self._seconds: list[float] = []
         self._waited: list[float] = []
         self._begin: float | None = None
@@ -143,7 +146,7 @@ class Auto(Algorithm):
         self._peers, self._size = peers, peers.size
         self._parameters, self._sparse = dict(parameters), sparse
         self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
-        self._postponed = 0
+        self._postponed, self._gave_up = 0, False
         device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         begin = time.perf_counter()
         self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], device)
@@ -151,11 +154,11 @@ class Auto(Algorithm):
         self._candidates = eligible(self.allow, peers.hosts, device.type, **self._common)
         self._tuned = not self.tune
         predictions = self._predict(Profile(rest=0.0, backward=0.0))
-        best, *others = sorted(predictions, key=lambda place: predictions[place].seconds)
+        best = min(predictions, key=lambda place: predictions[place].seconds)
         self._news.append(
             f"ring_auto measured for {took:.2f} s: {_told(self._machines)}. "
             f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best].seconds:.1f} ms"
-            + self._next_best(best, {place: predictions[place].seconds for place in others})
+            + self._next_best(best, {place: prediction.seconds for place, prediction in predictions.items()})
         )
         self._take(best)
 
@@ -175,7 +178,7 @@ class Auto(Algorithm):
         return predictions
 
     def _next_best(self, best: int, seconds: Mapping[int, float]) -> str:
-        """Of those that differ from the best in more than sizes."""
+        """Of those that differ from what is taken in more than sizes."""
 
         def kind(place: int) -> tuple[object, type]:
             return self._candidates[place].codec, type(self._candidates[place].collective)
@@ -184,7 +187,8 @@ class Auto(Algorithm):
         if not others:
             return ""
         other = min(others, key=lambda place: seconds[place])
-        return f"; next best {in_words(self._candidates[other])}, {1000 * seconds[other]:.1f} ms"
+        said = "next best" if seconds[other] > seconds[best] else "as good, but less usual:"
+        return f"; {said} {in_words(self._candidates[other])}, {1000 * seconds[other]:.1f} ms"
 
     def _take(self, place: int, deliver: bool | None = None, carry: bool = True) -> None:
         """Go on with another candidate.
@@ -199,7 +203,9 @@ class Auto(Algorithm):
         old.close()
         self._peers.forget_scratch()
         residuals = {name: value for name, value in old.residuals() if value is not None} if carry else {}
-        new.delivers = self._any_rank(bool(residuals)) if deliver is None else deliver
+        wanted = self._any_rank(bool(residuals)) if deliver is None else deliver
+        assert isinstance(new.codec, Codec)
+        new.delivers = wanted and new.codec.lossless
         new.setup(self._parameters, self._peers, sparse=self._sparse)
         if carry:
             new.load_state_dict(old.state_dict())
@@ -213,11 +219,14 @@ class Auto(Algorithm):
         if self._inner.undecided:  # a loss scaler has not said yet whether the last step counts: the next time, then
             self._postponed += 1
             if self._postponed == _MOST_POSTPONED and not self._tuned:
-                self._tuned = True
                 self._news.append(
-                    f"ring_auto keeps {in_words(self.chosen)} untried: after no pass was it known of all parameters "
-                    "whether the loss scaler skips their step, so it could not change over"
+                    f"ring_auto stays with {in_words(self.chosen)}, "
+                    + ("untried" if self._trial is None else "which it was just trying")
+                    + f": after {_MOST_POSTPONED} passes in a row it was not known of all parameters whether the loss "
+                    "scaler skips their step, so it could not change over"
                 )
+                self._tuned = self._gave_up = True
+                self._trial = None
             return
         self._postponed = 0
         if self._inner.delivers:
@@ -253,7 +262,7 @@ class Auto(Algorithm):
             first = next(place for place in order if self._candidates[place].codec == codec)  # Direct carries all
             if first not in tried and predictions[first].seconds <= _NEAR_OTHER_CODEC * best:
                 tried.append(first)
-        self._trial = _Trial({place: [] for place in tried}, tried)
+        self._trial = _Trial({place: [] for place in tried}, tried, list(tried))
         self._take(tried[0])
 
     def _profile(self) -> Profile:
@@ -285,19 +294,19 @@ class Auto(Algorithm):
         mine = [statistics.median(timed) for timed in trial.seconds.values()]
         slowest = [max(column) for column in zip(*of_all(self._peers, mine), strict=True)]
         seconds = dict(zip(trial.seconds, slowest, strict=True))
-        least = min(seconds.values())
-        still_in = [place for place in seconds if seconds[place] <= _STILL_IN * least]
-        if len(still_in) > 1 and trial.rounds < _ROUNDS:
+        least = min(seconds[place] for place in trial.still_in)
+        near = [place for place in trial.still_in if seconds[place] <= _STILL_IN * least]
+        if len(near) > 1 and trial.rounds < _ROUNDS:
             trial.rounds += 1
-            trial.turns = still_in if trial.rounds % 2 else still_in[::-1]
+            trial.still_in, trial.turns = near, near[::-1] if trial.rounds % 2 == 0 else list(near)
             self._take(trial.turns[0])
             return
-        best = min(place for place in seconds if seconds[place] <= _ALIKE * least)
+        best = min(place for place in near if seconds[place] <= _ALIKE * least)
         self._trial, self._tuned = None, True
         self._news.append(
             f"ring_auto tried {len(seconds)} of {len(self._candidates)} candidates and keeps "
             f"{in_words(self._candidates[best])}: backward and exchange take {1000 * seconds[best]:.1f} ms"
-            + self._next_best(best, {place: s for place, s in seconds.items() if place != best})
+            + self._next_best(best, seconds)
         )
         if best != self._chosen:
             self._take(best)
@@ -348,7 +357,8 @@ class Auto(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`: what was chosen too, and whether by trial."""
-        chosen = {"auto": repr(self.chosen), "ranks": self._size, "tuned": self._tuned}
+        tuned = self._tuned and not self._gave_up
+        chosen = {"auto": repr(self.chosen), "ranks": self._size, "tuned": tuned}
         return {**self._inner.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -356,7 +366,7 @@ class Auto(Algorithm):
         assert self._peers is not None
         place = next((i for i, made in enumerate(self._candidates) if repr(made) == state.get("auto")), None)
         if place is not None and state["ranks"] == self._peers.size and state["tuned"]:
-            self._chosen, self._tuned = place, True
+            self._chosen, self._tuned, self._gave_up = place, True, False
             self._news.append(f"ring_auto goes on with {in_words(self.chosen)}, as the checkpoint says")
         self._trial = None
         # whatever it was saved by: residuals may follow, and have a place then

@@ -44,8 +44,8 @@ class Decentralized(Algorithm):
         overlap: True: send while the next `interval` steps are computed, and apply what came as a correction at their
             end: the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
             largest stable learning rate is lower and more steps may be needed, the more so with long intervals. False:
-            wait for it at once. A number from 1 to `interval`: apply it after so many steps (DaSGD, Zhou et al. 2020);
-            the best is the smallest whose compute is longer than the exchange.
+            wait for it at once. A number from 1 to `interval`: apply it after so many steps (DaSGD, Zhou et al. 2020),
+            best so few that their compute is just longer than the exchange. 1 is one step, not True.
         consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
         local: see `Synchronous`.
         unit: "step", or "epoch": the interval counts epochs.

@@ -65,7 +65,7 @@ class Group:
         steps: of the optimizer.
         turns: steps or epochs, whichever the interval counts.
         mixings: how many were applied.
-        arrived: are there corrections that wait for the end of their interval?
+        arrived: are there corrections that wait for the step at which they are applied?
         seed: another for each group.
     """
 
