@@ -148,7 +148,6 @@ def _measure_steps(bench: _Bench) -> None:
         f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer; "
         "of parameters: compute + what the wire takes beyond the compute of the steps that overlap it (post-local SGD: "
         "none)",
-        *chosen,
     ]
     beyond = _beyond(measured)
     for case in cases:
@@ -166,6 +165,7 @@ def _measure_steps(bench: _Bench) -> None:
             f"{with_overlap}: waits {100 * statistics.median(a / b for a, b in waits):.1f} % of what it waits without; "
             f"its time beyond compute alone is {100 * beyond[with_overlap] / beyond[without]:.1f} % of that without"
         )
+    notes += chosen
     if dist.get_rank() == 0:
         size = f"{bench.task.kind} of {bench.full / 1e6:.1f} M parameters, {bench.task.batch}"
         results = harness.rows("training", size, cases, measured, errors, identical, options)

@@ -141,8 +141,11 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     for name, row in rows.items():
         assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * compute
         beyond = 100 * (1 - row["limit_seconds"] / row["seconds_median"])
-        [note] = [line for line in printed.replace("\n", " ").split(" of the step") if f"{name}: " in line]
-        assert note.endswith(f"beyond the limit {beyond:.1f} %")
+        said = printed.replace("\n", " ").split(" % of the step")
+        [note] = [line for line in said if f"{name}: " in line and "beyond the limit" in line]
+        assert note.endswith(f"beyond the limit {beyond:.1f}")
+    assert "ring_auto: ring_auto measured" in printed.replace("\n", " ")
+    assert "candidates and keeps" in printed.replace("\n", " ")
     for name in ("post-local sgd every 4", "post-local sgd every 16"):
         assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + compute), "nothing is computed beside it"
     assert 0 < compute < wire["ddp"]
