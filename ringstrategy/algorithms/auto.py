@@ -298,7 +298,8 @@ class Auto(Algorithm):
         near = [place for place in trial.still_in if seconds[place] <= _STILL_IN * least]
         if len(near) > 1 and trial.rounds < _ROUNDS:
             trial.rounds += 1
-            trial.still_in, trial.turns = near, near[::-1] if trial.rounds % 2 == 0 else list(near)
+            trial.still_in = near[::-1]  # to and fro
+            trial.turns = list(trial.still_in)
             self._take(trial.turns[0])
             return
         best = min(place for place in near if seconds[place] <= _ALIKE * least)

@@ -318,13 +318,8 @@ class SparseBucket(Bucket):
         for distance in range(1, peers.size):
             target, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
             for tensors in (indices, values):
-                sent, arriving = tensors[peers.rank], tensors[source]
-                handles.append(
-                    peers.post(
-                        {target: sent.view(-1).view(torch.uint8)} if sent.numel() else {},
-                        {source: arriving.view(-1).view(torch.uint8)} if arriving.numel() else {},
-                    )
-                )
+                sent, arriving = (tensors[rank].view(-1).view(torch.uint8) for rank in (peers.rank, source))
+                handles.append(peers.swap(target, sent, source, arriving))
         for handle in handles:
             handle.wait()
         whole = torch.sparse_coo_tensor(

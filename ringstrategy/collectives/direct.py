@@ -80,18 +80,19 @@ class Direct(Collective):
             prepare_piece_(part(chunk, k), part_of(residual, chunk, k), part_of(lost, chunk, k), codec, seed)
 
         def deliver(wire: Tensor, part: Tensor) -> None:
-            codec.decode(wire, part)
-            codec.restore_(part, seed)
+            if not in_place:
+                codec.decode(wire, part)
+                codec.restore_(part, seed)
 
         pairs = [((rank + distance) % size, (rank - distance) % size) for distance in range(1, size)]
-        batches = [[pair] for pair in pairs] if count > 1 and stride >= _LONG else [pairs]
+        in_turn = count > 1 and stride >= _LONG
+        batches = [[pair] for pair in pairs] if in_turn else [pairs]
         under_way: deque[tuple[int, Handle]] = deque()  # and of which segment
 
         def post(k: int, target: int, out: Tensor, source: int, arriving: Tensor) -> None:
-            if len(batches) > 1 and len(under_way) == _WINDOW:
+            if in_turn and len(under_way) == _WINDOW:
                 under_way.popleft()[1].wait()
-            sends, recvs = {target: out} if out.numel() else {}, {source: arriving} if arriving.numel() else {}
-            under_way.append((k, peers.post(sends, recvs)))
+            under_way.append((k, peers.swap(target, out, source, arriving)))
 
         def wait(k: int) -> None:
             while any(segment == k for segment, _ in under_way):
@@ -99,7 +100,6 @@ class Direct(Collective):
 
         for batch in batches:
             for k in range(count):
-                wait(k)
                 for target, source in batch:
                     prepare(target, k)
                     out = codec.raw(part(target, k))
@@ -129,9 +129,8 @@ class Direct(Collective):
                 post(k, target, sums[k], source, arriving)
 
         def take(k: int, batch: list[tuple[int, int]]) -> None:
-            if not in_place:
-                for _, source in batch:
-                    deliver(wire(filling, source, source, k), part(source, k))
+            for _, source in batch:
+                deliver(wire(filling, source, source, k), part(source, k))
 
         sums: list[Tensor] = []
         for k in range(count):
@@ -140,8 +139,7 @@ class Direct(Collective):
             sums.append(add_up(k))
             share(k, batches[0])
             restore_lost_(codec, part_of(lost, rank, k), seed)
-            if not in_place:
-                deliver(sums[k], part(rank, k))
+            deliver(sums[k], part(rank, k))
         for before, batch in pairwise(batches):
             for k in range(count):
                 wait(k)

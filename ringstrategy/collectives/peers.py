@@ -84,6 +84,10 @@ class Peers(ABC):
         Every rank posts one static schedule: the i-th send from a to b meets the i-th receive at b from a.
         """
 
+    def swap(self, target: int, leaving: Tensor, source: int, arriving: Tensor) -> Handle:
+        """`post` of one send and one receive. What is empty does not travel: both ends know its size."""
+        return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})
+
     @abstractmethod
     def all_reduce_(self, values: Tensor) -> None:
         """Sum over all peers in place, by the backend's own algorithm."""
