@@ -1,6 +1,6 @@
 """How fast one core encodes and decodes: GB/s of the values, beside a copy of them in the same run.
 
-python benchmarks/codecs.py --out benchmarks/results/codecs.jsonl
+python benchmarks/codecs.py --out outputs/codecs.jsonl
 python benchmarks/codecs.py --values 2048  # what a call costs beside its values
 """
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from powersgd_peer import PowerSGDOnOneThread, factors
@@ -173,6 +175,16 @@ class Training:
             self.optimizer.zero_grad(set_to_none=True)
             self.phases.append((forwarded - begin, averaged - forwarded, time.perf_counter() - averaged))
         self.after_run()
+
+    def phases_of_runs(self, steps: int) -> list[list[float]]:
+        """Of each run of so many steps, in order: forward, backward with exchange and optimizer, seconds a step of the
+        rank that took longest. They add up to what that run took. All ranks call it.
+        """
+        runs = []
+        for first in range(0, len(self.phases), steps):
+            own = [statistics.fmean(phase) for phase in zip(*self.phases[first : first + steps], strict=True)]
+            runs.append(max(harness.of_all_ranks(own), key=sum))
+        return runs
 
 
 class TorchDDP(Training):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pictures
 import scaling
 from races import DENSE, POWERSGD, Race, races
-from runs import ALONE, Panel, Row, panels, provenance, rate_in_words, records, rows, runs
+from runs import ALONE, Panel, Row, panels, provenance, rate_in_words, rows, runs
 from verdicts import losses, verdicts
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -204,7 +204,7 @@ def _contender(race: Race, case: str) -> list[str]:
         ", ".join("missed" if value is None else _seconds(value) for value in seconds),
         f"{statistics.median(steps):.0f}" if len(steps) == len(rows_) else "-",
         _median_ratio(race.faster(case, DENSE)),
-        _median_ratio(race.faster(case, [POWERSGD])),
+        _median_ratio(race.faster(case, POWERSGD)),
         _megabytes(statistics.median(sent)) if sent else "-",
     ]
 
@@ -259,7 +259,7 @@ def _slow_rank(results: Path) -> list[str]:
     headings = ["case", "slow rank", "others' steps/s", "rank 1's", "x DDP", "x without the slow rank", "steps ahead"]
     first = found[0][1]
     where = f"{first['size']}; {first['hosts']} hosts, {rate_in_words(first['rate'])}, {first['steps']} steps."
-    return [where, "", *_table(headings, body), "", *_made(results, found)]
+    return [where, "", *_table(headings, body), "", *_made(found)]
 
 
 def _predictions(found: Sequence[Panel]) -> list[str]:
@@ -303,19 +303,19 @@ def _codecs(results: Path) -> list[str]:
         "",
         *_table(["codec", "compression", *operations], body),
         "",
-        *_made(results, found),
+        *_made(found),
     ]
 
 
-def _last(results: Path, benchmark: str) -> list[tuple[str, Row]]:
-    """Rows of the benchmark that are of its last file and commit."""
-    found = [(source, row) for source, row in rows(results) if row.get("benchmark") == benchmark]
-    return [(source, row) for source, row in found if (source, row["commit"]) == (found[-1][0], found[-1][1]["commit"])]
+def _last(results: Path, benchmark: str) -> list[tuple[Row, Row]]:
+    """Rows of the last step that ran this benchmark, behind its record."""
+    found = [(made, row) for made, row in rows(results) if row["benchmark"] == benchmark]
+    return [(made, row) for made, row in found if made is found[-1][0]]
 
 
-def _made(results: Path, found: Sequence[tuple[str, Row]]) -> list[str]:
-    source, row = found[0]
-    return [provenance(row, source, records(results).get(source), *([row["cpu"]] if "cpu" in row else []))]
+def _made(found: Sequence[tuple[Row, Row]]) -> list[str]:
+    made, row = found[0]
+    return [provenance(row, made, *([row["cpu"]] if "cpu" in row else []))]
 
 
 # Tables

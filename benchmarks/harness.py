@@ -73,7 +73,7 @@ class Row:
     ranks_identical: bool
     limit_seconds: float | None
     hosts: int
-    processes: int  # ranks a host; rows made before there was a choice lack it, and had one
+    processes: int  # ranks a host
     rate: str
     throughput: float | None  # bytes a second of one raw TCP stream on the same links
     threads: int

@@ -1,6 +1,6 @@
 """What our strategy costs a Lightning fit at world size 1, where it has nothing to do (target: under 1 %).
 
-python benchmarks/overhead.py --rounds 15 --out benchmarks/results/overhead.jsonl
+python benchmarks/overhead.py --rounds 15 --out outputs/overhead.jsonl
 """
 
 from __future__ import annotations

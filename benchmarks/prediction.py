@@ -1,6 +1,6 @@
 """What `ringstrategy-plan` predicts beside what the lab measures: a training step of the MLP, on throttled hosts.
 
-python benchmarks/prediction.py --hosts 4 --rate 1gbit --rounds 7 --out benchmarks/results/prediction.jsonl
+python benchmarks/prediction.py --hosts 4 --rate 1gbit --rounds 7 --out outputs/prediction.jsonl
 
 The prediction knows what its user would: the model, the hosts, the rate, the cores a host has, and how long a step
 computes without any exchange; codecs are measured on one core while the other ranks wait.
@@ -72,8 +72,8 @@ def worker(options: argparse.Namespace) -> None:
     identical = {case.name: harness.identical_on_all_ranks(case.result()) for case in cases if case.name != _ALONE}
     for training in trainings.values():
         training.close()
-    counted = alone.phases[options.warmup * options.steps :]
-    forward, backward, step = (harness.max_over_ranks(statistics.median(phase)) for phase in zip(*counted, strict=True))
+    counted = alone.phases_of_runs(options.steps)[options.warmup :]
+    forward, backward, step = (statistics.median(phase) for phase in zip(*counted, strict=True))
     if dist.get_rank() != 0:
         return
     there = machines(

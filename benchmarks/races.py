@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runs import Row, Setting, by_rate, is_peer, provenance, records, rows
+from runs import Row, Setting, by_rate, is_peer, provenance, rows
 
 BENCHMARK = "time to accuracy"
 DENSE = ("ddp", "ddp fp16 hook")  # of others, those that send every gradient
-POWERSGD = "ddp powersgd rank 1"
+POWERSGD = ("ddp powersgd rank 1", "ddp powersgd rank 4")
 
 
 @dataclass
@@ -21,12 +21,12 @@ class Race:
     setting: Setting
     target: float
     seeds: dict[int, dict[str, Row]] = field(default_factory=dict)
-    sources: dict[int, tuple[str, Row | None]] = field(default_factory=dict)  # file, and the campaign's record
+    made: dict[int, Row] = field(default_factory=dict)  # the campaign's record of each
 
     def provenance(self) -> list[str]:
         """Of each seed, see `runs.provenance`."""
         firsts = {seed: next(iter(contenders.values())) for seed, contenders in self.seeds.items()}
-        return [provenance(firsts[seed], *source, f"seed {seed}") for seed, source in self.sources.items()]
+        return [provenance(firsts[seed], made, f"seed {seed}") for seed, made in self.made.items()]
 
     def known(self) -> list[str]:
         """That some seed has."""
@@ -82,18 +82,18 @@ def _seconds(contenders: dict[str, Row], case: str) -> float | None:
 
 def races(folder: Path) -> list[Race]:
     """Slow links first. Where a seed was run twice, the last counts."""
-    made = records(folder)
     found: dict[tuple[Setting, float], Race] = {}
-    last: dict[tuple[Setting, float, int], str] = {}
-    for source, row in rows(folder):
+    for made, row in rows(folder):
         if row.get("benchmark") != BENCHMARK:
             continue
         setting = Setting(BENCHMARK, row["size"], row["hosts"], row["processes"], row["rate"])
         race = found.setdefault((setting, row["target"]), Race(setting, row["target"]))
-        together = f"{source} {row['throughput']} {row['commit']}"
-        if last.get((setting, row["target"], row["seed"])) != together:
-            last[setting, row["target"], row["seed"]] = together
+        if race.made.get(row["seed"]) is not made:
+            race.made[row["seed"]] = made
             race.seeds[row["seed"]] = {}
-            race.sources[row["seed"]] = (source, made.get(source))
         race.seeds[row["seed"]][row["case"]] = row
-    return sorted(found.values(), key=lambda race: (race.setting.size, race.setting.hosts, by_rate(race.setting.rate)))
+    return sorted(found.values(), key=_order)
+
+
+def _order(race: Race) -> tuple[str, int, float, float]:
+    return race.setting.size, race.setting.hosts, by_rate(race.setting.rate), -race.target

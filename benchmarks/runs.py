@@ -62,8 +62,7 @@ class Run:
 
     setting: Setting
     rows: dict[str, Row]
-    source: str  # of the file, without its ending: where it is of the campaign, its step's key
-    made: Row | None  # the campaign's record of that step
+    made: Row  # the campaign's record of its step
 
     def faster(self, case: str, than: str) -> float:
         """How many times as fast as another: the median over the rounds."""
@@ -78,7 +77,7 @@ class Run:
     def provenance(self) -> str:
         """See `provenance`."""
         first = next(iter(self.rows.values()))
-        return provenance(first, self.source, self.made, f"{len(first['seconds'])} rounds")
+        return provenance(first, self.made, f"{len(first['seconds'])} rounds")
 
 
 @dataclass
@@ -123,16 +122,16 @@ def by_rate(rate: str) -> float:
     return float("inf") if bits is None else bits
 
 
-def provenance(row: Row, source: str, made: Row | None, *more: str) -> str:
+def provenance(row: Row, made: Row, *more: str) -> str:
     """Command, date, machine, versions and throttle of the run that a row is of, as one line of Markdown."""
     share = share_of_rate(row["throughput"], row["rate"]) if "throughput" in row else None
     said = [
-        f"`{made['command']}`" if made else f"rows of `{source}.jsonl`, from before the campaign",
-        *([made["date"]] if made else []),
+        f"`{made['command']}`",
+        made["date"],
         *more,
         f"commit {short(row['commit'])}",
         f"torch {row['torch']}",
-        *([made["processor"]] if made else []),
+        made["processor"],
         *([f"{row['cores']} cores, {row['threads']} thread(s) a rank"] if "threads" in row else []),
         *([f"a raw TCP stream carried {100 * share:.1f} % of the rate"] if share is not None else []),
     ]
@@ -145,14 +144,11 @@ def short(commit: str) -> str:
     return head[:10] + dash + dirty
 
 
-def rows(folder: Path) -> list[tuple[str, Row]]:
-    """Every row with the name of its file, those of the campaign's steps last."""
-    files = [*sorted(folder.glob("*.jsonl")), *sorted(folder.glob("*/*.jsonl"))]
-    return [
-        (str(file.relative_to(folder).with_suffix("")), json.loads(line))
-        for file in files
-        for line in file.read_text().splitlines()
-    ]
+def rows(folder: Path) -> list[tuple[Row, Row]]:
+    """Every row of the campaign, behind the record of its step; steps by key."""
+    known = sorted(records(folder).items())
+    files = [(made, folder / f"{key}.jsonl") for key, made in known]
+    return [(made, json.loads(line)) for made, file in files if file.exists() for line in file.read_text().splitlines()]
 
 
 def records(folder: Path) -> dict[str, Row]:
@@ -162,15 +158,13 @@ def records(folder: Path) -> dict[str, Row]:
 
 
 def runs(folder: Path) -> list[Run]:
-    """Of all benchmarks whose cases take turns, in the order in which they were written, the campaign's last."""
-    made = records(folder)
-    found: dict[tuple[Any, ...], Run] = {}
-    for source, row in rows(folder):
+    """Of all benchmarks whose cases take turns."""
+    found: dict[tuple[str, Setting], Run] = {}
+    for made, row in rows(folder):
         if not {"case", "seconds", "ratio", "rate"} <= row.keys():
             continue
-        setting = Setting(row["benchmark"], row["size"], row["hosts"], row.get("processes", 1), row["rate"])
-        together = (source, setting, row["throughput"], row["commit"], len(row["seconds"]), row["baseline"])
-        run = found.setdefault(together, Run(setting, {}, source, made.get(source)))
+        setting = Setting(row["benchmark"], row["size"], row["hosts"], row["processes"], row["rate"])
+        run = found.setdefault((made["command"], setting), Run(setting, {}, made))
         run.rows[row["case"]] = row
     return list(found.values())
 

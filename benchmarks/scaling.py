@@ -1,6 +1,6 @@
 """How an all-reduce of fixed bytes scales with the number of ranks: one lab a size, one model fitted through them.
 
-python benchmarks/scaling.py --rate 100mbit --sizes 2,3,4,6,8,12,16 --out benchmarks/results/scaling.jsonl
+python benchmarks/scaling.py --rate 100mbit --sizes 2,3,4,6,8,12,16 --out outputs/scaling.jsonl
 
 What a round costs whatever it carries (alpha), and what a byte costs (beta), are found by least squares, not assumed.
 """

@@ -1,6 +1,6 @@
 """How fast the others train beside one slow rank: DDP, the ring and gossip, with the slow rank and without.
 
-python benchmarks/slow_rank.py --hosts 4 --rate none --rounds 3 --out benchmarks/results/slow_rank.jsonl
+python benchmarks/slow_rank.py --hosts 4 --rate none --rounds 3 --out outputs/slow_rank.jsonl
 
 Compute is emulated by sleeping, so that ranks do not compete for this machine's cores; gradients, parameters and what
 is sent are real. The slow rank sleeps longer each step. It is not stopped by signals: those would hold up its messages

@@ -178,11 +178,11 @@ def _trainings() -> Plan:
 
 def _decentralized() -> Plan:
     """Intervals that hide the exchange, one mixing alone, and a slow rank."""
-    hidden = f"training.py --hosts 4 --width 1024 --steps 4 --cases none --overlap-of {_GOSSIPS}"
+    hidden = f"training.py --hosts 4 --width 1024 --cases none --overlap-of {_GOSSIPS} --warmup 1"
     alone = "training.py --width 1024 --rate 100mbit --rounds 5 --warmup 1 --exchanges"
     return [
-        Step("overlap/100mbit", f"{hidden} --rate 100mbit --rounds 3 --warmup 1 --margin 3", 12),
-        Step("overlap/1gbit", f"{hidden} --rate 1gbit --rounds 5 --warmup 1 --margin 5", 3),
+        Step("overlap/100mbit", f"{hidden} --rate 100mbit --steps 4 --rounds 3 --margin 3", 6),
+        Step("overlap/1gbit", f"{hidden} --rate 1gbit --steps 16 --rounds 7 --margin 5", 4),
         Step("exchange/4-100mbit", f"{alone} --hosts 4", 3),
         Step("exchange/8-100mbit", f"{alone} --hosts 8", 4),
         Step("slow-rank/none", "slow_rank.py --hosts 4 --rate none --rounds 3", 7),
@@ -190,10 +190,18 @@ def _decentralized() -> Plan:
 
 
 def _races() -> Plan:
+    far = "=ring_int8,ring_auto,post-local,powersgd rank 4,=gossip_exponential every 4,gossip_int8 every 4 (1 late)"
     return [
-        Step(f"race/{rate}-seed{seed}", f"time_to_accuracy.py --hosts 4 --rate {rate} --seed {seed}", minutes)
-        for rate, minutes, seeds in (("100mbit", 16, 1), ("1gbit", 7, 3))
-        for seed in range(seeds)
+        Step("race/100mbit-seed0", "time_to_accuracy.py --hosts 4 --rate 100mbit --seed 0", 16),
+        *(
+            Step(f"race/1gbit-seed{seed}", f"time_to_accuracy.py --hosts 4 --rate 1gbit --seed {seed}", 7)
+            for seed in range(2)
+        ),
+        Step(
+            "race/1gbit-far",
+            f'time_to_accuracy.py --hosts 4 --rate 1gbit --target 2.25 --most-steps 1000 --cases "{far}"',
+            10,
+        ),
     ]
 
 
@@ -203,7 +211,7 @@ def run(step: Step, folder: Path) -> None:
     rows.parent.mkdir(parents=True, exist_ok=True)
     fresh.unlink(missing_ok=True)
     script, *arguments = shlex.split(step.arguments)
-    begin = time.monotonic()
+    begin, commit = time.monotonic(), harness.commit()
     done = subprocess.run([sys.executable, str(_HERE / script), *arguments, "--out", str(fresh)], check=False)
     if done.returncode != 0 or not fresh.exists():
         fresh.unlink(missing_ok=True)
@@ -212,7 +220,7 @@ def run(step: Step, folder: Path) -> None:
     fresh.replace(rows)
     made = {
         "command": step.command,
-        "commit": harness.commit(),
+        "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "seconds": round(time.monotonic() - begin),
         "processor": _processor(),
@@ -232,9 +240,11 @@ def is_done(step: Step, folder: Path) -> bool:
 
 
 def _code_changed(commit: str) -> bool:
-    """Whether what is measured, or what measures, differs from then, or that commit is not here."""
+    """Whether what is measured, or what measures, differs from then, or nobody knows what that was."""
+    if commit.endswith("-dirty"):
+        return True
     paths = (":/ringstrategy", ":/triton_kernels", ":/benchmarks/*.py")
-    command = ["git", "diff", "--quiet", commit.partition("-")[0], "--", *paths]
+    command = ["git", "diff", "--quiet", commit, "--", *paths]
     return subprocess.run(command, cwd=_HERE, stderr=subprocess.DEVNULL, check=False).returncode != 0
 
 

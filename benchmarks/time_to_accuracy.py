@@ -1,6 +1,6 @@
 """Seconds to a target loss: a byte GPT trained on real text, averaged by our strategies, by torch DDP and its hooks.
 
-python benchmarks/time_to_accuracy.py --hosts 4 --rate 1gbit --out benchmarks/results/time_to_accuracy.jsonl
+python benchmarks/time_to_accuracy.py --hosts 4 --rate 1gbit --out outputs/time_to_accuracy.jsonl
 python benchmarks/time_to_accuracy.py --hosts 4 --rate 100mbit --seed 1 --cases =ring_int8,ring_sign
 
 The target counts as reached where a straight line between two evaluations crosses it: the last one above the target and

@@ -1,6 +1,6 @@
 """One training step of an MLP, a byte GPT or a CNN: our strategies' algorithms beside torch DDP and its hooks.
 
-python benchmarks/training.py --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out benchmarks/results/training.jsonl
+python benchmarks/training.py --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out outputs/training.jsonl
 python benchmarks/training.py --model gpt                                            # or cnn; default: mlp, 24 M
 python benchmarks/training.py --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
 python benchmarks/training.py --exchanges --hosts 8 --rate 100mbit                  # one mixing alone, no steps
@@ -140,12 +140,11 @@ def _measure_steps(bench: _Bench) -> None:
     for training in trainings.values():
         training.close()
 
-    counted = trainings[_ALONE].phases[options.warmup * options.steps :]
-    parts = [harness.max_over_ranks(statistics.median(phase)) for phase in zip(*counted, strict=True)]
-    forward, backward, step = parts
+    alone = trainings[_ALONE].phases_of_runs(options.steps)[options.warmup :]
+    forward, backward, step = (statistics.median(phase) for phase in zip(*alone, strict=True))
     notes = [
-        f"compute alone, the slowest rank's medians: forward {forward:.4f} s, backward {backward:.4f} s, "
-        f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer; "
+        f"compute alone, of the slowest rank: forward {forward:.4f} s, backward {backward:.4f} s, "
+        f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer of a round, its median; "
         "of parameters: compute + what the wire takes beyond the compute of the steps that overlap it (post-local SGD: "
         "none)",
     ]
@@ -155,7 +154,8 @@ def _measure_steps(bench: _Bench) -> None:
         nbytes = _has_to_send(trainings[case.name], measured[case.name], options)
         wire = None if nbytes is None else harness.wire_seconds(nbytes)
         if wire is not None:
-            case.limit_seconds = trainings[case.name].limit(forward, backward, step, wire)
+            limit = trainings[case.name].limit
+            case.limit_seconds = statistics.median(limit(*phases, wire) for phases in alone)
             share = 1 - case.limit_seconds / statistics.median(measured[case.name].seconds)
             said += f"; the wire alone needs {wire:.4f} s; beyond the limit {100 * share:.1f} % of the step"
         notes.append(said)

@@ -130,19 +130,19 @@ def _hidden(found: Sequence[Panel]) -> Iterable[Verdict]:
 
 
 def _races(found: Sequence[Race]) -> Iterable[Verdict]:
-    four = {race.setting.rate: race for race in found if race.setting.hosts == 4 and race.setting.processes == 1}
-
-    def beside(rate: str, whom: str, needed: float, others: Callable[[Race], Sequence[str]]) -> Verdict:
-        race = four.get(rate)
+    four = [race for race in found if race.setting.hosts == 4 and race.setting.processes == 1]
+    measured: list[tuple[str, Race | None]] = [(race.setting.rate, race) for race in four]
+    lacking = _TO_ACCURACY.keys() - {rate for rate, _ in measured}
+    for rate, race in [*measured, *((rate, None) for rate in _TO_ACCURACY if rate in lacking)]:
         loss = "its target loss" if race is None else f"loss {race.target:g}, {len(race.seeds)} seed(s)"
-        target = f"byte GPT to {loss}, 4 hosts, {rate_in_words(rate)}: beside {whom}"
-        return _times(target, needed, None if race is None else race.best_of_ours(others(race)))
-
-    for rate in dict.fromkeys([*_TO_ACCURACY, *four]):
+        contests = [("PowerSGD as a DDP hook, the better of ranks 1 and 4", 1.0, POWERSGD)]
         if rate in _TO_ACCURACY:
-            yield beside(rate, "the better of DDP and its fp16 hook", _TO_ACCURACY[rate], lambda _: DENSE)
-        yield beside(rate, "DDP's PowerSGD hook of rank 1", 1.0, lambda _: [POWERSGD])
-        yield beside(rate, "all others, post-local SGD too", 1.0, Race.others)
+            contests.insert(0, ("the better of DDP and its fp16 hook", _TO_ACCURACY[rate], DENSE))
+        if race is not None:
+            contests.append(("all others, post-local SGD too", 1.0, tuple(race.others())))
+        for whom, needed, others in contests:
+            target = f"byte GPT to {loss}, 4 hosts, {rate_in_words(rate)}: the best of ours beside {whom}"
+            yield _times(target, needed, None if race is None else race.best_of_ours(others))
 
 
 def _auto(found: Sequence[Panel]) -> Iterable[Verdict]:

@@ -149,6 +149,7 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     for name in ("post-local sgd every 4", "post-local sgd every 16"):
         assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + compute), "nothing is computed beside it"
     assert 0 < compute < wire["ddp"]
+    assert 0.5 < compute / rows["compute alone"]["seconds_median"] <= 1, "what is computed is what takes its time"
 
 
 def test_nobody_claims_a_limit_that_was_not_measured(ranks, tmp_path):
@@ -310,6 +311,7 @@ def test_a_run_that_diverges_ends(ranks, tmp_path):
         assert row["curve"]["steps"][-1] < 320
 
 
+@pytest.mark.alone
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8", "--interval", "4", "--width", "32"]
     arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]

@@ -84,6 +84,7 @@ def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
     assert large == 2**20 * 3 // 2
 
 
+@pytest.mark.alone
 @needs_namespaces
 def test_a_host_link_carries_what_the_limit_says(tmp_path):
     cases = "=ring identity,=direct identity,=hierarchical identity"
@@ -318,6 +319,7 @@ def row(case: str, seconds: float | list[float], **changed: Any) -> dict[str, An
         "ranks_identical": True,
         "limit_seconds": 0.9,
         "hosts": 4,
+        "processes": 1,
         "rate": "100mbit",
         "throughput": 0.956e8 / 8,
         "threads": 1,
@@ -330,21 +332,21 @@ def row(case: str, seconds: float | list[float], **changed: Any) -> dict[str, An
     return made | changed
 
 
-def write(folder: Path, name: str, *rows: dict[str, Any]) -> None:
-    file = folder / f"{name}.jsonl"
+def write(folder: Path, key: str, *rows: dict[str, Any]) -> None:
+    file = folder / f"{key}.jsonl"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    made = {"command": f"python benchmarks/{key}.py", "date": "2026-11-22", "processor": "Z80"}
+    suite._write(runs.records(folder) | {key: made}, folder)
 
 
 def test_the_last_run_counts_and_ratios_stay_within_runs(tmp_path):
-    write(tmp_path, "collectives", row("gloo fp32", 10.0), row("ring int8", 4.0), row("ring sign", 5.0))
-    write(tmp_path, "collectives/new", row("gloo fp32", [6.0, 9.0]), row("ring int8", [3.0, 1.0], commit="fedcba9876"))
+    write(tmp_path, "collectives/a", row("gloo fp32", 10.0), row("ring int8", 4.0), row("ring sign", 5.0))
+    write(tmp_path, "collectives/b", row("gloo fp32", [6.0, 9.0]), row("ring int8", [3.0, 1.0]))
+    (tmp_path / "collectives" / "c.jsonl").write_text(json.dumps(row("ring int8", 2.0)))
     [panel] = runs.panels(runs.runs(tmp_path), "collectives")
-    assert [each["seconds_median"] for each in panel.rows()] == [9.0, 3.0, 5.0]
-    assert panel.setting.processes == 1, "old rows do not say"
-    assert panel.runs["ring int8"].rows.keys() == {"ring int8"}, "another commit is another run"
-    write(tmp_path, "collectives/new", row("gloo fp32", [6.0, 9.0]), row("ring int8", [3.0, 1.0]))
-    [panel] = runs.panels(runs.runs(tmp_path), "collectives")
+    assert [each["seconds_median"] for each in panel.rows()] == [9.0, 3.0, 5.0], "no step has made the third file"
+    assert panel.runs["ring int8"].rows.keys() == {"gloo fp32", "ring int8"}
     assert panel.runs["ring int8"].faster("ring int8", "gloo fp32") == (2 + 9) / 2
 
 
@@ -417,7 +419,7 @@ def racer(case: str, seconds: float | None, **changed: Any) -> dict[str, Any]:
     made = {
         **row(case, 1.0, benchmark="time to accuracy", baseline="ddp", size="byte GPT of 1.02 M parameters"),
         **{"target": 2.45, "seconds_to_target": seconds, "steps_to_target": seconds, "curve": curve},
-        **{"seed": 0, "processes": 1},
+        "seed": 0,
     }
     del made["seconds"]
     return made | changed
@@ -436,7 +438,7 @@ def test_races_are_won_seed_by_seed(tmp_path):
     assert race.faster("ring_sign", races.DENSE) is None, "it missed the target once"
     assert race.best_of_ours(races.DENSE) == ("ring_int8", 4.5)
     assert verdict(tmp_path, "fp16 hook", "100 Mbit/s").met is True
-    assert verdict(tmp_path, "PowerSGD hook", "100 Mbit/s").measured == "2.5x (`ring_int8`)"
+    assert verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s").measured == "2.5x (`ring_int8`)"
     # of the first seed post-local SGD is at the target in 1 s, of the second nobody of others before 6 s
     assert verdict(tmp_path, "all others", "100 Mbit/s").measured == "1.6x (`ring_int8`)"
     assert "2 seed(s)" in verdict(tmp_path, "all others", "100 Mbit/s").target
@@ -503,8 +505,6 @@ def test_each_family_has_its_part_and_its_picture(tmp_path):
             for case, time in (("gloo fp32", 10.0), ("ring int8", 2.5))
         ),
     )
-    made = {"command": "python benchmarks/collectives.py", "date": "2026-11-22", "processor": "Z80"}
-    (tmp_path / "campaign.json").write_text(json.dumps({"collectives/some": made}))
     of = {"benchmark": "training", "baseline": "ddp", "size": "byte GPT of 10.9 M parameters, batch 1"}
     write(tmp_path, "training/some", row("ddp", 10.0, **of), row("ring_int8", 5.0, **of, waited_seconds=2.0))
     write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, hosts / 4) for hosts in (2, 3, 4)))
@@ -520,7 +520,7 @@ def test_each_family_has_its_part_and_its_picture(tmp_path):
     assert not page.exists()
     assert "| `ring int8` | 2.500 s | 2.500 s - 2.500 s | 4.00 | 0.900 s | 36 % | 0.001 | 0.0011 | 1.0e-02 |" in text
     assert (
-        "`python benchmarks/collectives.py`, 2026-11-22, 1 rounds, commit 0123456789, torch 2.13.0, Z80, 2 cores"
+        "`python benchmarks/collectives/some.py`, 2026-11-22, 1 rounds, commit 0123456789, torch 2.13.0, Z80, 2 cores"
         in text
     )
     assert "a raw TCP stream carried 95.6 % of the rate." in text
