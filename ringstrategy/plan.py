@@ -178,7 +178,7 @@ def parse(arguments: list[str] | None) -> Arguments:
         "--cores",
         type=_positive,
         default=2.0,
-        help="that each device's process has for itself: 1 or less, and codecs slow the computing down; default 2",
+        help="that each device's process has for itself: with less than 2, codecs slow the computing down; default 2",
     )
     parser.add_argument(
         "--codec-gb-per-s",
@@ -194,7 +194,7 @@ def plan(arguments: Arguments) -> dict[str, Prediction]:
     named = candidates(arguments.devices_per_host > 1)
     auto = Auto()
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
-    may_choose = eligible(auto.allow, hosts, "cpu", error_feedback=auto.error_feedback)
+    may_choose = eligible(auto.allow, hosts, error_feedback=auto.error_feedback)
     compared = [*named.values(), *may_choose]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.codec_gb_per_s is None:

@@ -437,7 +437,7 @@ class RingStrategy(DDPStrategy):
 
 
 class _StatsLauncher(_MultiProcessingLauncher):
-    """Brings the statistics of local rank 0 back to the process that called `fit`."""
+    """Brings what local rank 0 knows back to the process that called `fit`: statistics, and what was chosen."""
 
     def __init__(self, strategy: RingStrategy, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
         super().__init__(strategy, start_method)
@@ -446,11 +446,13 @@ class _StatsLauncher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         has_residuals = next(self._ring.algorithm.residuals(), None) is not None
         mine = {"ringstrategy_stats": self._ring.stats, "ringstrategy_residuals": has_residuals}
+        mine["ringstrategy_outcome"] = self._ring.algorithm.outcome()
         return {**super().get_extra_results(trainer), **mine}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         self._ring.stats = extra.pop("ringstrategy_stats")
         self._ring._left_with_children = extra.pop("ringstrategy_residuals")
+        self._ring.algorithm.take_outcome(extra.pop("ringstrategy_outcome"))
         super().update_main_process_results(trainer, extra)
 
 

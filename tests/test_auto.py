@@ -101,6 +101,58 @@ def test_the_network_decides_at_setup(monkeypatch: pytest.MonkeyPatch, network: 
         assert part in line
 
 
+def test_the_process_that_started_the_ranks_knows_what_was_chosen(slow: None) -> None:
+    there = Auto(tune=False)
+    with pytest.raises(ValueError, match="has not chosen yet"):
+        _ = there.chosen
+
+    def chosen(peers: FakePeers) -> tuple[str, Any]:
+        peers.hosts = ("a", "a", "b", "b")
+        algorithm = Auto(tune=False)
+        algorithm.setup(dict(module().named_parameters()), peers)
+        return repr(algorithm.chosen), algorithm.outcome()
+
+    repr_, outcome = on_all_ranks(4, chosen)[0]
+    there.take_outcome(outcome)
+    assert repr(there.chosen) == repr_
+    assert there.chosen.collective == Hierarchical(), "which depends on the hosts"
+    there.take_outcome(Auto().outcome())
+    with pytest.raises(ValueError, match="has not chosen yet"):
+        _ = there.chosen
+
+
+def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    predict = auto.predict
+    ranks = threading.local()
+
+    def disturbed(candidate: AllReduce, *how: Any) -> Any:
+        prediction = predict(candidate, *how)
+        likes = (BlockInt(8), Identity(), Identity())[ranks.rank]
+        return replace(prediction, seconds=prediction.seconds * (1e-3 if candidate.codec == likes else 1))
+
+    monkeypatch.setattr(auto, "predict", disturbed)
+
+    def chosen(peers: FakePeers) -> Any:
+        ranks.rank = peers.rank
+        algorithm = Auto(tune=False)
+        algorithm.setup(dict(module().named_parameters()), peers)
+        return algorithm.chosen.codec
+
+    assert on_all_ranks(3, chosen) == [BlockInt(8)] * 3
+
+
+def test_a_codec_that_cannot_carry_the_parameters_is_no_candidate(slow: None) -> None:
+    def chosen(peers: FakePeers) -> Any:
+        parameters = {"z": nn.Parameter(torch.zeros(1000, dtype=torch.complex64))}
+        with pytest.raises(TypeError, match="complex"):
+            Auto(allow=[BlockInt(8)]).setup(parameters, peers)
+        algorithm = Auto(tune=False)
+        algorithm.setup(parameters, peers)
+        return algorithm.chosen.codec
+
+    assert on_all_ranks(2, chosen) == [Identity()] * 2
+
+
 def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:
     def chosen(peers: FakePeers) -> AllReduce:
         peers.hosts = ("a", "a", "b", "b")
@@ -109,9 +161,9 @@ def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:
         return algorithm.chosen
 
     assert all(made.collective == Hierarchical() for made in on_all_ranks(4, chosen))
-    with_one_host = auto.eligible([Identity()], ("a", "a"), "cpu")
+    with_one_host = auto.eligible([Identity()], ("a", "a"))
     assert {type(made.collective) for made in with_one_host} == {Ring, Direct}
-    assert {type(made.collective) for made in auto.eligible([TopK()], ("a", "b"), "cpu")} == {Direct}
+    assert {type(made.collective) for made in auto.eligible([TopK()], ("a", "b"))} == {Direct}
 
 
 @pytest.mark.parametrize("fastest", [Identity, BlockInt])

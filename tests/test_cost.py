@@ -63,6 +63,21 @@ def test_the_model_sends_the_bytes_that_the_collective_sends(collective: Collect
     assert predicted.bytes_sent == on_all_ranks(size, sent)[0] > 0
 
 
+@pytest.mark.parametrize("codec", CODECS[:3], ids=str)
+def test_the_model_sends_what_a_hierarchy_sends_and_adds(codec: Codec) -> None:
+    numel = 1 << 20
+
+    def sent(peers: FakePeers) -> int | None:
+        peers.hosts = tuple("aabb")
+        mean_(torch.randn(numel), peers, Hierarchical(), codec)
+        return peers.stats.bytes_sent
+
+    free = exchange_cost(machines("aabb"), Hierarchical(), codec, numel)
+    assert free.bytes_sent == on_all_ranks(4, sent)[0]
+    adding = exchange_cost(replace(machines("aabb"), pack=Work(0.0, 1e-6)), Hierarchical(), codec, numel)
+    assert adding.busy == pytest.approx(free.busy + 1e-6 * numel / 2), "half of the values, once"
+
+
 def test_rings_over_links_alone_take_what_the_formula_says() -> None:
     for size in (2, 4, 9):
         hosts = "abcdefghi"[:size]
@@ -199,9 +214,11 @@ def _measure() -> tuple[Machines, float]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     peers = connect(torch.device("cpu"), timedelta(seconds=60))
     peers.hosts = ("a", "a", "b")
+    random = torch.get_rng_state()
     begin = time.perf_counter()
     measured = measure(peers, [(Identity(), False), (BlockInt(8), True)], torch.device("cpu"))
     took = time.perf_counter() - begin
+    assert torch.equal(torch.get_rng_state(), random), "seeds are the user's"
     peers.close()
     return measured, took
 

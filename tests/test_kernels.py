@@ -489,7 +489,7 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
         bucket.pack(3)
         views = [slot.holds_gradient() for slot in bucket.slots]
         packed = bucket.buffer.clone()
-        bucket.unpack(lambda slot: slot.name != "p1", 3)
+        bucket.unpack(lambda slot: slot.name != "p1")
         assert (packs.call_count, unpacks.call_count) == (kernels, kernels and dtype != torch.float32)
         gradients = [slot.parameter.grad for slot in bucket.slots]
         results.append((packed, views, gradients))

@@ -52,7 +52,7 @@ class _Rank:
             bucket.launch(self.peers, self.algorithm.collective, _Agreed(), 1000 * self.steps + bucket.index, "")
         for bucket in self.buckets:
             bucket.residuals.end(lambda slot: slot.name not in unused)
-            bucket.unpack(lambda slot: slot.name not in unused, self.peers.size)
+            bucket.unpack(lambda slot: slot.name not in unused)
         self.steps += 1
         return {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
 
@@ -273,7 +273,7 @@ def test_memory_may_be_laid_out_in_any_order(how: str) -> None:
                 bucket.pack(peers.size)
                 bucket.launch(peers, Ring(), _Agreed(), step, "")
                 bucket.residuals.end(lambda _: True)
-                bucket.unpack(lambda _: True, peers.size)
+                bucket.unpack(lambda _: True)
             assert parameter.grad is not None
             assert parameter.grad.stride() == parameter.stride()
             history.append((parameter.grad.clone(), me.residuals()["weight"]))

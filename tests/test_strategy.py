@@ -206,9 +206,12 @@ import dataclasses, json, multiprocessing
 from test_strategy import Net, fit
 
 if __name__ == "__main__":
-    for name in ("ring_fp16_fork", "ring_spawn"):  # fork first: it wants a parent without threads
+    for name in ("ring_fp16_fork", "ring_auto_fork", "ring_spawn"):  # spawn last: fork wants a parent without threads
         trainer = fit(name, Net(), devices=2)
         assert not multiprocessing.active_children()
+        if name == "ring_auto_fork":
+            assert trainer.strategy.algorithm.chosen.bucket_mb == 25, "all sizes come to the same here"
+            continue
         print(json.dumps(dataclasses.asdict(trainer.strategy.stats)))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,12 +24,11 @@ from ringstrategy.collectives.agree import compare_plans
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
-from ringstrategy.collectives.native import Native
 from ringstrategy.collectives.peers import Peers
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.cost.model import Machines
 from ringstrategy.cost.probe import measure, of_all
-from ringstrategy.cost.step import Prediction, Profile, predict
+from ringstrategy.cost.step import Profile, predict
 
 _BUCKETS_MB = (25.0, 5.0, 100.0)
 _WARM_UP = 3  # passes before the true gradients are timed, and
@@ -71,7 +71,8 @@ class Auto(Algorithm):
         allow: the codecs it may choose from; of those within 2 % of each other the first is kept. None: `Identity()`
             and `BlockInt(8)`.
         error_feedback: for the lossy ones among them.
-        tune: False: keep what was chosen at `setup`.
+        tune: False: keep what was chosen at `setup`. Trials compare single backward passes, so that is the better way
+            where a step has several, of different parts of the model (a GAN).
         find_unused_parameters: see `AllReduce`, as for the arguments not named here.
         local: see `AllReduce`.
         residual_dtype: see `AllReduce`.
@@ -104,7 +105,8 @@ class Auto(Algorithm):
         # refuses what these arguments cannot be; and holds what is left when training ends or has not begun
         self._inner = AllReduce(**self._common)  # type: ignore[arg-type]
         self._peers: Peers | None = None
-        self._size = 0
+        self._hosts: tuple[str, ...] = ()
+        self._device = torch.device("cpu")
         self._parameters: dict[str, Parameter] = {}
         self._sparse: frozenset[str] = frozenset()
         self._machines: Machines | None = None
@@ -130,8 +132,19 @@ class Auto(Algorithm):
 
     @property
     def chosen(self) -> AllReduce:
-        """What it averages with now; give it to `RingStrategy` to pin it."""
-        return self._candidates[self._chosen] if self._candidates else self._inner
+        """What it averages with now; give it to `RingStrategy` to pin it. ValueError before there is a choice."""
+        if not self._candidates:
+            raise ValueError("ring_auto has not chosen yet: it does when training on two ranks or more begins")
+        return self._candidates[self._chosen]
+
+    def outcome(self) -> Any:
+        """See `Algorithm.outcome`: what was chosen."""
+        return self._hosts, self._chosen
+
+    def take_outcome(self, outcome: Any) -> None:
+        """See `Algorithm.take_outcome`."""
+        self._hosts, self._chosen = outcome
+        self._candidates = eligible(self.allow, self._hosts, **self._common) if self._hosts else []
 
     def news(self) -> list[str]:
         """See `Algorithm.news`: what was measured and chosen."""
@@ -143,39 +156,47 @@ class Auto(Algorithm):
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks measure together
-        self._peers, self._size = peers, peers.size
+        self._peers, self._hosts = peers, tuple(peers.hosts)
         self._parameters, self._sparse = dict(parameters), sparse
         self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
         self._postponed, self._gave_up = 0, False
-        device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
         begin = time.perf_counter()
-        self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], device)
+        self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], self._device)
         took = time.perf_counter() - begin
-        self._candidates = eligible(self.allow, peers.hosts, device.type, **self._common)
+        self._candidates = eligible(self.allow, self._hosts, **self._common)
         self._tuned = not self.tune
         predictions = self._predict(Profile(rest=0.0, backward=0.0))
-        best = min(predictions, key=lambda place: predictions[place].seconds)
+        best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
             f"ring_auto measured for {took:.2f} s: {_told(self._machines)}. "
-            f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best].seconds:.1f} ms"
-            + self._next_best(best, {place: prediction.seconds for place, prediction in predictions.items()})
+            f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best]:.1f} ms"
+            + self._next_best(best, predictions)
         )
         self._take(best)
 
-    def _predict(self, profile: Profile) -> dict[int, Prediction]:
-        """Of each candidate; of those that come to the same only the first."""
+    def _predict(self, profile: Profile) -> dict[int, float]:
+        """Seconds with each candidate, as rank 0 predicts them; of those that come to the same only the first."""
+        assert self._peers is not None
         assert self._machines is not None
         shared, _ = split(self._parameters, self._inner.local)
         dense = {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
-        predictions: dict[int, Prediction] = {}
-        seen = set()
-        for place, candidate in enumerate(self._candidates):
-            prediction = predict(candidate, dense, self._machines, profile)
+        seconds, seen = [], set()
+        refusal = None
+        for candidate in self._candidates:
+            try:
+                prediction = predict(candidate, dense, self._machines, profile)
+            except TypeError as error:  # this codec cannot carry all of them
+                refusal = error
+                seconds.append(math.inf)
+                continue
             same = (candidate.codec, type(candidate.collective), prediction)
-            if same not in seen:
-                seen.add(same)
-                predictions[place] = prediction
-        return predictions
+            seconds.append(math.inf if same in seen else prediction.seconds)
+            seen.add(same)
+        if refusal is not None and not seen:
+            raise refusal
+        first = of_all(self._peers, seconds)[0]
+        return {place: seconds for place, seconds in enumerate(first) if seconds < math.inf}
 
     def _next_best(self, best: int, seconds: Mapping[int, float]) -> str:
         """Of those that differ from what is taken in more than sizes."""
@@ -255,12 +276,12 @@ class Auto(Algorithm):
     def _begin_trials(self) -> None:
         """Predict again with what the true gradients have shown, and try the best."""
         predictions = self._predict(self._profile())
-        order = sorted(predictions, key=lambda place: predictions[place].seconds)
-        best = predictions[order[0]].seconds
-        tried = [place for place in order if predictions[place].seconds <= _NEAR * best][:_MOST_TRIED]
+        order = sorted(predictions, key=lambda place: predictions[place])
+        best = predictions[order[0]]
+        tried = [place for place in order if predictions[place] <= _NEAR * best][:_MOST_TRIED]
         for codec in self.allow:
-            first = next(place for place in order if self._candidates[place].codec == codec)  # Direct carries all
-            if first not in tried and predictions[first].seconds <= _NEAR_OTHER_CODEC * best:
+            first = next((place for place in order if self._candidates[place].codec == codec), tried[0])
+            if first not in tried and predictions[first] <= _NEAR_OTHER_CODEC * best:
                 tried.append(first)
         self._trial = _Trial({place: [] for place in tried}, tried, list(tried))
         self._take(tried[0])
@@ -346,8 +367,8 @@ class Auto(Algorithm):
 
     def _now(self) -> float:
         """The time; while candidates are compared, when the device has done what it was given."""
-        if not self._tuned and torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if not self._tuned and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
     def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
@@ -359,7 +380,7 @@ class Auto(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`: what was chosen too, and whether by trial."""
         tuned = self._tuned and not self._gave_up
-        chosen = {"auto": repr(self.chosen), "ranks": self._size, "tuned": tuned}
+        chosen = {"auto": repr(self.chosen), "ranks": len(self._hosts), "tuned": tuned}
         return {**self._inner.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -390,20 +411,19 @@ class Auto(Algorithm):
         self._trial, self._begin = None, None
 
 
-def eligible(allow: Iterable[Codec], hosts: Sequence[str], device_type: str, **common: Any) -> list[AllReduce]:
+def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> list[AllReduce]:
     """Every combination of codec, collective, segments and bucket size that makes sense, the usual ones first.
+
+    `Native` is not among them: nobody could count its bytes.
 
     Args:
         allow: the codecs.
         hosts: for each rank which host it is on.
-        device_type: "cpu" or "cuda", where gradients live.
         common: further arguments of each `AllReduce`.
     """
     collectives: list[Collective] = [Ring(), Direct(), Ring(segments=1)]
     if 1 < len(set(hosts)) < len(hosts):
         collectives.insert(0, Hierarchical())
-    if device_type == "cuda":  # on CPUs it is no faster, and its bytes are not counted
-        collectives.append(Native())
     made = []
     for codec in allow:
         for collective in collectives:

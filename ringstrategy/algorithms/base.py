@@ -40,6 +40,13 @@ class Algorithm(ABC):
         Raises PlanMismatchError on every rank if the ranks differ in anything that matters.
         """
 
+    def outcome(self) -> Any:
+        """What the process that started the ranks is to know afterwards. It can be pickled."""
+        return None
+
+    def take_outcome(self, outcome: Any) -> None:
+        """In that process: what rank 0 knew."""
+
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """Raise a ValueError with the cure if this cannot be right with a loss scaler, or with clipping by norm.
 

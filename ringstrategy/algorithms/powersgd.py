@@ -201,9 +201,9 @@ class LowRankBucket(Bucket):
                 _subtract(matrix, left, right, 1 / peers.size, out=_as_matrix(slot.residual, tuple(matrix.shape)))
             multiply(left, right, out=matrix)
 
-    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.unpack`."""
-        self._dense.unpack(used, size)
+        self._dense.unpack(used)
 
 
 class _Factors:

@@ -336,7 +336,7 @@ class _Pass:
 
         for bucket in self.active:
             bucket.residuals.end(used)
-            bucket.unpack(used, self._peers.size)
+            bucket.unpack(used)
 
 
 class _Cleared:

@@ -23,7 +23,7 @@ def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
     handles = []
     for distance in range(1, peers.size):
         target, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
-        handles.append(peers.post({target: payload}, {source: table[source]}))
+        handles.append(peers.swap(target, payload, source, table[source]))
 
     def collect() -> Tensor:
         for handle in handles:

@@ -86,7 +86,7 @@ class Bucket(ABC):
         """Start the exchange of what `pack` gathered, once the ranks have `agreed`."""
 
     @abstractmethod
-    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
         """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
 
     def state(self) -> dict[str, Tensor]:
@@ -231,7 +231,7 @@ class DenseBucket(Bucket):
         return peers.submit(work, where)
 
     @torch.no_grad()
-    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.unpack`."""
         taken: list[Tensor | None] = []
         for slot, planned in zip(self.slots, self._planned, strict=True):
@@ -327,7 +327,7 @@ class SparseBucket(Bucket):
         )
         self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
 
-    def unpack(self, used: Callable[[Slot], bool], size: int) -> None:
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.unpack`."""
         slot = self.slots[0]
         if slot.parameter.requires_grad and (slot.parameter.grad is not None or used(slot)):

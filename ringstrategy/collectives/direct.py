@@ -28,9 +28,9 @@ class Direct(Collective):
     """Everyone sends its part of chunk c to rank c, which sums in full precision, encodes once, and sends to all.
 
     The bytes are the ring's, 2 (N-1)/N of the encoded values, over N-1 connections. Short messages leave for all at
-    once. Long ones go to one rank after the other, each rank beginning with the next, so that a link carries one stream
-    at a time: several share it unevenly, and those that end early leave other links idle. Order of addition: the
-    owner's own values, then the others' in rank order.
+    once. Long ones, of chunks in several segments, go to one rank after the other, each rank beginning with the next,
+    so that a link carries one stream at a time: several share it unevenly, and those that end early leave other links
+    idle. Order of addition: the owner's own values, then the others' in rank order.
 
     Args:
         segments: most pieces of a chunk in flight at once; more than two have at least 2 MB of values each.

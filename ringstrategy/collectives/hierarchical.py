@@ -113,7 +113,7 @@ class Hierarchical(Collective):
             if own is not None:
                 piece = part(own, k)
                 for summand in by_other(k).values():
-                    piece.add_(summand)
+                    peers.add_(piece, summand)
                 owners = _Subset(peers, [ranks[own] for ranks in hosts])
                 rest = None if lost is None else part(own, k, lost)
                 # offsets begin at 0 in each piece, so each needs noise of its own

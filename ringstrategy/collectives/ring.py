@@ -64,7 +64,7 @@ class Ring(Collective):
         # Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory
         # is written again, because a handle covers the send and the receive that were posted together.
         stride = wire_stride(chunks, codec, values)
-        leaving = _wires(peers, "ring.leaving", count, stride, values)
+        leaving = _wires(peers, "ring.leaving", count, 0 if in_place else stride, values)
         filling = _wires(peers, "ring.filling", count, stride, values)
 
         def piece(chunk: int, k: int) -> tuple[Tensor, int, int]:

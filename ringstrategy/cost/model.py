@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Handle, Peers, Waitable
 from ringstrategy.collectives.worker import Work as Task
+
+_SAMPLE = 1 << 22  # values, by which a host's ranks are compared
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,7 @@ class _Clocked(Peers):
     """Peers that carry nothing: a post reserves the links, and its handle ends when the slower side would."""
 
     def __init__(self, rank: int, machines: Machines, clock: _Clock, shared_by: float) -> None:
-        super().__init__(rank, len(machines.hosts))
-        self.hosts = machines.hosts
+        super().__init__(rank, len(machines.hosts), hosts=machines.hosts)
         self._machines, self._clock = machines, clock
         self._across = replace(machines.across, beta=machines.across.beta * shared_by)
         self._free: dict[tuple[bool, bool], float] = {}  # (across, outward): when that direction is free again
@@ -155,6 +157,10 @@ class _Clocked(Peers):
                 self.bytes_across += tensor.numel() if outward and is_across else 0
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _Arrival(self._clock, end)
+
+    def add_(self, values: Tensor, summand: Tensor) -> None:
+        """About as long as a copy."""
+        self._clock.work(self._machines.pack.seconds(values.numel()))
 
     def all_reduce_(self, values: Tensor) -> None:
         """A backend's own: taken for a ring over the network whose additions are hidden."""
@@ -243,20 +249,39 @@ def exchange_cost(
         beside_computing: does training compute meanwhile?
     """
     slowed = 1 + machines.crowding if beside_computing else 1.0
-    machines = replace(machines, post=machines.post * slowed, transport=machines.transport * slowed)
-
-    def run(rank: int, shared_by: float) -> tuple[_Clocked, _Clock]:
-        clock = _Clock(machines.wake if beside_computing else 0.0)
-        cost = machines.codecs[codec, feedback].slower(slowed)
-        peers = _Clocked(rank, machines, clock, shared_by)
-        values = torch.empty(numel, dtype=dtype, device="meta")
-        residual = torch.empty_like(values) if feedback else None
-        mean_(values, peers, collective, _Timed(codec, cost, clock), residual=residual)
-        return peers, clock
-
-    first = [rank for rank, host in enumerate(machines.hosts) if host == machines.hosts[0]]
-    # a rank's share of its host's link shrinks with what the others of its host send at the same time
-    sent = {rank: run(rank, 1.0)[0].bytes_across for rank in first} if len(first) > 1 else {first[0]: 1}
-    most = max(sent, key=lambda rank: sent[rank])
-    peers, clock = run(most, sum(sent.values()) / sent[most] if sent[most] else 1.0)
+    machines = replace(
+        machines,
+        post=machines.post * slowed,
+        transport=machines.transport * slowed,
+        pack=machines.pack.slower(slowed),
+    )
+    clock = _Clock(machines.wake if beside_computing else 0.0)
+    rank, shared_by = _sends_most(machines.hosts, collective, codec)
+    peers = _Clocked(rank, machines, clock, shared_by)
+    values = torch.empty(numel, dtype=dtype, device="meta")
+    residual = torch.empty_like(values) if feedback else None
+    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
+    mean_(values, peers, collective, timed, residual=residual)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0)
+
+
+@cache
+def _sends_most(hosts: tuple[str, ...], collective: Collective, codec: Codec) -> tuple[int, float]:
+    """Of the first host the rank that sends most to other hosts, and what all its ranks send, in units of that.
+
+    By so much a rank's part of its host's link is smaller than the link.
+    """
+    first = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+    if len(first) == 1:
+        return first[0], 1.0
+    free = Work(0.0, 0.0)
+    nowhere = Machines(hosts, Link(0.0, 0.0), Link(0.0, 0.0), post=0.0, codecs={}, crowding=0.0)
+    sent = {}
+    for rank in first:
+        clock = _Clock(0.0)
+        peers = _Clocked(rank, nowhere, clock, 1.0)
+        timed = _Timed(codec, CodecCost(free, free, free, free), clock)
+        mean_(torch.empty(_SAMPLE, device="meta"), peers, collective, timed)
+        sent[rank] = peers.bytes_across
+    most = max(sent, key=lambda rank: sent[rank])
+    return most, sum(sent.values()) / sent[most] if sent[most] else 1.0

@@ -213,8 +213,7 @@ def _crowding(peers: Peers, codec: Codec, device: torch.device) -> float:
     """How much longer matrix products of the training thread take while the other thread encodes: 0 to 1."""
     if device.type != "cpu":
         return 0.0
-    matrix = torch.randn(256, 256)
-    values = torch.randn(_MANY)
+    matrix, values = torch.ones(256, 256, device="cpu"), torch.ones(_MANY, device="cpu")
     wire = torch.empty(codec.nbytes(_MANY, values.dtype), dtype=torch.uint8)
 
     def products() -> int:
@@ -241,7 +240,7 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     """How long a short message takes in a ring of the members while the training threads of all ranks compute."""
     if device.type != "cpu":
         return 0.0
-    matrix = torch.randn(256, 256)
+    matrix = torch.ones(256, 256, device="cpu")
     done, waits = threading.Event(), []
 
     def compute() -> None:
