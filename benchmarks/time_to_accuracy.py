@@ -11,11 +11,8 @@ whatever else the machine does hits all alike. A contender's first steps count, 
 tries, it tries within its time.
 
 All contenders start from the same weights, see the same windows in the same order, others on each rank, and have the
-same optimizer: AdamW at 5e-4. Of 2e-4, 3e-4, 5e-4, 7e-4, 1e-3, 2e-3, 4e-3 and 8e-3 it gave fp32 the lowest loss after
-200 and after 400 steps with both of two seeds (in one process, the windows of four ranks in a batch); SGD with momentum
-was behind at .05 and .1, and diverged at .2. The PowerSGD hook compresses from the first step on: torch's default, a
-thousand uncompressed ones, would end here before it began, and 10, 20 or 40 of them, as torch advises, saved it no more
-than a tenth of the steps.
+same optimizer: AdamW at 5e-4. The PowerSGD hook compresses from the first step on: torch's default, a thousand
+uncompressed ones, would end here before it began.
 """
 
 from __future__ import annotations
