@@ -199,7 +199,7 @@ def _races() -> Plan:
         ),
         Step(
             "race/1gbit-far",
-            f'time_to_accuracy.py --hosts 4 --rate 1gbit --target 2.25 --most-steps 1000 --cases "{far}"',
+            f'time_to_accuracy.py --hosts 4 --rate 1gbit --target 2.25 --most-steps 1024 --cases "{far}"',
             10,
         ),
     ]

@@ -274,6 +274,15 @@ def test_what_is_done_is_not_done_again(measured, capsys):
     assert all({"commit", "date", "seconds", "processor"} <= made.keys() for made in known.values())
 
 
+def test_rows_are_of_the_commit_that_the_run_began_with(measured, monkeypatch):
+    commits = iter(["before", "after"])
+    monkeypatch.setattr(suite.harness, "commit", lambda: next(commits))
+    measured({"a/one": "1"})
+    assert runs.records(measured.results)["a/one"]["commit"] == "before"
+    assert suite._code_changed(f"{'0' * 40}"), "nobody knows that commit"
+    assert suite._code_changed("HEAD-dirty"), "nobody knows what that was"
+
+
 @pytest.mark.parametrize("how", ["bad", "silent"])
 def test_a_step_that_fails_stops_the_campaign(measured, how):
     measured({"a/one": "1"})
