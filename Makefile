@@ -17,8 +17,8 @@ help:  ## this list
 train: $(installed)  ## train on real data, 2 processes over the ring
 	"$(VENV)/bin/ringstrategy-train" $(ARGS)
 
-test: $(installed)  ## run the tests, two files at a time
-	"$(py)" -m pytest -n 2 --dist loadfile $(ARGS)
+test: $(installed)  ## run the tests
+	"$(py)" -m pytest $(ARGS)
 
 lint: $(installed)  ## ruff: rules and format
 	"$(py)" -m ruff check .

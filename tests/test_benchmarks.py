@@ -311,7 +311,6 @@ def test_a_run_that_diverges_ends(ranks, tmp_path):
         assert row["curve"]["steps"][-1] < 320
 
 
-@pytest.mark.alone
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8", "--interval", "4", "--width", "32"]
     arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]

@@ -223,7 +223,6 @@ def _measure() -> tuple[Machines, float]:
     return measured, took
 
 
-@pytest.mark.alone
 def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
     measured = ranks(3, _measure)
     first, took = measured[0]

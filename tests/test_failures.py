@@ -29,7 +29,7 @@ from ringstrategy import AllReduce, Identity, PeerLostError, PlanMismatchError, 
 from ringstrategy.collectives.peers import connect
 
 PROMPT = 15.0  # seconds within which survivors must have noticed
-pytestmark = [pytest.mark.timeout(120), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(120)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:

@@ -23,7 +23,7 @@ assert _spec.loader is not None
 lab = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(lab)
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.alone]
+pytestmark = pytest.mark.timeout(60)
 needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
 
 FAMILY = "sleep 1000 & {} sleep 1000 & sleep 1000"  # a rank, a child in its process group, and one put elsewhere

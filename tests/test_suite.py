@@ -84,7 +84,6 @@ def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
     assert large == 2**20 * 3 // 2
 
 
-@pytest.mark.alone
 @needs_namespaces
 def test_a_host_link_carries_what_the_limit_says(tmp_path):
     cases = "=ring identity,=direct identity,=hierarchical identity"

@@ -380,7 +380,7 @@ class Auto(Algorithm):
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`: what was chosen too, and whether by trial."""
         tuned = self._tuned and not self._gave_up
-        chosen = {"auto": repr(self.chosen), "ranks": len(self._hosts), "tuned": tuned}
+        chosen = {"auto": repr(self.chosen) if self._candidates else None, "ranks": len(self._hosts), "tuned": tuned}
         return {**self._inner.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
