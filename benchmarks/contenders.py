@@ -30,7 +30,8 @@ from ringstrategy.topologies import OnePeerExponential
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-DDP, FP16_HOOK, POWERSGD_HOOK = "ddp", "ddp fp16 hook", "ddp powersgd rank 1"
+DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
+POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
 _AT_INTERVALS: dict[str, Callable[[int, bool | int], Algorithm]] = {
@@ -77,9 +78,9 @@ def contenders(
     made: dict[str, Callable[[], Training]] = {
         DDP: lambda: TorchDDP(model(), batches, **how),
         FP16_HOOK: lambda: TorchDDP(model(), batches, fp16=True, **how),
-        POWERSGD_HOOK: lambda: PowerSGDHook(model(), batches, timeout, 1, **how),
-        "ddp powersgd rank 4": lambda: PowerSGDHook(model(), batches, timeout, 4, **how),
     }
+    for rank, name in POWERSGD_HOOKS.items():
+        made[name] = lambda rank=rank: PowerSGDHook(model(), batches, timeout, rank, **how)
     for period in PERIODS:
         made[f"post-local sgd every {period}"] = lambda period=period: PostLocalSGD(model(), batches, period, **how)
     for name, make in {**STRATEGIES, **BESIDE}.items():

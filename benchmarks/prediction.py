@@ -23,6 +23,7 @@ from harness import Case, Row
 from lab import bits_per_second
 from rich.console import Console
 from rich.table import Table
+from runs import ALONE
 from tasks import mlp
 
 from ringstrategy import Codec
@@ -30,7 +31,6 @@ from ringstrategy.cost import CodecCost, Prediction, Profile, predict
 from ringstrategy.cost.probe import pack_seconds
 from ringstrategy.plan import candidates, machines, measured_codecs
 
-_ALONE = "compute alone"
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
 _LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told otherwise
 
@@ -55,7 +55,7 @@ def worker(options: argparse.Namespace) -> None:
     named = {name: algorithm for name, algorithm in candidates(options.processes > 1).items() if name in known}
     named = {name: made for name, made in named.items() if name == DDP or harness.wanted(name, options)}
     alone = Training(task.model(0), batches, task.loss)
-    trainings = {DDP: known[DDP](), _ALONE: alone, **{name: known[name]() for name in named if name != DDP}}
+    trainings = {DDP: known[DDP](), ALONE: alone, **{name: known[name]() for name in named if name != DDP}}
     cases = [
         Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited, steps=len(batches))
         for name, made in trainings.items()
@@ -69,7 +69,7 @@ def worker(options: argparse.Namespace) -> None:
         torch.set_num_threads(threads)
     dist.barrier()
     measured = harness.interleave(cases, options.rounds, options.warmup)
-    identical = {case.name: harness.identical_on_all_ranks(case.result()) for case in cases if case.name != _ALONE}
+    identical = {case.name: harness.identical_on_all_ranks(case.result()) for case in cases if case.name != ALONE}
     for training in trainings.values():
         training.close()
     counted = alone.phases_of_runs(options.steps)[options.warmup :]

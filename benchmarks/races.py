@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from contenders import DDP, FP16_HOOK, POWERSGD_HOOKS
 from runs import Row, Setting, by_rate, is_peer, provenance, rows
 
 BENCHMARK = "time to accuracy"
-DENSE = ("ddp", "ddp fp16 hook")  # of others, those that send every gradient
-POWERSGD = ("ddp powersgd rank 1", "ddp powersgd rank 4")
+DENSE = (DDP, FP16_HOOK)  # of others, those that send every gradient
+POWERSGD = tuple(POWERSGD_HOOKS.values())
 
 
 @dataclass
@@ -84,7 +85,7 @@ def races(folder: Path) -> list[Race]:
     """Slow links first. Where a seed was run twice, the last counts."""
     found: dict[tuple[Setting, float], Race] = {}
     for made, row in rows(folder):
-        if row.get("benchmark") != BENCHMARK:
+        if row["benchmark"] != BENCHMARK:
             continue
         setting = Setting(BENCHMARK, row["size"], row["hosts"], row["processes"], row["rate"])
         race = found.setdefault((setting, row["target"]), Race(setting, row["target"]))

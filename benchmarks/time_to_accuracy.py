@@ -32,16 +32,16 @@ from functools import partial
 import harness
 import torch
 import torch.distributed as dist
-from contenders import AT_INTERVALS, DDP, FP16_HOOK, PERIODS, POWERSGD_HOOK, Training, contenders
+from contenders import AT_INTERVALS, DDP, FP16_HOOK, PERIODS, POWERSGD_HOOKS, Training, contenders
 from harness import Case, Measured
 from rich.console import Console
 from rich.table import Table
 from tasks import cross_entropy, gpt, held_out_text
 from torch import Tensor, nn
 
-_BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOK)  # always, so that there are ratios to them in the same run
+_BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # always, so that there are ratios to them in the same run
 _DEFAULT = (
-    "ddp powersgd rank 4",
+    POWERSGD_HOOKS[4],
     *(f"post-local sgd every {period}" for period in PERIODS),
     "ring",
     "ring_int8",

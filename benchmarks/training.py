@@ -24,13 +24,12 @@ import torch
 import torch.distributed as dist
 from contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from harness import Case, Measured
+from runs import ALONE
 from tasks import TASKS, Task
 from torch import Tensor, nn
 
 from ringstrategy.algorithms.decentralized import Decentralized
 from ringstrategy.registry import STRATEGIES
-
-_ALONE = "compute alone"
 
 
 class _Exchange(Ours):
@@ -114,7 +113,7 @@ def worker(options: argparse.Namespace) -> None:
 def _measure_steps(bench: _Bench) -> None:
     options = bench.options
     known = contenders(bench.initial, bench.batches, bench.timeout, loss=bench.task.loss)
-    trainings = {DDP: known.pop(DDP)(), _ALONE: bench.alone()}
+    trainings = {DDP: known.pop(DDP)(), ALONE: bench.alone()}
     for name, make in known.items():
         if harness.wanted(name, options):
             trainings[name] = bench.whole_intervals(make())
@@ -140,7 +139,7 @@ def _measure_steps(bench: _Bench) -> None:
     for training in trainings.values():
         training.close()
 
-    alone = trainings[_ALONE].phases_of_runs(options.steps)[options.warmup :]
+    alone = trainings[ALONE].phases_of_runs(options.steps)[options.warmup :]
     forward, backward, step = (statistics.median(phase) for phase in zip(*alone, strict=True))
     notes = [
         f"compute alone, of the slowest rank: forward {forward:.4f} s, backward {backward:.4f} s, "
@@ -182,7 +181,7 @@ def _has_to_send(training: Training, measured: Measured, options: argparse.Names
 
 def _beyond(measured: dict[str, Measured]) -> dict[str, float]:
     """Of each case, seconds a step beyond compute alone: the median over the rounds."""
-    alone = measured[_ALONE].seconds
+    alone = measured[ALONE].seconds
     return {
         name: statistics.median(s - a for s, a in zip(case.seconds, alone, strict=True))
         for name, case in measured.items()

@@ -132,8 +132,8 @@ def _hidden(found: Sequence[Panel]) -> Iterable[Verdict]:
 def _races(found: Sequence[Race]) -> Iterable[Verdict]:
     four = [race for race in found if race.setting.hosts == 4 and race.setting.processes == 1]
     measured: list[tuple[str, Race | None]] = [(race.setting.rate, race) for race in four]
-    lacking = _TO_ACCURACY.keys() - {rate for rate, _ in measured}
-    for rate, race in [*measured, *((rate, None) for rate in _TO_ACCURACY if rate in lacking)]:
+    known = dict(measured)
+    for rate, race in [*measured, *((rate, None) for rate in _TO_ACCURACY if rate not in known)]:
         loss = "its target loss" if race is None else f"loss {race.target:g}, {len(race.seeds)} seed(s)"
         contests = [("PowerSGD as a DDP hook, the better of ranks 1 and 4", 1.0, POWERSGD)]
         if rate in _TO_ACCURACY:

@@ -275,13 +275,13 @@ def test_ctrl_c_ends_every_process(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_regression_on_four_ranks_is_gradient_descent(tmp_path):
-    done = app(tmp_path, "experiment=regression", "trainer.max_epochs=100", "trainer.enable_progress_bar=false")
+    done = app(tmp_path, "experiment=regression", "trainer.enable_progress_bar=false")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads(next(tmp_path.rglob("summary.json")).read_text())
     assert summary["processes"] == 4
-    assert summary["steps"] == 100
+    assert summary["steps"] == 400
     assert summary["bytes_sent"] > 0
     data = Regression()
-    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=100, lr=0.01)
+    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=400, lr=0.01)
     weights = torch.load(summary["checkpoint"], weights_only=True)["state_dict"]["weights"]
     np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)

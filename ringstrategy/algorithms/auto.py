@@ -22,6 +22,7 @@ from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.agree import compare_plans
 from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.buckets import sums_dtype
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
 from ringstrategy.collectives.peers import Peers
@@ -181,20 +182,18 @@ class Auto(Algorithm):
         assert self._machines is not None
         shared, _ = split(self._parameters, self._inner.local)
         dense = {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
+        refused = _refused(self.allow, {sums_dtype(parameter.dtype) for parameter in dense.values()})
+        if len(refused) == len(self.allow):
+            raise refused[self.allow[0]]
         seconds, seen = [], set()
-        refusal = None
         for candidate in self._candidates:
-            try:
-                prediction = predict(candidate, dense, self._machines, profile)
-            except TypeError as error:  # this codec cannot carry all of them
-                refusal = error
+            if candidate.codec in refused:
                 seconds.append(math.inf)
                 continue
+            prediction = predict(candidate, dense, self._machines, profile)
             same = (candidate.codec, type(candidate.collective), prediction)
             seconds.append(math.inf if same in seen else prediction.seconds)
             seen.add(same)
-        if refusal is not None and not seen:
-            raise refusal
         first = of_all(self._peers, seconds)[0]
         return {place: seconds for place, seconds in enumerate(first) if seconds < math.inf}
 
@@ -409,6 +408,18 @@ class Auto(Algorithm):
         self._peers = None
         self._parameters, self._sparse = {}, frozenset()
         self._trial, self._begin = None, None
+
+
+def _refused(codecs: Iterable[Codec], dtypes: Collection[torch.dtype]) -> dict[Codec, TypeError]:
+    """Those that cannot carry all of these, and what they say to it."""
+    refused = {}
+    for codec in codecs:
+        try:
+            for dtype in dtypes:
+                codec.check(dtype)
+        except TypeError as error:
+            refused[codec] = error
+    return refused
 
 
 def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> list[AllReduce]:

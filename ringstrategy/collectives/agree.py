@@ -20,10 +20,7 @@ def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
     """
     table = torch.empty(peers.size, payload.numel(), dtype=torch.uint8, device="cpu")
     table[peers.rank] = payload
-    handles = []
-    for distance in range(1, peers.size):
-        target, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
-        handles.append(peers.swap(target, payload, source, table[source]))
+    handles = [peers.swap(target, payload, source, table[source]) for target, source in peers.pairs()]
 
     def collect() -> Tensor:
         for handle in handles:

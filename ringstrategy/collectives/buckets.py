@@ -315,8 +315,7 @@ class SparseBucket(Bucket):
         values = [self._values.new_empty(rows, *shape) for rows in counts]
         indices[peers.rank], values[peers.rank] = self._indices, self._values
         handles = []
-        for distance in range(1, peers.size):
-            target, source = (peers.rank + distance) % peers.size, (peers.rank - distance) % peers.size
+        for target, source in peers.pairs():
             for tensors in (indices, values):
                 sent, arriving = (tensors[rank].view(-1).view(torch.uint8) for rank in (peers.rank, source))
                 handles.append(peers.swap(target, sent, source, arriving))

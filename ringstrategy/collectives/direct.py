@@ -84,7 +84,7 @@ class Direct(Collective):
                 codec.decode(wire, part)
                 codec.restore_(part, seed)
 
-        pairs = [((rank + distance) % size, (rank - distance) % size) for distance in range(1, size)]
+        pairs = peers.pairs()
         in_turn = count > 1 and stride >= _LONG
         batches = [[pair] for pair in pairs] if in_turn else [pairs]
         under_way: deque[tuple[int, Handle]] = deque()  # and of which segment

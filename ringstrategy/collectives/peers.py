@@ -77,6 +77,10 @@ class Peers(ABC):
         """Where small messages on host memory go."""
         return self
 
+    def pairs(self) -> list[tuple[int, int]]:
+        """At each distance to whom and from whom, nearest first: so everyone sends to everyone, nobody to one twice."""
+        return [((self.rank + d) % self.size, (self.rank - d) % self.size) for d in range(1, self.size)]
+
     @abstractmethod
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start sending and receiving flat uint8 tensors, keyed by the other rank; several posts may be in flight.
