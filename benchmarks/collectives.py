@@ -234,7 +234,8 @@ def worker(options: argparse.Namespace) -> None:
     peers = connect(torch.device("cpu"), timeout)
     native = connect(torch.device("cpu"), timeout)  # of its own: after Native, stats count no bytes any more
     baseline, *others = ways(options.processes)
-    chosen = [baseline, *(way for way in others if harness.wanted(way.name, options))]
+    names = harness.chosen([way.name for way in (baseline, *others)], options)
+    chosen = [baseline, *(way for way in others if way.name in names)]
     for mb in options.mb:
         sums = Sums(mb, peers, native, options)
         cases = [sums.case(way) for way in chosen]

@@ -34,6 +34,7 @@ DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
+POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
 _AT_INTERVALS: dict[str, Callable[[int, bool | int], Algorithm]] = {
     "gossip_exponential": lambda interval, overlap: Gossip(OnePeerExponential(), interval=interval, overlap=overlap),
     "gossip_int8": lambda interval, overlap: Choco(codec=BlockInt(8), interval=interval, overlap=overlap),
@@ -81,8 +82,8 @@ def contenders(
     }
     for rank, name in POWERSGD_HOOKS.items():
         made[name] = lambda rank=rank: PowerSGDHook(model(), batches, timeout, rank, **how)
-    for period in PERIODS:
-        made[f"post-local sgd every {period}"] = lambda period=period: PostLocalSGD(model(), batches, period, **how)
+    for period, name in POST_LOCAL.items():
+        made[name] = lambda period=period: PostLocalSGD(model(), batches, period, **how)
     for name, make in {**STRATEGIES, **BESIDE}.items():
         made[name] = lambda make=make: ours(model(), batches, make(), timeout, **how)
     return made

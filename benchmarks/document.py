@@ -15,7 +15,7 @@ from pathlib import Path
 import pictures
 import scaling
 from races import DENSE, POWERSGD, Race, races
-from runs import ALONE, Panel, Row, panels, provenance, rate_in_words, rows, runs
+from runs import Panel, Row, is_alone, panels, provenance, rate_in_words, rows, runs
 from verdicts import losses, verdicts
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -33,12 +33,13 @@ processes. A time is the slowest rank's, the median over the rounds, and beside 
 is how many times as fast as the first case, the median over the rounds. The limit is the encoded bytes that must leave
 a host (of an all-reduce 2 (N-1)/N of the values) over what the raw stream carries, of a training step forward +
 max(backward, wire) + optimizer, of gossip compute + what the wire takes beyond the compute of the steps that overlap it
-("1 late": of one step, else of the whole interval), with what the slowest rank took that only computed in that round:
-so a case can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause are much of a message. A
-tensor of 96 MB has 96 x 2^20 bytes; 1 MB sent is a million. MB sent are counted at the transport, of the rank that sent
-most; MB on the link by the kernel, headers included, of the host that sent most. The error is relative: of a sum to the
-fp64 sum, of training to where DDP's weights went. Hosts share the machine's cores: at fast rates they are the limit,
-and not the wire."""
+("1 late": of one step, else of the whole interval), with what the slowest rank took that only computed in that round,
+as many steps in a row: so a case can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause
+are much of a message. A tensor of 96 MB has 96 x 2^20 bytes; 1 MB sent is a million. MB sent are counted at the
+transport, of the rank that sent most; MB on the link by the kernel, headers included, of the host that sent most. The
+error is relative: of a sum to the fp64 sum, of training to where DDP's weights went. Hosts share the machine's cores:
+at fast rates they are the limit, and not the wire. Where others are named the strongest, it is of those that average at
+each step."""
 
 # Written down in the project's notes when they were run, 2026-11; their rows were not kept.
 _ELSEWHERE = """| peer | all-reduce of 96 MB beside gloo's fp32 | training step of the 24 M MLP beside torch DDP |
@@ -343,8 +344,14 @@ def _tables(found: Sequence[Panel]) -> list[str]:
         headings = ["case", "seconds", "fastest - slowest", f"x {shown[0]['baseline']}", "limit", "of the limit"]
         headings += [*(["waited"] if waits else []), "MB sent", "MB on the link", "error"]
         lines += ["", f"### {panel.setting}", "", *_table(headings, [_cells(row, waits) for row in shown])]
-        apart = [f"`{row['case']}`" for row in shown if not row["ranks_identical"] and row["case"] != ALONE]
-        lines += ["", *_listed(run.provenance() for run in panel.sources())]
+        apart = [f"`{row['case']}`" for row in shown if not row["ranks_identical"] and not is_alone(row["case"])]
+        sources = _listed(run.provenance() for run in panel.sources())
+        if len(sources) > 1:
+            lines += [
+                "",
+                "A case is of the first of these runs that has it, and its x beside the first case of the same run:",
+            ]
+        lines += ["", *sources]
         lines += ["", f"Ranks ended with different bits: {', '.join(apart)}."] if apart else []
     return lines[1:]
 

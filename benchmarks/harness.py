@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -27,8 +27,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-_COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
+COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
+_NO_CASES = "none"  # only those that nobody can leave out
 _TRIES = 3  # a second in which the machine was busy with something else is no reason to give up
 
 
@@ -69,6 +70,7 @@ class Row:
     bytes_sent: int | None  # by the rank that sent most, in one step, counted at the transport
     bytes_at_interface: int | None  # by the host that sent most; None on loopback
     waited_seconds: float | None  # of one step, the training thread waited for the exchange, median over the rounds
+    steps: int  # that were taken in a row
     error: float | None
     ranks_identical: bool
     limit_seconds: float | None
@@ -92,7 +94,10 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds; each runs every case once")
     parser.add_argument("--warmup", type=int, default=1, help="rounds that are not counted")
-    parser.add_argument("--cases", help="only cases whose name contains one of these, comma-separated; =ring: that one")
+    parser.add_argument(
+        "--cases",
+        help="cases whose name contains one of these, comma-separated; =ring: that one; none: but the baseline",
+    )
     parser.add_argument("--threads", type=int, help="torch threads a rank; default: cores / ranks, at least 1")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which a collective gives up")
     parser.add_argument("--out", type=Path, help="append one JSON row a case to this file")
@@ -120,7 +125,7 @@ def in_lab(options: argparse.Namespace, argv: Sequence[str]) -> None:
         carried = (
             check_throttle(lambda: next(lab.links())) if lab.bits_per_second is not None and lab.hosts > 1 else None
         )
-        told = {_THROUGHPUT: repr(carried), _COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        told = {_THROUGHPUT: repr(carried), COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         for rank in range(lab.world_size):
             lab.popen(rank, [sys.executable, *argv], told)
         codes = lab.wait()
@@ -172,10 +177,24 @@ def wire_seconds(nbytes: float) -> float | None:
     return None if link is None else nbytes / link
 
 
-def wanted(name: str, options: argparse.Namespace) -> bool:
-    """Whether the user asked for this case."""
-    parts = [] if options.cases is None else options.cases.split(",")
-    return not parts or any(part[1:] == name if part.startswith("=") else part in name for part in parts)
+def wanted(name: str, cases: str | None) -> bool:
+    """Whether a user who gives these `--cases` asks for this one."""
+    return cases is None or any(_means(part, name) for part in cases.split(","))
+
+
+def chosen(names: Iterable[str], options: argparse.Namespace) -> list[str]:
+    """Those that the user asked for. A ValueError if a part of `--cases` means none of them, other than `none`."""
+    known, cases = list(names), options.cases
+    if cases is None or cases == _NO_CASES:
+        return known if cases is None else []
+    for part in cases.split(","):
+        if not any(_means(part, name) for name in known):
+            raise ValueError(f"--cases: {part!r} is in no case's name; they are {', '.join(known)}")
+    return [name for name in known if wanted(name, cases)]
+
+
+def _means(part: str, name: str) -> bool:
+    return part[1:] == name if part.startswith("=") else part in name
 
 
 def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Measured]:
@@ -263,6 +282,7 @@ def rows(
             bytes_sent=measured[case.name].bytes_sent,
             bytes_at_interface=measured[case.name].bytes_at_interface,
             waited_seconds=statistics.median(measured[case.name].waited) if measured[case.name].waited else None,
+            steps=case.steps,
             error=errors[case.name],
             ranks_identical=identical[case.name],
             limit_seconds=case.limit_seconds,
@@ -351,8 +371,8 @@ def _interface_bytes() -> int | None:
 
 def commit() -> str:
     """The commit that was checked out when the run began, marked if files were changed since, other than results."""
-    if _COMMIT in os.environ:
-        return os.environ[_COMMIT]
+    if COMMIT in os.environ:
+        return os.environ[COMMIT]
 
     def git(*command: str) -> str:
         here = Path(__file__).parent

@@ -218,7 +218,8 @@ def _measure(n: int, options: argparse.Namespace) -> list[Row]:
 
     device = torch.device("cuda")
     cases, reset = _cases(n, device)
-    cases = [case for case in cases if case.way == "copy" or harness.wanted(case.work, options)]
+    works = harness.chosen(dict.fromkeys(case.work for case in cases), options)
+    cases = [case for case in cases if case.way == "copy" or case.work in works]
     errors = _errors(cases, reset)
     seconds = _seconds(cases, reset, options)
     copy = 8 * n / statistics.median(seconds[0])
@@ -243,7 +244,7 @@ def _measure(n: int, options: argparse.Namespace) -> list[Row]:
                 device=torch.cuda.get_device_name(device),
                 torch=torch.__version__,
                 triton=triton.__version__,
-                commit=harness._commit(),
+                commit=harness.commit(),
             )
         )
     return rows

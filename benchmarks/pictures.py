@@ -11,7 +11,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from races import Race
-from runs import ALONE, Panel, Row, is_peer, rate_in_words
+from runs import Panel, Row, is_alone, is_peer, rate_in_words
 
 _ACROSS = (
     "gloo fp32",
@@ -28,7 +28,7 @@ def bars(panels: Sequence[Panel], title: str, path: Path) -> None:
     """How many times as fast as the baseline, a panel each; a black stroke is where the limit is."""
     figure, all_axes = _grid(len(panels), 1.4 + 0.24 * max(len(panel.runs) for panel in panels))
     for panel, axes in zip(panels, all_axes, strict=False):
-        rows = [row for row in panel.rows() if row["case"] != ALONE][::-1]
+        rows = [row for row in panel.rows() if not is_alone(row["case"])][::-1]
         for height, row in enumerate(rows):
             color = "0.75" if is_peer(row["case"]) else "#8fb8de"
             axes.barh(height, row["ratio"], color=color, height=0.7)

@@ -53,7 +53,7 @@ def worker(options: argparse.Namespace) -> None:
     batches = task.batches(options.steps, 1000 + dist.get_rank())
     known = contenders(initial, batches, timedelta(seconds=options.timeout), loss=task.loss)
     named = {name: algorithm for name, algorithm in candidates(options.processes > 1).items() if name in known}
-    named = {name: made for name, made in named.items() if name == DDP or harness.wanted(name, options)}
+    named = {name: named[name] for name in dict.fromkeys([DDP, *harness.chosen(named, options)])}
     alone = Training(task.model(0), batches, task.loss)
     trainings = {DDP: known[DDP](), ALONE: alone, **{name: known[name]() for name in named if name != DDP}}
     cases = [

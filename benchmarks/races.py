@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contenders import DDP, FP16_HOOK, POWERSGD_HOOKS
+from contenders import DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS
 from runs import Row, Setting, by_rate, is_peer, provenance, rows
 
 BENCHMARK = "time to accuracy"
 DENSE = (DDP, FP16_HOOK)  # of others, those that send every gradient
 POWERSGD = tuple(POWERSGD_HOOKS.values())
+OTHERS = (*DENSE, *POWERSGD, *POST_LOCAL.values())
 
 
 @dataclass
@@ -43,7 +44,7 @@ class Race:
         return [contenders[case]["seconds_to_target"] for contenders in self.seeds.values()]
 
     def faster(self, case: str, than: Iterable[str]) -> list[float] | None:
-        """How many times as fast as the best of the others, one a seed; None if one of them missed the target."""
+        """How many times as fast as the best of the others, one a seed; None if it or all of them missed once."""
         found = []
         for contenders in self.seeds.values():
             own = contenders[case]["seconds_to_target"]
@@ -64,10 +65,6 @@ class Race:
             and len(reached := [each for each in self.seconds(case) if each is not None]) == len(self.seeds)
         }
         return min(medians, key=lambda case: medians[case], default=None)
-
-    def others(self) -> list[str]:
-        """All contenders that are not ours."""
-        return [case for case in self.cases() if is_peer(case)]
 
     def best_of_ours(self, than: Iterable[str]) -> tuple[str, float] | None:
         """Our case with the highest median ratio to the best of the others, if all its seeds reached the target."""

@@ -17,7 +17,7 @@ from lab import bits_per_second
 
 Row = dict[str, Any]
 CAMPAIGN = "campaign.json"  # what is known of each step of suite.py: its command, commit, date and seconds
-_RATES = {"none": "links without a throttle", "loopback": "loopback"}
+_UNTHROTTLED = {"none": "links without a throttle", "loopback": "loopback"}
 _RARE = "post-local"  # how the case begins that averages only now and then
 _PEERS = ("gloo", "ddp", _RARE)  # how others' cases begin
 ALONE = "compute alone"
@@ -74,6 +74,10 @@ class Run:
         peers = [case for case in self.rows if is_peer(case) and not case.startswith(_RARE)]
         return min(peers, key=lambda case: self.rows[case]["seconds_median"], default=None)
 
+    def rare_peers(self) -> list[str]:
+        """The cases that are not ours and average only now and then."""
+        return [case for case in self.rows if case.startswith(_RARE)]
+
     def provenance(self) -> str:
         """See `provenance`."""
         first = next(iter(self.rows.values()))
@@ -82,10 +86,11 @@ class Run:
 
 @dataclass
 class Panel:
-    """All cases of one setting, each of the last run that measured it."""
+    """All cases of one setting, each of the last run that has it; runs are in the order of their steps' keys."""
 
     setting: Setting
     runs: dict[str, Run] = field(default_factory=dict)  # by case
+    measured: list[Run] = field(default_factory=list)
 
     def rows(self) -> Iterator[Row]:
         """In the order of the cases."""
@@ -96,13 +101,18 @@ class Panel:
         return self.runs[case].rows[case] if case in self.runs else None
 
     def sources(self) -> list[Run]:
-        """The runs that these cases are of."""
-        return list({id(run): run for run in self.runs.values()}.values())
+        """The runs that these cases are of, the last first."""
+        return [run for run in reversed(self.measured) if any(run is each for each in self.runs.values())]
 
 
 def is_peer(case: str) -> bool:
     """Whether it is somebody else's way of averaging."""
     return case.startswith(_PEERS)
+
+
+def is_alone(case: str) -> bool:
+    """Whether its ranks only compute."""
+    return case.startswith(ALONE)
 
 
 def is_name(case: str) -> bool:
@@ -113,7 +123,7 @@ def is_name(case: str) -> bool:
 def rate_in_words(rate: str) -> str:
     """`100mbit` -> 100 Mbit/s."""
     found = re.fullmatch(r"([\d.]+)([kmg])bit", rate)
-    return _RATES[rate] if found is None else f"{found[1]} {found[2].upper().replace('K', 'k')}bit/s"
+    return _UNTHROTTLED[rate] if found is None else f"{found[1]} {found[2].upper().replace('K', 'k')}bit/s"
 
 
 def by_rate(rate: str) -> float:
@@ -175,6 +185,7 @@ def panels(found: Iterable[Run], benchmark: str) -> list[Panel]:
     for run in found:
         if run.setting.benchmark == benchmark:
             panel = by_setting.setdefault(run.setting, Panel(run.setting))
+            panel.measured.append(run)
             for case in run.rows:
                 panel.runs[case] = run
     return sorted(by_setting.values(), key=_order)

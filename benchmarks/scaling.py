@@ -154,9 +154,10 @@ def worker(options: argparse.Namespace) -> None:
     peers = connect(torch.device("cpu"), timeout)
     sums = Sums(options.mb, peers, peers, options)
     baseline, *others = (way for way in ways(1) if way.name in _WAYS)
-    cases = [sums.case(way) for way in (baseline, *others) if way is baseline or harness.wanted(way.name, options)]
+    names = harness.chosen([baseline.name, *(way.name for way in others), _MIXING], options)
+    cases = [sums.case(way) for way in (baseline, *others) if way is baseline or way.name in names]
     mixing = _Mixing(sums.values, peers)
-    if harness.wanted(_MIXING, options):
+    if _MIXING in names:
         cases.append(mixing.case(options))
     measured = harness.interleave(cases, options.rounds, options.warmup)
     sums.judge(_MIXING, mixing.sum())

@@ -180,7 +180,7 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
         assert isinstance(rarely, Decentralized)
         rarely.interval = options.interval
         algorithms[f"{name} every {options.interval}"] = rarely
-    return {name: made for name, made in algorithms.items() if name == "ddp" or harness.wanted(name, options)}
+    return {name: algorithms[name] for name in dict.fromkeys(["ddp", *harness.chosen(algorithms, options)])}
 
 
 def worker(options: argparse.Namespace) -> None:

@@ -32,8 +32,9 @@ from functools import partial
 import harness
 import torch
 import torch.distributed as dist
-from contenders import AT_INTERVALS, DDP, FP16_HOOK, PERIODS, POWERSGD_HOOKS, Training, contenders
+from contenders import AT_INTERVALS, DDP, FP16_HOOK, PERIODS, POST_LOCAL, POWERSGD_HOOKS, Training, contenders
 from harness import Case, Measured
+from races import BENCHMARK
 from rich.console import Console
 from rich.table import Table
 from tasks import cross_entropy, gpt, held_out_text
@@ -42,7 +43,7 @@ from torch import Tensor, nn
 _BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # always, so that there are ratios to them in the same run
 _DEFAULT = (
     POWERSGD_HOOKS[4],
-    *(f"post-local sgd every {period}" for period in PERIODS),
+    *POST_LOCAL.values(),
     "ring",
     "ring_int8",
     "ring_int4",
@@ -177,7 +178,8 @@ def worker(options: argparse.Namespace) -> None:
     compute = statistics.median(harness.interleave([case], rounds=3, warmup=1)["alone"].seconds)
 
     known = contenders(initial, batches, timedelta(seconds=options.timeout), **how)
-    runs = [_Run(name, make(), start) for name, make in known.items() if _chosen(name, options)]
+    asked = _DEFAULT if options.cases is None else harness.chosen(known, options)
+    runs = [_Run(name, make(), start) for name, make in known.items() if name in (*_BESIDE, *asked)]
     for turn in range(options.most_steps // options.every):
         going = [run for run in runs if run.goes_on(options)]
         for run in going:
@@ -196,10 +198,6 @@ def worker(options: argparse.Namespace) -> None:
         run.training.close()
     if dist.get_rank() == 0:
         _report(rows, options)
-
-
-def _chosen(name: str, options: argparse.Namespace) -> bool:
-    return name in _BESIDE or (name in _DEFAULT if options.cases is None else harness.wanted(name, options))
 
 
 @torch.no_grad()
@@ -225,7 +223,7 @@ def _row(run: _Run, runs: Sequence[_Run], size: str, compute: float, revision: s
         return sum(known) if len(known) == len(run.turns) else None
 
     return Row(
-        benchmark="time to accuracy",
+        benchmark=BENCHMARK,
         case=run.name,
         baseline=DDP,
         target=options.target,

@@ -64,9 +64,9 @@ class _Bench:
         """Another copy of the one that all cases start from."""
         return copy.deepcopy(self.initial)
 
-    def alone(self) -> Training:
-        """Ranks that train apart."""
-        return Training(self.model(), self.batches, loss=self.task.loss)
+    def alone(self, steps: int) -> Training:
+        """Ranks that train apart, for so many steps in a row."""
+        return Training(self.model(), list(islice(cycle(self.batches), steps)), loss=self.task.loss)
 
     def averaged(self, algorithm: Decentralized) -> Training:
         """By this algorithm instead of a registered one."""
@@ -89,10 +89,10 @@ def _task(options: argparse.Namespace) -> Task:
 
 def _hiding_interval(bench: _Bench, algorithm: Decentralized) -> int:
     """The smallest number of steps whose compute takes `--margin` times as long as an exchange, both measured now."""
-    alone = bench.alone()
+    alone = bench.alone(bench.options.steps)
     exchange = _Exchange(bench.model(), algorithm, bench.timeout)
     cases = [
-        Case("alone", alone.run, alone.result, steps=len(bench.batches)),
+        Case("alone", alone.run, alone.result, steps=bench.options.steps),
         Case("exchange", exchange.run, exchange.result),
     ]
     measured = harness.interleave(cases, rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
@@ -113,10 +113,9 @@ def worker(options: argparse.Namespace) -> None:
 def _measure_steps(bench: _Bench) -> None:
     options = bench.options
     known = contenders(bench.initial, bench.batches, bench.timeout, loss=bench.task.loss)
-    trainings = {DDP: known.pop(DDP)(), ALONE: bench.alone()}
-    for name, make in known.items():
-        if harness.wanted(name, options):
-            trainings[name] = bench.whole_intervals(make())
+    trainings = {DDP: known.pop(DDP)(), ALONE: bench.alone(options.steps)}
+    for name in harness.chosen(known, options):
+        trainings[name] = bench.whole_intervals(known[name]())
     pairs: list[tuple[str, str]] = []
     for name in options.overlap_of:
         algorithm = STRATEGIES[name]()
@@ -128,6 +127,10 @@ def _measure_steps(bench: _Bench) -> None:
             if case_name in trainings:  # a contender of --cases whose given interval is just this one
                 trainings[case_name].close()
             trainings[case_name] = bench.whole_intervals(bench.averaged(_changed(algorithm, interval, overlap)))
+    # What computing takes depends on how long a turn is: of short ones more is on cold caches.
+    turns = {_alone(steps, options): steps for steps in (len(training.batches) for training in trainings.values())}
+    trainings |= {name: bench.alone(steps) for name, steps in turns.items() if name != ALONE}
+    beside = {name: _alone(len(training.batches), options) for name, training in trainings.items()}
 
     cases = [
         Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited, steps=len(made.batches))
@@ -139,22 +142,22 @@ def _measure_steps(bench: _Bench) -> None:
     for training in trainings.values():
         training.close()
 
-    alone = trainings[ALONE].phases_of_runs(options.steps)[options.warmup :]
-    forward, backward, step = (statistics.median(phase) for phase in zip(*alone, strict=True))
+    phases = {name: trainings[name].phases_of_runs(steps)[options.warmup :] for name, steps in turns.items()}
+    forward, backward, step = (statistics.median(phase) for phase in zip(*phases[ALONE], strict=True))
     notes = [
         f"compute alone, of the slowest rank: forward {forward:.4f} s, backward {backward:.4f} s, "
         f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer of a round, its median; "
         "of parameters: compute + what the wire takes beyond the compute of the steps that overlap it (post-local SGD: "
-        "none)",
+        "none); compute is that of as many steps in a row",
     ]
-    beyond = _beyond(measured)
+    beyond = _beyond(measured, beside)
     for case in cases:
         said = f"{case.name}: {beyond[case.name]:.4f} s a step beyond compute alone"
         nbytes = _has_to_send(trainings[case.name], measured[case.name], options)
         wire = None if nbytes is None else harness.wire_seconds(nbytes)
         if wire is not None:
             limit = trainings[case.name].limit
-            case.limit_seconds = statistics.median(limit(*phases, wire) for phases in alone)
+            case.limit_seconds = statistics.median(limit(*phase, wire) for phase in phases[beside[case.name]])
             share = 1 - case.limit_seconds / statistics.median(measured[case.name].seconds)
             said += f"; the wire alone needs {wire:.4f} s; beyond the limit {100 * share:.1f} % of the step"
         notes.append(said)
@@ -179,11 +182,15 @@ def _has_to_send(training: Training, measured: Measured, options: argparse.Names
     return known
 
 
-def _beyond(measured: dict[str, Measured]) -> dict[str, float]:
-    """Of each case, seconds a step beyond compute alone: the median over the rounds."""
-    alone = measured[ALONE].seconds
+def _alone(steps: int, options: argparse.Namespace) -> str:
+    """The case that computes so many steps in a row and sends nothing."""
+    return ALONE if steps == options.steps else f"{ALONE}, {steps} in a row"
+
+
+def _beyond(measured: dict[str, Measured], beside: dict[str, str]) -> dict[str, float]:
+    """Of each case, seconds a step beyond the one beside it that only computes: the median over the rounds."""
     return {
-        name: statistics.median(s - a for s, a in zip(case.seconds, alone, strict=True))
+        name: statistics.median(s - a for s, a in zip(case.seconds, measured[beside[name]].seconds, strict=True))
         for name, case in measured.items()
     }
 
@@ -226,7 +233,7 @@ def _measure_exchanges(bench: _Bench) -> None:
     cases = [Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], refill)]
     cases[0].limit_seconds = harness.wire_seconds(reduced(4 * bench.full, options.hosts))
     exchanges: list[_Exchange] = []
-    for name in filter(lambda name: harness.wanted(name, options), decentralized()):
+    for name in harness.chosen(decentralized(), options):
         algorithm = STRATEGIES[name]()
         assert isinstance(algorithm, Decentralized)
         made = _Exchange(copy.deepcopy(own), algorithm, bench.timeout)

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import scaling
 from contenders import FED
-from races import DENSE, POWERSGD, Race, races
-from runs import ALONE, Panel, is_name, is_peer, panels, pick, rate_in_words, runs
+from races import DENSE, OTHERS, POWERSGD, Race, races
+from runs import Panel, Row, Run, is_alone, is_name, is_peer, panels, pick, rate_in_words, runs
+
+from ringstrategy.registry import STRATEGIES
 
 _RATES = ("100mbit", "1gbit")
 _FEWER_BITS = {  # at 100 Mbit/s, beside gloo in fp32
@@ -66,8 +68,8 @@ def _unknown(target: str, needed: str) -> Verdict:
 
 
 def _best(panel: Panel, cases: Sequence[str]) -> tuple[str, float] | None:
-    """The case with the highest ratio to the baseline of its run."""
-    known = [row for case in cases if (row := panel.row(case)) is not None]
+    """Of those whose ranks agree, the case with the highest ratio to the baseline of its run."""
+    known = [row for case in cases if (row := panel.row(case)) is not None and row["ranks_identical"]]
     return max(((row["case"], row["ratio"]) for row in known), key=lambda pair: pair[1], default=None)
 
 
@@ -101,7 +103,12 @@ def _beyond_the_limit(found: Sequence[Panel]) -> Iterable[Verdict]:
         kept = sum(share <= _BEYOND for share in shares.values())
         worst = max(shares, key=lambda case: shares[case])
         said = f"{kept} of {len(shares)} names; the worst, `{worst}`, {100 * shares[worst]:.0f} %"
-        yield Verdict(target, needed, said, kept == len(shares))
+        lacking = STRATEGIES.keys() - shares.keys()
+        if kept < len(shares):
+            yield Verdict(target, needed, said, False)
+        else:
+            said += f"; not measured: {', '.join(sorted(lacking))}" if lacking else ""
+            yield Verdict(target, needed, said, None if lacking else True)
 
 
 def _two_hosts(found: Sequence[Panel]) -> Verdict:
@@ -117,7 +124,7 @@ def _hidden(found: Sequence[Panel]) -> Iterable[Verdict]:
     for rate in _RATES:
         target = f"{rate_in_words(rate)}: gossip at an interval of compute that covers the exchange, beside none at all"
         times = [
-            (1 / run.faster(case, ALONE), case)
+            (1 / run.faster(case, _only_computing(run, case)), case)
             for panel in pick(found, rate=rate)
             for case, run in panel.runs.items()
             if f"{case}, no overlap" in run.rows  # at the interval that was to hide it; others have one that is given
@@ -129,32 +136,51 @@ def _hidden(found: Sequence[Panel]) -> Iterable[Verdict]:
         yield Verdict(target, needed, said, max(times)[0] <= _HIDDEN)
 
 
+def _only_computing(run: Run, case: str) -> str:
+    """The case of as many steps in a row that sends nothing: longer turns take less time a step."""
+    steps = run.rows[case]["steps"]
+    return next(other for other, row in run.rows.items() if is_alone(other) and row["steps"] == steps)
+
+
 def _races(found: Sequence[Race]) -> Iterable[Verdict]:
     four = [race for race in found if race.setting.hosts == 4 and race.setting.processes == 1]
     measured: list[tuple[str, Race | None]] = [(race.setting.rate, race) for race in four]
     known = dict(measured)
     for rate, race in [*measured, *((rate, None) for rate in _TO_ACCURACY if rate not in known)]:
         loss = "its target loss" if race is None else f"loss {race.target:g}, {len(race.seeds)} seed(s)"
-        contests = [("PowerSGD as a DDP hook, the better of ranks 1 and 4", 1.0, POWERSGD)]
+        contests = [
+            ("PowerSGD as a DDP hook, the better of ranks 1 and 4", 1.0, POWERSGD),
+            ("all others, post-local SGD too", 1.0, OTHERS),
+        ]
         if rate in _TO_ACCURACY:
             contests.insert(0, ("the better of DDP and its fp16 hook", _TO_ACCURACY[rate], DENSE))
-        if race is not None:
-            contests.append(("all others, post-local SGD too", 1.0, tuple(race.others())))
         for whom, needed, others in contests:
             target = f"byte GPT to {loss}, 4 hosts, {rate_in_words(rate)}: the best of ours beside {whom}"
-            yield _times(target, needed, None if race is None else race.best_of_ours(others))
+            yield _contest(target, needed, race, others)
+
+
+def _contest(target: str, needed: float, race: Race | None, others: Sequence[str]) -> Verdict:
+    if race is None:
+        return _times(target, needed, None)
+    bound = f"at least {needed:g}x"
+    lacking = [f"`{case}`" for case in others if case not in race.cases()]
+    if lacking:
+        return Verdict(target, bound, f"not measured with {', '.join(lacking)}", None)
+    if (best := race.best_of_ours(others)) is not None:
+        return _times(target, needed, best)
+    if any(None not in race.seconds(case) for case in race.cases() if not is_peer(case)):
+        return Verdict(target, bound, "ours reached it, with a seed none of these did", None)
+    return Verdict(target, bound, "none of ours reached it with every seed", False)
 
 
 def _auto(found: Sequence[Panel]) -> Iterable[Verdict]:
     allowed = ("ring", FED)
     target = f"`ring_auto` beside the better of what it was allowed, `ring` and `{FED}`"
-    chosen = [panel for panel in found if "ring_auto" in panel.runs]
-    if not chosen:
+    known = [(panel, panel.runs["ring_auto"]) for panel in found if "ring_auto" in panel.runs]
+    comparable = [(panel, run) for panel, run in known if all(case in run.rows for case in allowed)]
+    if not comparable:
         yield _times(target, _AUTO, None)
-    for panel in chosen:
-        run = panel.runs["ring_auto"]
-        if not all(case in run.rows for case in allowed):
-            continue
+    for panel, run in comparable:
         best = min(allowed, key=lambda case: run.rows[case]["seconds_median"])
         yield _times(f"{panel.setting}: {target}", _AUTO, (best, run.faster("ring_auto", best)))
 
@@ -162,16 +188,20 @@ def _auto(found: Sequence[Panel]) -> Iterable[Verdict]:
 def _growth(found: Sequence[Panel]) -> Iterable[Verdict]:
     needed = f"as 2 (N-1)/N, within {100 * scaling.GROWTH_BOUND:.0f} %"
     target = "seconds per all-reduce of fixed bytes, 2 to 8 hosts, 100 Mbit/s"
-    grown = {
-        case: growth
-        for case, rows in scaling.by_case(row for panel in pick(found, rate="100mbit") for row in panel.rows()).items()
+    by_size: dict[str, list[Row]] = {}
+    for panel in pick(found, rate="100mbit"):
+        by_size.setdefault(panel.setting.size, []).extend(panel.rows())
+    grown = [
+        (size, case, growth)
+        for size, measured in by_size.items()
+        for case, rows in scaling.by_case(measured).items()
         if case.startswith(("ring", "direct")) and (growth := scaling.growth(case, rows)) is not None
-    }
+    ]
     if not grown:
         yield _unknown(target, needed)
-    for case, growth in grown.items():
+    for size, case, growth in grown:
         off = growth - 1
-        yield Verdict(f"{target}: `{case}`", needed, f"{100 * off:+.1f} %", abs(off) <= scaling.GROWTH_BOUND)
+        yield Verdict(f"{target}: {size}, `{case}`", needed, f"{100 * off:+.1f} %", abs(off) <= scaling.GROWTH_BOUND)
 
 
 @dataclass(frozen=True)
@@ -193,7 +223,7 @@ _KINDS = (
 def losses(folder: Path) -> list[str]:
     """Every case of ours that is slower than the baseline or than the strongest of others in its run, in sentences.
 
-    Of others that average at each step: post-local SGD, which does not, is beside ours where both train to a loss.
+    Of others that average at each step: how fast post-local SGD is, which does not, stands behind it.
     """
     known = runs(folder)
     left = [
@@ -248,7 +278,7 @@ def _sums_of(panel: Panel) -> bool:
 
 
 def _is_ours(case: str) -> bool:
-    return not is_peer(case) and case != ALONE
+    return not is_peer(case) and not is_alone(case)
 
 
 def _slower(panel: Panel) -> int:
@@ -257,16 +287,24 @@ def _slower(panel: Panel) -> int:
 
 def _said(panel: Panel) -> list[str]:
     """Beside whom some cases are slower, and by how much. The runs of a panel may differ in who is strongest."""
-    words: dict[str, str] = {}
-    slower: dict[str, list[str]] = {}
+    leads: dict[tuple[str, str], list[float]] = {}
+    slower: dict[tuple[str, str], list[str]] = {}
+    rare: list[str] = []
     for run in panel.sources():
-        baseline, strongest = next(iter(run.rows)), run.strongest_peer()
-        words[baseline] = baseline
-        if strongest is not None and strongest != baseline:
-            ahead = run.faster(strongest, baseline)
-            words.setdefault(strongest, f"the strongest, {strongest} ({ahead:.2f}x {baseline})")
-        for other in dict.fromkeys((baseline, strongest or baseline)):
+        baseline = next(iter(run.rows))
+        for other in dict.fromkeys((baseline, run.strongest_peer() or baseline)):
+            leads.setdefault((other, baseline), []).append(run.faster(other, baseline))
             for case in run.rows:
                 if _is_ours(case) and panel.runs[case] is run and (ratio := run.faster(case, other)) < 1:
-                    slower.setdefault(other, []).append(_with_ratio(case, ratio))
-    return [f"slower than {words[other]}: {', '.join(cases)}" for other, cases in slower.items()]
+                    slower.setdefault((other, baseline), []).append(_with_ratio(case, ratio))
+        rare += [f"{case} {run.faster(case, baseline):.2f}x {baseline}" for case in run.rare_peers()]
+    said = [f"slower than {_named(*pair, leads[pair])}: {', '.join(cases)}" for pair, cases in slower.items()]
+    return said + ([f"averaging only at intervals: {', '.join(rare)}"] if said and rare else [])
+
+
+def _named(other: str, baseline: str, leads: Sequence[float]) -> str:
+    if other == baseline:
+        return baseline
+    least, most = f"{min(leads):.2f}", f"{max(leads):.2f}"
+    ahead = least if least == most else f"{least} to {most}"
+    return f"the strongest, {other} ({ahead}x {baseline})"

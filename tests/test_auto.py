@@ -17,7 +17,18 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import AllReduce, Auto, BlockInt, Direct, Hierarchical, Identity, Ring, RingStrategy, TopK
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Direct,
+    Hierarchical,
+    Identity,
+    PlanMismatchError,
+    Ring,
+    RingStrategy,
+    TopK,
+)
 from ringstrategy.algorithms import auto
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives.peers import Peers
@@ -151,6 +162,19 @@ def test_a_codec_that_cannot_carry_the_parameters_is_no_candidate(slow: None) ->
         return algorithm.chosen.codec
 
     assert on_all_ranks(2, chosen) == [Identity()] * 2
+
+
+def test_parameters_keep_no_hooks_where_ranks_differ(slow: None) -> None:
+    def alone_again(peers: FakePeers) -> Tensor | None:
+        parameter = nn.Parameter(torch.zeros(1000 + peers.rank))
+        with pytest.raises(PlanMismatchError) as caught:
+            Auto().setup({"w": parameter}, peers)
+        parameter.sum().backward()  # a hook would say that the strategy does not know of it
+        assert caught.tb is not None, "which holds all that was made"
+        return parameter.grad
+
+    for rank, gradient in enumerate(on_all_ranks(2, alone_again)):
+        assert torch.equal(gradient, torch.ones(1000 + rank))
 
 
 def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:

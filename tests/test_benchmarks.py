@@ -79,10 +79,13 @@ def test_a_training_step(ranks, tmp_path):
     assert set(STRATEGIES) - set(rows) == set()
     for name, row in rows.items():
         # ranks that never talk train apart, and the check sees it; of those that mix, it sees the mean
-        assert row["ranks_identical"] is (name != "compute alone")
+        assert row["ranks_identical"] is (not name.startswith("compute alone"))
         assert (row["bytes_sent"] or 0) > 0 or name not in STRATEGIES
         assert (row["waited_seconds"] or 0) > 0 or name not in STRATEGIES
     assert rows["ddp"]["waited_seconds"] is None
+    assert {name: row["steps"] for name, row in rows.items() if row["steps"] > 4} == {
+        name: 16 for name in rows if "every 16" in name or name == "compute alone, 16 in a row"
+    }
     assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"]
     assert rows["ring_fp16"]["bytes_sent"] < 0.6 * rows["ring"]["bytes_sent"]
     assert rows["gossip"]["bytes_sent"] == 4 * VALUES, "a run of four steps holds four exchanges, no more and no less"
@@ -127,10 +130,13 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     lines, printed = on_ranks(ranks, 2, "training.py", tmp_path / "rows.jsonl", *arguments, environment=told)
     rows = {row["case"]: row for row in lines}
     byte = 8 / 10e6
-    compute = rows["compute alone"]["limit_seconds"]
+    alone = {row["steps"]: row["limit_seconds"] for row in lines if row["case"].startswith("compute alone")}
+    compute = alone[2]
     wire = {
         "ddp": byte * 4 * VALUES,
         "compute alone": 0,
+        "compute alone, 4 in a row": 0,
+        "compute alone, 16 in a row": 0,
         "ring_int8": byte * BlockInt(8).nbytes(VALUES, torch.float32),
         "ring_auto": byte * rows["ring_auto"]["bytes_sent"],  # measured: it chose by itself
         "gossip_exponential": byte * 4 * VALUES,
@@ -139,15 +145,16 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     }
     assert rows.keys() == wire.keys()
     for name, row in rows.items():
-        assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * compute
+        assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * alone[row["steps"]]
         beyond = 100 * (1 - row["limit_seconds"] / row["seconds_median"])
         said = printed.replace("\n", " ").split(" % of the step")
         [note] = [line for line in said if f"{name}: " in line and "beyond the limit" in line]
         assert note.endswith(f"beyond the limit {beyond:.1f}")
     assert "ring_auto: ring_auto measured" in printed.replace("\n", " ")
     assert "candidates and keeps" in printed.replace("\n", " ")
-    for name in ("post-local sgd every 4", "post-local sgd every 16"):
-        assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + compute), "nothing is computed beside it"
+    for steps in (4, 16):
+        name = f"post-local sgd every {steps}"
+        assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + alone[steps]), "nothing is computed beside it"
     assert 0 < compute < wire["ddp"]
     assert 0.5 < compute / rows["compute alone"]["seconds_median"] <= 1, "what is computed is what takes its time"
 
@@ -213,10 +220,11 @@ def test_the_powersgd_hook_beside_us_is_right(ranks, monkeypatch, rank):
 
 
 def test_intervals_that_hide_the_exchange(ranks, tmp_path):
-    arguments = [*SMALL, "--cases", "none of them", "--overlap-of", "gossip,gossip_int8"]
+    arguments = [*SMALL, "--cases", "none", "--overlap-of", "gossip,gossip_int8"]
     rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments)
     assert list(rows)[:2] == ["ddp", "compute alone"]
-    names = list(rows)[2:]
+    alone = {row["steps"] for name, row in rows.items() if name.startswith("compute alone")}
+    names = [name for name in rows if " every " in name]
     assert len(names) == 4
     for name, without in zip(names[::2], names[1::2], strict=True):
         assert without == f"{name}, no overlap"
@@ -225,6 +233,7 @@ def test_intervals_that_hide_the_exchange(ranks, tmp_path):
         nbytes = round(codec.nbytes(VALUES, torch.float32) / int(interval))
         assert rows[name]["bytes_sent"] == rows[without]["bytes_sent"] == nbytes
         assert rows[name]["ranks_identical"] is rows[without]["ranks_identical"] is True
+        assert rows[name]["steps"] == rows[without]["steps"] in alone
 
 
 def test_exchanges_alone(ranks, tmp_path):
@@ -303,7 +312,7 @@ def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
 
 
 def test_a_run_that_diverges_ends(ranks, tmp_path):
-    arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none of them", "--learning-rate", "1e30"]
+    arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none", "--learning-rate", "1e30"]
     rows, _ = on_ranks(ranks, 2, "time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, *arguments)
     for row in rows:
         assert row["seconds_to_target"] is None

@@ -26,7 +26,7 @@ from test_strategy import HERE, Net, fit, rows, run_script, shell
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Identity, PeerLostError, PlanMismatchError, RingStrategy
-from ringstrategy.collectives.peers import connect
+from ringstrategy.collectives.peers import _host, connect
 
 PROMPT = 15.0  # seconds within which survivors must have noticed
 pytestmark = pytest.mark.timeout(120)
@@ -212,6 +212,15 @@ def _abort_while_all_wait() -> float:
     peers.close()
     assert threading.active_count() == before - 1
     return time.monotonic() - begin
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
+    store.set("host/0", "here 4711")
+    assert _host(store, 0) == "here 4711"
+    with pytest.raises(PeerLostError, match=r"rank 3 .*while setting up: it did not come to set up in time") as caught:
+        _host(store, 3)
+    assert caught.value.rank == 3
 
 
 def test_an_abort_ends_every_wait_at_once(ranks: Pool) -> None:

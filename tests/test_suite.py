@@ -115,9 +115,14 @@ def test_a_throttle_that_holds_is_taken_and_a_busy_second_forgiven():
 
 
 def test_cases_are_chosen_by_part_or_exactly():
-    chosen = argparse.Namespace(cases="=ring,int8")
-    assert [harness.wanted(name, chosen) for name in ("ring", "ring_fp16", "ring_int8")] == [True, False, True]
-    assert harness.wanted("anything", argparse.Namespace(cases=None))
+    def chosen(cases: str | None) -> list[str]:
+        return harness.chosen(("ring", "ring_fp16", "ring_int8"), argparse.Namespace(cases=cases))
+
+    assert chosen("=ring,int8") == ["ring", "ring_int8"]
+    assert chosen(None) == ["ring", "ring_fp16", "ring_int8"]
+    assert chosen("none") == []
+    with pytest.raises(ValueError, match="'=ring_int' is in no case's name; they are ring, ring_fp16, ring_int8"):
+        chosen("ring,=ring_int")
 
 
 @pytest.mark.parametrize(
@@ -201,12 +206,10 @@ def test_steps_use_options_that_their_scripts_have():
 
 def test_the_large_model_is_trained_with_every_name():
     trained = {
-        name
-        for name in STRATEGIES
-        if any(harness.wanted(name, argparse.Namespace(cases=part.strip('"'))) for part in suite._PARTS.values())
+        name for name in STRATEGIES if any(harness.wanted(name, part.strip('"')) for part in suite._PARTS.values())
     }
     assert trained == set(STRATEGIES)
-    near = argparse.Namespace(cases=suite._PARTS["near"].strip('"'))
+    near = suite._PARTS["near"].strip('"')
     assert all(harness.wanted(name, near) for name in ("ring", "ring_int8", "ring_auto")), "one run, to be compared"
 
 
@@ -323,6 +326,7 @@ def row(case: str, seconds: float | list[float], **changed: Any) -> dict[str, An
         "bytes_sent": 1000,
         "bytes_at_interface": 1100,
         "waited_seconds": None,
+        "steps": 1,
         "error": 0.01,
         "ranks_identical": True,
         "limit_seconds": 0.9,
@@ -373,6 +377,7 @@ def test_targets_are_met_missed_or_not_measured(tmp_path):
         row("ring int8", 2.5),
         row("ring int4", 1.4),
         row("direct int4", 1.3),
+        row("direct sign", 0.1, ranks_identical=False),
     )
     assert verdict(tmp_path, "fp32 ring", "100 Mbit/s").met is False
     assert verdict(tmp_path, "fp32 ring", "1 Gbit/s").met is None
@@ -380,7 +385,7 @@ def test_targets_are_met_missed_or_not_measured(tmp_path):
     four_bits = verdict(tmp_path, "int4 absmax")
     assert four_bits.met is True
     assert four_bits.measured == "7.692x (`direct int4`)"
-    assert verdict(tmp_path, "sign beside gloo").met is None
+    assert verdict(tmp_path, "sign beside gloo").met is None, "its ranks differ"
 
 
 def test_targets_of_training(tmp_path):
@@ -388,13 +393,14 @@ def test_targets_of_training(tmp_path):
     rows = [
         row("ddp", 10.0, **of),
         row("compute alone", 1.0, **of),
+        row("compute alone, 7 in a row", 0.9, steps=7, **of),
         row("ring", 1.0, **of),
         row("ring_int8", 2.0, **of),
         row("ring_int8 with feedback", 1.5, **of),
         row("ring_auto", 1.02, **of),
         row("ring of BlockInt(4)", 9.0, **of),
-        row("gossip every 7", 1.04, **of),
-        row("gossip every 7, no overlap", 3.0, **of),
+        row("gossip every 7", 0.94, steps=7, **of),
+        row("gossip every 7, no overlap", 3.0, steps=7, **of),
         row("gossip every 4", 9.0, **of),
     ]
     write(tmp_path, "training/some", *rows)
@@ -406,12 +412,19 @@ def test_targets_of_training(tmp_path):
     assert auto.met is True
     assert auto.measured == "0.9804x (`ring`)"
     assert verdict(tmp_path, "2 hosts", "ring_int8").met is None
-    rows[5] = row("ring_auto", 1.1, **of)
-    rows[7] = row("gossip every 7", 1.1, **of)
+    rows[6] = row("ring_auto", 1.1, **of)
+    rows[8] = row("gossip every 7", 0.99, steps=7, **of)
     write(tmp_path, "training/some", *rows, *(each | {"hosts": 2, "rate": "1gbit"} for each in rows))
     assert verdict(tmp_path, "ring_auto", "4 hosts").met is False
     assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s").met is False
     assert verdict(tmp_path, "2 hosts, 1 Gbit/s: `ring_int8` beside DDP").met is True
+    write(tmp_path, "training/some", *(each for each in rows if each["case"] in ("ddp", "ring", "ring_auto")))
+    assert verdict(tmp_path, "time beyond", "100 Mbit/s").met is False
+    assert verdict(tmp_path, "`ring_auto` beside").met is None, "without all that it was allowed"
+    write(tmp_path, "training/some", rows[0], rows[3])
+    only = verdict(tmp_path, "time beyond", "100 Mbit/s")
+    assert only.met is None, "one name of many"
+    assert only.measured.startswith("1 of 1 names; the worst, `ring`, 10 %; not measured: gossip, ")
 
 
 def test_target_of_growth(tmp_path):
@@ -420,6 +433,9 @@ def test_target_of_growth(tmp_path):
     found = verdict(tmp_path, "seconds per all-reduce")
     assert found.met is False
     assert found.measured == "+20.0 %"
+    larger = [scaling_row("ring int8", hosts, 4 * each) | {"size": "64 MB of fp32"} for hosts, each in seconds.items()]
+    write(tmp_path, "scaling/larger", *larger[:2])
+    assert verdict(tmp_path, "seconds per all-reduce").measured == "+20.0 %", "of tensors of one size"
 
 
 def racer(case: str, seconds: float | None, **changed: Any) -> dict[str, Any]:
@@ -434,8 +450,9 @@ def racer(case: str, seconds: float | None, **changed: Any) -> dict[str, Any]:
 
 
 def test_races_are_won_seed_by_seed(tmp_path):
-    for seed, times in ((0, (40.0, 20.0, 10.0, 1.0, 5.0, 2.0)), (1, (10.0, 20.0, 6.0, None, 2.0, None))):
-        names = ("ddp", "ddp fp16 hook", "ddp powersgd rank 1", "post-local sgd every 4", "ring_int8", "ring_sign")
+    names = (*races.OTHERS, "ring_int8", "ring_sign")
+    times_of = {0: (40.0, 20.0, 10.0, 12.0, 1.0, 15.0, 5.0, 2.0), 1: (10.0, 20.0, 6.0, 7.0, None, None, 2.0, None)}
+    for seed, times in times_of.items():
         write(
             tmp_path,
             f"race/seed{seed}",
@@ -456,11 +473,22 @@ def test_races_are_won_seed_by_seed(tmp_path):
     write(tmp_path, "race/seed2", racer("ddp", 4.0, seed=2), racer("ring_int8", 3.0, seed=2))
     page = document.page(tmp_path, "pictures")
     assert "Seed 2 was not run with `ddp fp16 hook`, `ddp powersgd rank 1`" in page
+    contest = verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s")
+    assert contest.met is None
+    assert contest.measured == "not measured with `ddp powersgd rank 1`, `ddp powersgd rank 4`"
     (tmp_path / "race/seed2.jsonl").unlink()
     page = document.page(tmp_path, "pictures")
     assert "was not run with" not in page
     assert "| `ring_sign` | missed | 2.000 s, missed |" in page
     assert "| `ring_int8` | 3.500 s | 5.000 s, 2.000 s |" in page
+
+
+def test_a_race_that_nobody_of_ours_ends_is_lost(tmp_path):
+    others = [racer(name, 4.0) for name in races.OTHERS]
+    write(tmp_path, "race/seed0", *others, racer("ring_int8", None))
+    assert {each.met for each in verdicts._races(races.races(tmp_path)) if "100 Mbit/s" in each.target} == {False}
+    write(tmp_path, "race/seed0", *(each | {"seconds_to_target": None} for each in others), racer("ring_int8", 9.0))
+    assert {each.met for each in verdicts._races(races.races(tmp_path)) if "100 Mbit/s" in each.target} == {None}
 
 
 def test_where_we_lose_names_every_loss_and_nothing_else(tmp_path):
@@ -482,6 +510,20 @@ def test_where_we_lose_names_every_loss_and_nothing_else(tmp_path):
     assert "**Fast links**: 1 of 1 cases are slower" in text
     assert "links without a throttle: slower than gloo fp32: `ring int8` 0.50x." in text
     assert "**Small tensors**: not measured yet." in text
+
+
+def test_a_peers_lead_is_of_all_runs_and_who_averages_at_intervals_stands_apart(tmp_path):
+    step = {"benchmark": "training", "size": "MLP of 24.1 M parameters, batch 32 a rank"}
+    for key, hook, name in (("near", 5.0, "ring_int8"), ("few-bits", 4.0, "ring_int4")):
+        cases = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8.0))
+        write(tmp_path, f"training/{key}", *(case | step for case in cases))
+    write(tmp_path, "training/rare", *(case | step for case in (row("ddp", 10.0), row("post-local sgd every 4", 2.0))))
+    text = "\n".join(verdicts.losses(tmp_path))
+    strongest = "slower than the strongest, ddp fp16 hook (2.00 to 2.50x ddp): "
+    assert strongest + "`ring_int8` 0.62x, `ring_int4` 0.50x; " in text
+    assert "averaging only at intervals: post-local sgd every 4 5.00x ddp." in text
+    page = document.page(tmp_path, "pictures")
+    assert page.count("A case is of the first of these runs that has it") == 1
 
 
 # The page

@@ -226,7 +226,11 @@ class Auto(Algorithm):
         wanted = self._any_rank(bool(residuals)) if deliver is None else deliver
         assert isinstance(new.codec, Codec)
         new.delivers = wanted and new.codec.lossless
-        new.setup(self._parameters, self._peers, sparse=self._sparse)
+        try:
+            new.setup(self._parameters, self._peers, sparse=self._sparse)
+        except BaseException:  # ranks that differ, or a lost one: the parameters must keep no hooks
+            new.close()
+            raise
         if carry:
             new.load_state_dict(old.state_dict())
         for name in new.load_residuals(residuals):

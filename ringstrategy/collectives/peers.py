@@ -467,7 +467,7 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     generation = base.add(f"ringstrategy/generation/{rank}", 1)
     store = dist.PrefixStore(f"ringstrategy/{generation}", base)
     store.set(f"host/{rank}", f"{socket.gethostname()} {_boot_id()}")
-    hosts = tuple(store.get(f"host/{peer}").decode() for peer in range(size))
+    hosts = tuple(_host(store, peer) for peer in range(size))
     lifeline = Lifeline(store, rank, [host.partition(" ")[0] for host in hosts])
     host_group = dist.new_group(timeout=timeout, backend="gloo")
     if device.type == "cpu":
@@ -478,6 +478,15 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     # all ranks must take part in a group's first call; a ring's first messages may leave some out
     dist.all_reduce(torch.zeros(1, device=device), group=device_group)
     return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
+
+
+def _host(store: dist.Store, peer: int) -> str:
+    """What that rank wrote there; a PeerLostError if it does not before the store's timeout."""
+    try:
+        return store.get(f"host/{peer}").decode()
+    except dist.DistStoreError as error:
+        cause = "it did not come to set up in time. Does its process live, and has it begun to train?"
+        raise PeerLostError(peer, "unknown", "while setting up", cause) from error
 
 
 def _boot_id() -> str:

@@ -52,13 +52,11 @@ class Prediction:
 
     Attributes:
         seconds: from step to step.
-        exposed: of them, training waits for the exchange, or is slowed down by it.
         communication: the exchanges alone.
         bytes_sent: by the rank that sends most.
     """
 
     seconds: float
-    exposed: float
     communication: float
     bytes_sent: int
 
@@ -111,7 +109,6 @@ def predict(
     costs = [cost_of(bucket, False) for bucket in buckets]
     return Prediction(
         seconds=profile.rest + max(backward, end),
-        exposed=max(backward, end) - profile.backward,
         communication=sum(cost.seconds for cost in costs),
         bytes_sent=sum(cost.bytes_sent for cost in costs),
     )
