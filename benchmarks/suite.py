@@ -175,17 +175,17 @@ def _trainings() -> Plan:
         *steps,
         Step("training/mlp-4-none-near", unthrottled, 3),
         Step("training/mlp-2-1gbit", f"{two} --cases {_PARTS['near']}", 4),
-        Step("training/mlp-8-1gbit", f'{eight} --cases "=ring,ring_int8,ring_int4,ring_auto,gossip,{_STRONGEST}"', 6),
+        Step("training/mlp-8-1gbit", f'{eight} --cases "=ring,ring_int8,ring_int4,ring_auto,=gossip,{_STRONGEST}"', 6),
     ]
 
 
 def _decentralized() -> Plan:
     """Intervals that hide the exchange, one mixing alone, and a slow rank."""
-    hidden = f"training.py --hosts 4 --width 1024 --cases none --overlap-of {_GOSSIPS} --warmup 1"
+    hidden = f"training.py --hosts 4 --cases none --overlap-of {_GOSSIPS} --warmup 1"
     alone = "training.py --width 1024 --rate 100mbit --rounds 5 --warmup 1 --exchanges"
     return [
-        Step("overlap/100mbit", f"{hidden} --rate 100mbit --steps 4 --rounds 3 --margin 3", 6),
-        Step("overlap/1gbit", f"{hidden} --rate 1gbit --steps 16 --rounds 7 --margin 5", 4),
+        Step("overlap/100mbit", f"{hidden} --width 512 --rate 100mbit --steps 4 --rounds 11 --margin 3", 7),
+        Step("overlap/1gbit", f"{hidden} --width 1024 --rate 1gbit --steps 16 --rounds 15 --margin 5", 7),
         Step("exchange/4-100mbit", f"{alone} --hosts 4", 3),
         Step("exchange/8-100mbit", f"{alone} --hosts 8", 4),
         Step("slow-rank/none", "slow_rank.py --hosts 4 --rate none --rounds 3", 7),
