@@ -34,12 +34,12 @@ is how many times as fast as the first case, the median over the rounds. The lim
 a host (of an all-reduce 2 (N-1)/N of the values) over what the raw stream carries, of a training step forward +
 max(backward, wire) + optimizer, of gossip compute + what the wire takes beyond the compute of the steps that overlap it
 ("1 late": of one step, else of the whole interval), with what the slowest rank took that only computed in that round,
-as many steps in a row: so a case can be a little beyond it, more where a throttle's first 0.1 to 0.3 MB after a pause
-are much of a message. A tensor of 96 MB has 96 x 2^20 bytes; 1 MB sent is a million. MB sent are counted at the
-transport, of the rank that sent most; MB on the link by the kernel, headers included, of the host that sent most. The
-error is relative: of a sum to the fp64 sum, of training to where DDP's weights went. Hosts share the machine's cores:
-at fast rates they are the limit, and not the wire. Where others are named the strongest, it is of those that average at
-each step."""
+as many steps in a row where such a case is shown: so a case can be a little beyond it, more where a throttle's first
+0.1 to 0.3 MB after a pause are much of a message. A tensor of 96 MB has 96 x 2^20 bytes; 1 MB sent is a million. MB
+sent are counted at the transport, of the rank that sent most; MB on the link by the kernel, headers included, of the
+host that sent most. The error is relative: of a sum to the fp64 sum, of training to where DDP's weights went. Hosts
+share the machine's cores: at fast rates they are the limit, and not the wire. Where others are named the strongest, it
+is of those that average at each step."""
 
 # Written down in the project's notes when they were run, 2026-11; their rows were not kept.
 _ELSEWHERE = """| peer | all-reduce of 96 MB beside gloo's fp32 | training step of the 24 M MLP beside torch DDP |

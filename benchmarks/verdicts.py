@@ -132,8 +132,8 @@ def _hidden(found: Sequence[Panel]) -> Iterable[Verdict]:
         if not times:
             yield _unknown(target, needed)
             continue
-        said = ", ".join(f"{time:.3g}x (`{case}`)" for time, case in times)
-        yield Verdict(target, needed, said, max(times)[0] <= _HIDDEN)
+        for time, case in times:
+            yield Verdict(f"{target}: `{case}`", needed, f"{time:.3g}x", time <= _HIDDEN)
 
 
 def _only_computing(run: Run, case: str) -> str:

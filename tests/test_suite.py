@@ -213,6 +213,13 @@ def test_the_large_model_is_trained_with_every_name():
     assert all(harness.wanted(name, near) for name in ("ring", "ring_int8", "ring_auto")), "one run, to be compared"
 
 
+@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
+def test_what_a_script_takes_from_the_harness_exists(script):
+    """Some scripts run on GPUs only, and here nobody would notice."""
+    for name in re.findall(r"\bharness\.(\w+)", script.read_text()):
+        assert hasattr(harness, name), name
+
+
 def test_the_short_form_is_short_and_needs_no_root():
     assert sum(step.minutes for step in suite.short()) < 10
     assert {step.key.split("/")[0] for step in suite.short()} == {step.key.split("/")[0] for step in suite.campaign()}
@@ -434,7 +441,7 @@ def test_target_of_growth(tmp_path):
     assert found.met is False
     assert found.measured == "+20.0 %"
     larger = [scaling_row("ring int8", hosts, 4 * each) | {"size": "64 MB of fp32"} for hosts, each in seconds.items()]
-    write(tmp_path, "scaling/larger", *larger[:2])
+    write(tmp_path, "scaling/then-larger", *larger[:2])
     assert verdict(tmp_path, "seconds per all-reduce").measured == "+20.0 %", "of tensors of one size"
 
 
