@@ -133,7 +133,7 @@ def _collectives() -> Plan:
         Step(
             "collectives/4-100mbit-256mb",
             f"collectives.py --hosts 4 --rate 100mbit --mb 256 --rounds 2 --cases {_FEW}",
-            6,
+            10,
         ),
         Step("collectives/4-1gbit", "collectives.py --hosts 4 --rate 1gbit --mb 0.0625,1,16,96 --rounds 9", 5),
         Step(
