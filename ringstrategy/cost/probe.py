@@ -47,7 +47,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     ring, alpha = (leaders, slowest[0]) if len(leaders) > 1 else (neighbours, slowest[2])
     crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _lap_beside_computing(peers, ring, device)])
     crowding = statistics.median(row[0] for row in crowded)
-    wake = statistics.median(crowded[rank][1] for rank in ring) - alpha
+    wake = statistics.median(crowded[rank][1] for rank in ring) - alpha - 2 * slowest[4]
     figures = iter(slowest[7:])
 
     def work() -> Work:
@@ -101,7 +101,8 @@ def _link(peers: Peers, members: Sequence[int], device: torch.device) -> _Measur
     All ranks call it, for they agree on how long to go on; zeros on a rank that is no member, or the only one.
     """
     laps = [_lap(peers, members, 8, device) for _ in range(_LAPS)]
-    post, alpha, _ = (statistics.median(column) for column in zip(*laps, strict=True))
+    post = min(lap.post for lap in laps)  # in others, whom the message woke had the core before the post returned
+    alpha = statistics.median(lap.post + lap.wait for lap in laps) - post
     nbytes = _SMALLEST
     while True:
         _lap(peers, members, nbytes, device)  # a link that was idle may let a burst pass
@@ -241,7 +242,8 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     if device.type != "cpu":
         return 0.0
     matrix = torch.ones(256, 256, device="cpu")
-    done, waits = threading.Event(), []
+    done = threading.Event()
+    took: list[float] = []
 
     def compute() -> None:
         while not done.is_set():
@@ -250,12 +252,14 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     computing = threading.Thread(target=compute, daemon=True)
     computing.start()
     try:
-        waits += [_lap(peers, members, 8, device).wait for _ in range(_LAPS)]
+        for _ in range(_LAPS):
+            lap = _lap(peers, members, 8, device)
+            took.append(lap.post + lap.wait)
         of_all(peers, [0.0])  # who is no member has had no laps, and computes as long as the others
     finally:
         done.set()
         computing.join()
-    return statistics.median(waits)
+    return statistics.median(took)
 
 
 def pack_seconds(device: torch.device) -> float:
