@@ -185,8 +185,10 @@ def wanted(name: str, cases: str | None) -> bool:
 def chosen(names: Iterable[str], options: argparse.Namespace) -> list[str]:
     """Those that the user asked for. A ValueError if a part of `--cases` means none of them, other than `none`."""
     known, cases = list(names), options.cases
-    if cases is None or cases == _NO_CASES:
-        return known if cases is None else []
+    if cases is None:
+        return known
+    if cases == _NO_CASES:
+        return []
     for part in cases.split(","):
         if not any(_means(part, name) for name in known):
             raise ValueError(f"--cases: {part!r} is in no case's name; they are {', '.join(known)}")

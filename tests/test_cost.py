@@ -275,6 +275,21 @@ def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.Captu
     assert cure in capsys.readouterr().err
 
 
+def test_a_post_that_lost_its_core_counts_as_latency(monkeypatch: pytest.MonkeyPatch) -> None:
+    posts = [2e-3, 1e-5, 2e-3]
+
+    def lap(peers: FakePeers, members: list[int], nbytes: int, device: torch.device) -> probe._Lap:
+        if nbytes > 8:
+            return probe._Lap(1e-5, 1.0, 0.0)
+        posts.append(posts.pop(0))
+        return probe._Lap(posts[-1], 2.5e-3 - posts[-1], 0.0)
+
+    monkeypatch.setattr(probe, "_lap", lap)
+    for found in on_all_ranks(2, lambda peers: probe._link(peers, [0, 1], torch.device("cpu"))):
+        assert 2 * found.post == pytest.approx(1e-5)
+        assert 2 * found.post + found.alpha == pytest.approx(2.5e-3)
+
+
 def test_who_has_no_laps_computes_until_the_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     def lap(peers: FakePeers, members: list[int], *_: object) -> probe._Lap:
         time.sleep(0.02 * (peers.rank in members))
