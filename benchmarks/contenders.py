@@ -300,8 +300,7 @@ class Ours(Training):
             for parameter, value in zip(self.model.parameters(), before, strict=True):
                 parameter.copy_(value)
             for _, residual in self.algorithm.residuals():
-                if residual is not None:
-                    residual.zero_()
+                residual.zero_()
         return self.algorithm.news()
 
     @contextmanager

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from ringstrategy.collectives.buckets import sums_dtype
@@ -29,42 +30,87 @@ if TYPE_CHECKING:
 _SHOWN = 5  # names in a message
 
 
-def collect(strategy: RingStrategy, path: _PATH, storage_options: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint to resume from.
+
+    Attributes:
+        path: of the checkpoint.
+        shared: what it has under `ringstrategy`.
+        weights_only: as the user wants it loaded.
+        own: this rank's file, if the checkpoint is of ranks with parameters of their own, and all have found theirs.
+    """
+
+    path: _PATH
+    shared: Mapping[str, Any]
+    weights_only: bool | None
+    own: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Means:
+    """What a checkpoint got as the module's state, and what this rank has instead."""
+
+    means: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+def collect(strategy: RingStrategy, own: Mapping[str, Any] | None, path: _PATH, storage_options: Any) -> dict[str, Any]:
     """Write what this rank has of its own beside the checkpoint `path`; returns what belongs into the checkpoint.
 
     All ranks call it, unless the run of this rank ended in an exception: then it calls nobody, and the sum is None.
+
+    Args:
+        strategy: whose algorithm it is.
+        own: the checkpoint as this rank would load it; None if it is the same on all ranks.
+        path: of the checkpoint.
+        storage_options: Lightning's.
     """
     state = strategy.algorithm.state_dict()
-    residuals = {
-        name: None if value is None else value.to("cpu", copy=True) for name, value in strategy.algorithm.residuals()
-    }
-    known = {name: value.contiguous() for name, value in residuals.items() if value is not None}
-    unknown = [name for name, value in residuals.items() if value is None]
-    own = strategy.own_state()
-    if residuals or own:
+    residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in strategy.algorithm.residuals()}
+    if residuals or own is not None:
         mine = {
             "rank": strategy.global_rank,
             "world_size": strategy.world_size,
             "step": state["step"],
-            "residuals": known,
-            "unknown": unknown,
-            "own": own,
+            "residuals": residuals,
+            "own": None if own is None else {"checkpoint": own, "algorithm": strategy.algorithm.own_state()},
         }
         strategy.checkpoint_io.save_checkpoint(mine, _file(path, strategy.global_rank), storage_options=storage_options)
-    total = _sum(strategy, known) if _all_know(strategy, known, unknown) else None
+    total = None if residuals and strategy.alone else _sum(strategy, residuals)
     shared = {"world_size": strategy.world_size, "algorithm": state, "residual_sum": total}
     return {**shared, "decentralized": strategy.algorithm.decentralized}
 
 
-def _all_know(strategy: RingStrategy, known: Mapping[str, Tensor], unknown: list[str]) -> bool:
-    """Do all ranks hold the residuals of the same parameters, so that they can be added one by one?"""
-    if not known and not unknown:
-        return True
-    if strategy.alone:
-        return False
-    digest = int.from_bytes(hashlib.sha256("\n".join(known).encode()).digest()[:7], "little")
-    mine = torch.tensor([-1 if unknown else digest], device=strategy.root_device)
-    return bool((strategy.all_gather(mine) == digest).all())
+def of_this_rank(checkpoint: Mapping[str, Any], means: Means | None) -> dict[str, Any]:
+    """The checkpoint with this rank's own values wherever it holds the means, under whatever keys they are by now."""
+    own = {} if means is None else {id(value): means.own[name] for name, value in means.means.items()}
+    replaced: dict[str, Any] = apply_to_collection(dict(checkpoint), Tensor, lambda tensor: own.get(id(tensor), tensor))
+    return replaced
+
+
+def averaged(strategy: RingStrategy, state: Mapping[str, Any], means: Means) -> dict[str, Any]:
+    """`state` with the means over all ranks of what a callback has put there, such as moving averages of weights.
+
+    All ranks call it. Where they have not put the same things there, rank 0's stay.
+    """
+    known = {id(value) for value in means.means.values()}
+    foreign = {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and id(value) not in known
+    }
+    names = "\n".join(f"{name} {tuple(value.shape)}" for name, value in foreign.items())
+    digest = int.from_bytes(hashlib.sha256(names.encode()).digest()[:7], "little")
+    if not bool((strategy.all_gather(torch.tensor([digest], device=strategy.root_device)) == digest).all()):
+        return dict(state)
+
+    def mean(value: Tensor) -> Tensor:
+        # wide, so that the mean of what is the same everywhere is that again
+        whole = value.detach().to(strategy.root_device, torch.float64, copy=True)
+        return strategy.reduce(whole, reduce_op="mean").to(value.device, value.dtype)
+
+    return {**state, **{name: mean(value) for name, value in foreign.items()}}
 
 
 def _sum(strategy: RingStrategy, residuals: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -75,41 +121,74 @@ def _sum(strategy: RingStrategy, residuals: Mapping[str, Tensor]) -> dict[str, T
     return total
 
 
-def restore(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[str, Any] | None:
+def found(strategy: RingStrategy, path: _PATH, shared: Mapping[str, Any], weights_only: bool | None) -> Saved:
+    """The checkpoint, and this rank's file if ranks have parameters of their own. All ranks call it."""
+    saved = Saved(path, shared, weights_only)
+    before, now = shared["world_size"], strategy.world_size
+    if not (shared["decentralized"] and strategy.algorithm.decentralized) or now == 1:
+        return saved
+    if before != now:
+        rank_zero_info(
+            f"The checkpoint is of world size {before}, this run of {now}: "
+            "all ranks start from the mean of its ranks and from rank 0's optimizers."
+        )
+        return saved
+    mine = _load(saved, strategy.global_rank, strategy.checkpoint_io)
+    if mine is not None and mine["own"]["algorithm"]["torn"]:
+        mine = None
+    missing = _missing(strategy, mine)
+    if missing:
+        rank_zero_warn(
+            f"what rank {_list(missing)} has of its own is not in {_folder(path)} (it must be kept beside its "
+            "checkpoint), or an exception saved it within an exchange: all ranks start from the checkpoint's "
+            "parameters and optimizers"
+        )
+        return saved
+    assert mine is not None
+    return replace(saved, own=mine["own"])
+
+
+def restore(strategy: RingStrategy, saved: Saved) -> dict[str, Any] | None:
     """Give the algorithm its state back. All ranks call it, after `Algorithm.setup`.
 
     At the same world size each rank takes its own residuals, bit for bit. At another, each takes the same share of
     their sum, so that the sum is kept (to the rounding of one division; exact if the size is a power of two). With one
     rank there is no algorithm, and the gradients are exact: returns what the checkpoints of this run must carry on.
     """
-    before, now = saved["world_size"], strategy.world_size
-    if saved["decentralized"] != strategy.algorithm.decentralized:
+    shared = saved.shared
+    before, now = shared["world_size"], strategy.world_size
+    if shared["decentralized"] != strategy.algorithm.decentralized:
         rank_zero_info(
             "The checkpoint is of another kind of averaging: this run takes its weights and its optimizers, no more."
         )
         return None
     if before == now > 1:
-        residuals = _own(strategy, path, saved)
+        residuals = _own(strategy, saved)
     else:
-        total = saved["residual_sum"]
+        total = shared["residual_sum"]
         if total is None:
-            total = _sum_of_files(path, saved, strategy.checkpoint_io)
+            total = _sum_of_files(saved, strategy.checkpoint_io)
         if now == 1:
             if total and before > 1:
                 rank_zero_info(
                     f"The checkpoint is of {before} ranks. One rank needs no error feedback: "
                     "the sum of their residuals is carried on into the checkpoints of this run."
                 )
-            return {**saved, "world_size": 1, "residual_sum": total}
+            return {**shared, "world_size": 1, "residual_sum": total}
         residuals = {name: value / now for name, value in total.items()}
         if total:
             rank_zero_info(
                 f"The checkpoint is of world size {before}, this run of {now}: "
                 f"each rank takes 1/{now} of the sum of the error-feedback residuals."
             )
-    if saved["decentralized"]:
-        _load_own(strategy, path, saved)
-    strategy.algorithm.load_state_dict(saved["algorithm"])
+    if saved.own is not None:
+        kept = saved.own["algorithm"]
+        if not strategy.algorithm.load_own_state(kept):
+            rank_zero_info(
+                f"The checkpoint is of {kept['of']}, this run of {strategy.algorithm}: each rank "
+                "takes its own parameters and optimizers, but nothing that only the other kept."
+            )
+    strategy.algorithm.load_state_dict(shared["algorithm"])
     homeless = strategy.algorithm.load_residuals(residuals)
     if homeless:
         rank_zero_warn(
@@ -119,45 +198,18 @@ def restore(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> di
     return None
 
 
-def _load_own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> None:
-    """Each rank's own parameters and optimizers, if all have theirs; else all start from the mean."""
-    before, now = saved["world_size"], strategy.world_size
-    mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io) if before == now else None
-    if mine is not None and mine["own"]["algorithm"]["torn"]:
-        mine = None
-    missing = _missing(strategy, mine)
-    if not missing:
-        assert mine is not None
-        if not strategy.load_own_state(mine["own"]):
-            rank_zero_info(
-                f"The checkpoint is of {mine['own']['algorithm']['of']}, this run of {strategy.algorithm}: each rank "
-                "takes its own parameters and optimizers, but nothing that only the other kept."
-            )
-    elif before != now:
-        rank_zero_info(
-            f"The checkpoint is of world size {before}, this run of {now}: "
-            "all ranks start from the mean of its ranks and from rank 0's optimizers."
-        )
-    else:
-        rank_zero_warn(
-            f"what rank {_list(missing)} has of its own is not in {_folder(path)} (it must be kept beside its "
-            "checkpoint), or an exception saved it within an exchange: all ranks start from the checkpoint's "
-            "parameters and optimizers"
-        )
-
-
 def _missing(strategy: RingStrategy, mine: dict[str, Any] | None) -> list[int]:
     """Ranks that did not find their file; every rank calls it with its own."""
-    found = strategy.all_gather(torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device))
-    return [rank for rank, has in enumerate(found.view(-1).tolist()) if not has]
+    has_mine = torch.tensor([mine is not None], dtype=torch.uint8, device=strategy.root_device)
+    return [rank for rank, has in enumerate(strategy.all_gather(has_mine).view(-1).tolist()) if not has]
 
 
-def _own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def _own(strategy: RingStrategy, saved: Saved) -> dict[str, Tensor]:
     """This rank's residuals, or its share of the sum if any rank misses its own."""
-    total, size = saved["residual_sum"], strategy.world_size
+    total, size, path = saved.shared["residual_sum"], strategy.world_size, saved.path
     if total is not None and not total:
         return {}
-    mine = _load(path, saved, strategy.global_rank, strategy.checkpoint_io)
+    mine = _load(saved, strategy.global_rank, strategy.checkpoint_io)
     missing = _missing(strategy, mine)
     if missing and total is not None:
         rank_zero_warn(
@@ -167,40 +219,29 @@ def _own(strategy: RingStrategy, path: _PATH, saved: Mapping[str, Any]) -> dict[
         return {name: value / size for name, value in total.items()}
     if missing:
         _warn_lost(f"of rank {_list(missing)}, whose files are not in {_folder(path)},")
-    if mine is None:
-        return {}
-    if mine["unknown"]:
-        _warn_lost(f"of {_names(mine['unknown'])} on rank {strategy.global_rank}", everywhere=True)
-    residuals: dict[str, Tensor] = mine["residuals"]
+    residuals: dict[str, Tensor] = {} if mine is None else mine["residuals"]
     return residuals
 
 
-def _sum_of_files(path: _PATH, saved: Mapping[str, Any], io: CheckpointIO) -> dict[str, Tensor]:
+def _sum_of_files(saved: Saved, io: CheckpointIO) -> dict[str, Tensor]:
     """The sum that the checkpoint does not have, because an exception wrote it."""
     total: dict[str, Tensor] = {}
-    missing, unknown = [], set()
-    for rank in range(saved["world_size"]):
-        state = _load(path, saved, rank, io)
+    missing = []
+    for rank in range(saved.shared["world_size"]):
+        state = _load(saved, rank, io)
         if state is None:
             missing.append(rank)
             continue
-        unknown.update(state["unknown"])
         for name, value in state["residuals"].items():
             wide = value.to(sums_dtype(value.dtype))
             total[name] = total[name] + wide if name in total else wide
     if missing:
-        _warn_lost(f"of rank {_list(missing)}, whose files are not in {_folder(path)},")
-    if unknown:
-        _warn_lost(f"of {_names(unknown)} on some rank")
+        _warn_lost(f"of rank {_list(missing)}, whose files are not in {_folder(saved.path)},")
     return total
 
 
-def _warn_lost(whose: str, *, everywhere: bool = False) -> None:
-    text = f"the checkpoint was written at an exception or within a step: residuals {whose} are lost and begin at zero"
-    if everywhere:
-        warnings.warn(text, stacklevel=2)
-    else:
-        rank_zero_warn(text)
+def _warn_lost(whose: str) -> None:
+    rank_zero_warn(f"the checkpoint was written at an exception: residuals {whose} are lost and begin at zero")
 
 
 def remove_residuals(io: CheckpointIO, path: _PATH) -> None:
@@ -224,13 +265,13 @@ def _file(path: _PATH, rank: int) -> str:
     return f"{_folder(path)}/rank_{rank:05d}.pt"
 
 
-def _load(path: _PATH, saved: Mapping[str, Any], rank: int, io: CheckpointIO) -> dict[str, Any] | None:
+def _load(saved: Saved, rank: int, io: CheckpointIO) -> dict[str, Any] | None:
     """A rank's file, or None if there is none, or it is another checkpoint's."""
     try:
-        state = io.load_checkpoint(_file(_resolved(path), rank), weights_only=True)
+        state = io.load_checkpoint(_file(_resolved(saved.path), rank), weights_only=saved.weights_only)
     except FileNotFoundError:
         return None
-    belongs = (state["world_size"], state["step"]) == (saved["world_size"], saved["algorithm"]["step"])
+    belongs = (state["world_size"], state["step"]) == (saved.shared["world_size"], saved.shared["algorithm"]["step"])
     return state if belongs else None
 
 

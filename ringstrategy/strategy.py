@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH, ReduceOp
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -27,9 +29,11 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.checkpoints import collect, remove_residuals, restore
+from ringstrategy.checkpoints import Means, Saved, averaged, collect, found, of_this_rank, remove_residuals, restore
 from ringstrategy.collectives.peers import Peers, connect
+from ringstrategy.collectives.sample import sample
 from ringstrategy.collectives.stats import Stats
+from ringstrategy.optimizer_steps import OptimizerSteps, announces_steps, any_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -116,9 +120,12 @@ class RingStrategy(DDPStrategy):
         self._peers: Peers | None = None
         self._accumulating = False
         self._buffers_due = True
-        self._resume: tuple[_PATH, Mapping[str, Any]] | None = None
+        self._steps: OptimizerSteps | None = None
+        self._steps_before = self._steps_noticed = 0  # of automatic optimization: before this fit, and since
+        self._looks = _Looks(self)
+        self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._carried: dict[str, Any] | None = None
-        self._own: Mapping[str, Any] = {}  # of the checkpoint that training resumes from, until it does
+        self._means: Means | None = None  # last given to a checkpoint
         self._left_with_children = False
         self._place = "while setting up"
 
@@ -150,6 +157,13 @@ class RingStrategy(DDPStrategy):
         """As `ddp`, but the module stays unwrapped."""
         super().setup(trainer)
         self._resume = None  # a checkpoint loaded for validation is none to resume from
+        if self._peers is not None:
+            self._bind()
+            self._looks.begin(trainer)
+
+    def _bind(self) -> None:
+        for optimizer in self.optimizers:
+            self.algorithm.bind(_stepped(optimizer))
 
     def configure_ddp(self) -> None:
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
@@ -157,10 +171,13 @@ class RingStrategy(DDPStrategy):
         assert module is not None
         if self.world_size > 1:
             self._attach(module)
+        own = None if self._resume is None or self._resume.own is None else _copied(module.state_dict())
         _sync_module_states(module)
+        if own is not None:
+            module.load_state_dict(own, strict=False)
         self._buffers_due = True
         if self._resume is not None:
-            self._carried = restore(self, *self._resume)
+            self._carried = restore(self, self._resume)
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
@@ -171,6 +188,8 @@ class RingStrategy(DDPStrategy):
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
+        self._steps = OptimizerSteps(self._before_step, self._after_step)
+        self._steps_before, self._steps_noticed = -1, 0
         self._log_news()
 
     def _log_news(self) -> None:
@@ -192,6 +211,9 @@ class RingStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take in parameters that the model has got since setup; an epoch may have ended."""
         self._place = f"near batch {batch_idx}"
+        if self._steps is not None:
+            self._steps.forget()
+        self._notice_dropped_steps()
         module = self.lightning_module
         if batch_idx == 0 and self._peers is not None:
             assert module is not None
@@ -253,14 +275,53 @@ class RingStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """The optimizer's step, then the algorithm's."""
-        before = self._loss_scale()
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self._peers is not None:
+        if self._steps is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        parameters, before = _stepped(optimizer), self._loss_scale()
+
+        def gradients() -> Any:
+            output = closure()
+            self.algorithm.before_step(parameters)
+            return output
+
+        with self._steps.expecting() as seen:
+            output = super().optimizer_step(optimizer, gradients, model, **kwargs)
+        if seen or announces_steps(optimizer):
+            stepped = any_of(seen)
+        else:
             after = self._loss_scale()
             # a scaler backs off when it skips, and only then
-            skipped = None if before is None or after is None else after < before
-            self.algorithm.after_step(_stepped(optimizer), skipped)
+            stepped = True if before is None or after is None else after >= before
+        self._notice(parameters, stepped)
         return output
+
+    # What `OptimizerSteps` notices besides: raw optimizers, in manual optimization
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self.algorithm.before_step(_stepped(optimizer))
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        parameters = _stepped(optimizer)
+        self.algorithm.before_step(parameters)  # a step with a closure
+        self._notice(parameters, True)
+
+    def _notice(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
+        self._steps_noticed += 1
+        self.algorithm.after_step(parameters, stepped)
+
+    def _notice_dropped_steps(self) -> None:
+        """An `optimizer_step` of the user's may drop a batch, on this rank alone. Mixing goes on even so.
+
+        In manual optimization nobody can tell a dropped step from none.
+        """
+        module = self.lightning_module
+        if self._peers is None or self.alone or module is None or not module.automatic_optimization:
+            return
+        steps = module.trainer.global_step
+        if self._steps_before < 0:
+            self._steps_before = steps
+        while self._steps_noticed < steps - self._steps_before:
+            self._notice(_stepped(self.optimizers[0]), False)
 
     def _loss_scale(self) -> Tensor | None:
         """On the device, without waiting for it; not changed when the scaler's own is."""
@@ -320,76 +381,64 @@ class RingStrategy(DDPStrategy):
 
     # What people look at, where ranks have parameters of their own
 
-    def on_validation_start(self) -> None:
-        """Within a fit: the mean of all ranks is validated."""
-        super().on_validation_start()
-        if self.algorithm.consensus:
-            self._enter_consensus()
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As `ddp`. Within a fit, the first batch of a validation is to find the mean of all ranks."""
+        self._looks.look()
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `ddp`. Of a step that takes a `dataloader_iter` no batch was seen before."""
+        self._looks.look()
+        return super().validation_step(*args, **kwargs)
 
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
         super().on_validation_end()
-        self.algorithm.leave_consensus()
+        self._looks.end()
 
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
+        self._notice_dropped_steps()
         self.algorithm.settle()
-        if self.algorithm.consensus:
-            self._enter_consensus()
+        if self._peers is not None and self.algorithm.consensus:
+            self.enter_consensus(replaced=self._looks.replaced())
 
-    def _enter_consensus(self) -> bool:
+    def enter_consensus(self, *, replaced: bool = False) -> bool:
+        """See `Algorithm.enter_consensus`."""
         module = self.lightning_module
         assert module is not None
-        return self.algorithm.enter_consensus([b for b in _shared_buffers(module) if b.is_floating_point()])
+        self._notice_dropped_steps()
+        # validation runs in inference mode, and what is allocated there cannot be used outside
+        with torch.inference_mode(False):
+            return self.algorithm.enter_consensus(_shared_buffers(module), replaced=replaced)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean of all ranks, who all call it; after an exception this rank's own."""
-        entered = self.algorithm.decentralized and not self.alone and self._enter_consensus()
-        state: dict[str, Any] = super().lightning_module_state_dict()
-        if entered:
-            for name, value in state.items():
-                state[name] = value.clone() if isinstance(value, Tensor) else value
+        if not self.algorithm.decentralized or self._peers is None or self.alone:
+            return super().lightning_module_state_dict()
+        if self.enter_consensus():
+            means = _copied(super().lightning_module_state_dict())
             self.algorithm.leave_consensus()
-        return state
+            own = super().lightning_module_state_dict()
+        else:
+            means = super().lightning_module_state_dict()
+            with self.algorithm.as_own():
+                own = _copied(super().lightning_module_state_dict())
+        self._means = Means(means, own)
+        return means
 
     # Checkpoints
-
-    def own_state(self) -> dict[str, Any]:
-        """What this rank alone has; empty if all ranks have the same."""
-        module = self.lightning_module
-        if not self.algorithm.decentralized or module is None:
-            return {}
-        values = module.state_dict(keep_vars=True)
-        return {
-            "module": {n: self.algorithm.own(v).detach() for n, v in values.items() if isinstance(v, Tensor)},
-            "optimizers": [self.optimizer_state(optimizer) for optimizer in self.optimizers],
-            "precision": self.precision_plugin.state_dict(),
-            "algorithm": self.algorithm.own_state(),
-        }
-
-    def load_own_state(self, own: Mapping[str, Any]) -> bool:
-        """Take back what `own_state` gave; its optimizers when they are loaded. See `Algorithm.load_own_state`."""
-        assert self.lightning_module is not None
-        self.lightning_module.load_state_dict(own["module"], strict=False)
-        self._own = own
-        return self.algorithm.load_own_state(own["algorithm"])
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """This rank's own, if it has any."""
-        own, self._own = self._own, {}
-        if own:
-            checkpoint = {**checkpoint, "optimizer_states": own["optimizers"]}
-            self.precision_plugin.load_state_dict(own["precision"])
-        super().load_optimizer_state_dict(checkpoint)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
         """Add the algorithm's state, under the key `ringstrategy`, and a file of residuals for each rank beside.
 
         After training too; but not to a checkpoint of weights alone, from which no training goes on.
         """
+        means, self._means = self._means, None
         if "optimizer_states" in checkpoint:
-            state = collect(self, filepath, storage_options) if self.world_size > 1 else self._carried
+            own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
+            state = collect(self, own, filepath, storage_options) if self.world_size > 1 else self._carried
             if state is not None:
                 checkpoint["ringstrategy"] = state
             if self._left_with_children:
@@ -397,17 +446,32 @@ class RingStrategy(DDPStrategy):
                     "the processes that trained are gone, and their error-feedback residuals with them: "
                     "this checkpoint has none. One that ModelCheckpoint saves during training has them"
                 )
+        if means is not None:
+            checkpoint["state_dict"] = averaged(self, checkpoint["state_dict"], means)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        """Keep the algorithm's state for `setup`, which comes later, unless training is under way."""
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        saved = checkpoint.get("ringstrategy")
-        self._resume = None if saved is None else (checkpoint_path, saved)
-        if self._resume is not None and self._peers is not None:
-            restore(self, *self._resume)  # a tuner, such as the learning-rate finder, takes back its trial steps
+        """Keep the algorithm's state for `setup`, which comes later, unless training is under way.
+
+        Ranks that have parameters of their own get their own checkpoint, if all of them find it.
+        """
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        self._resume = None
+        if "ringstrategy" not in checkpoint or not self._is_fitting:
+            return checkpoint
+        self._resume = found(self, checkpoint_path, checkpoint["ringstrategy"], weights_only)
+        if self._resume.own is not None:
+            checkpoint |= self._resume.own["checkpoint"]
+        if self._peers is not None:
+            restore(self, self._resume)  # a tuner, such as the learning-rate finder, takes back its trial steps
             self._resume = None
+            self._bind()
         return checkpoint
+
+    @property
+    def _is_fitting(self) -> bool:
+        module = self.lightning_module
+        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """The residuals beside it too."""
@@ -426,7 +490,13 @@ class RingStrategy(DDPStrategy):
             self._peers.abort(f"{type(exception).__name__}: {exception}"[:500])
 
     def teardown(self) -> None:
-        """Join the communication thread, remove the hooks. No collective."""
+        """Join the communication thread, remove the hooks. No collective, unless `fit` found nothing left to train."""
+        if self._peers is not None and not self.alone and self.algorithm.consensus:
+            self.enter_consensus()  # False if training has ended with that
+        self._looks.close()
+        steps, self._steps = self._steps, None
+        if steps is not None:
+            steps.close()
         self.algorithm.close()
         peers, self._peers = self._peers, None
         try:
@@ -434,6 +504,75 @@ class RingStrategy(DDPStrategy):
                 peers.close()
         finally:
             super().teardown()
+
+
+class _Looks(Callback):
+    """The first callback of all: sees parameters before others put something else there, such as a moving average.
+
+    Lightning calls the strategy last when validation starts and ends. So the mean is entered at the first batch, when
+    all who swap parameters have done so, and left before the first of them could take its own back.
+    """
+
+    def __init__(self, strategy: RingStrategy) -> None:
+        self._strategy = strategy
+        self._trainer: Trainer | None = None
+        self._before: list[Tensor] = []
+        self._due = self._replaced = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Take part in this fit."""
+        if self._strategy.algorithm.consensus:
+            self._trainer = trainer
+            _callbacks(trainer).insert(0, self)
+
+    def close(self) -> None:
+        """Take part no more."""
+        trainer, self._trainer = self._trainer, None
+        callbacks = [] if trainer is None else _callbacks(trainer)
+        if self in callbacks:
+            callbacks.remove(self)
+        self._due, self._before = False, []
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before all others."""
+        self._before, self._due = self._glance(), True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before all others."""
+        self._before = self._glance()
+
+    def look(self) -> None:
+        """After all others: from now on the mean is looked at."""
+        if self._due:
+            self._due, self._replaced = False, self.replaced()
+            self._strategy.enter_consensus(replaced=self._replaced)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before all others. If nobody has swapped anything, they see the mean too."""
+        self.look()  # on a rank without a batch
+        if self._replaced:
+            self.end()
+
+    def end(self) -> None:
+        """Each rank goes on with its own."""
+        self._replaced = False
+        self._strategy.algorithm.leave_consensus()
+
+    def replaced(self) -> bool:
+        """Has any rank put other values there since?"""
+        mine = not all(torch.equal(now, then) for now, then in zip(self._glance(), self._before, strict=True))
+        return self._strategy.reduce_boolean_decision(mine, all=False)
+
+    def _glance(self) -> list[Tensor]:
+        module = self._strategy.lightning_module
+        assert module is not None
+        tensors = [*_shared_parameters(module).values(), *_shared_buffers(module)]
+        return [sample(tensor.detach()).nan_to_num() for tensor in tensors if tensor.numel()]
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 class _StatsLauncher(_MultiProcessingLauncher):
@@ -460,6 +599,10 @@ def _disconnect() -> None:
     """Without it gloo's threads may abort a process that ends right after a collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _ignored(module: Module) -> set[str]:

@@ -192,6 +192,7 @@ def _feedback_sum(feedback: bool) -> tuple[Tensor, Tensor]:
         backward(algorithm, (weight * direction).sum())
         assert weight.grad is not None
         delivered += weight.grad / 50
+        algorithm.after_step({weight})
         local = direction
     algorithm.close()
     peers.close()
@@ -711,15 +712,22 @@ def test_ranks_that_differ_are_named_on_every_rank(ranks: Pool, what: str) -> No
 
 
 def _unmanaged_backward() -> str:
-    module = Net()
-    peers, _ = start(AllReduce(), module)
+    module, algorithm = Net(), AllReduce()
+    peers, _ = start(algorithm, module)
+    module(batch(0, 0)).backward()
     with pytest.raises(RuntimeError) as caught:
+        algorithm.before_step(set(module.parameters()))
+    for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
+        drop()
+        algorithm.before_step(set(module.parameters()))
         module(batch(0, 0)).backward()
+    backward(algorithm, module(batch(peers.rank, 1)))  # averages what was there too
+    algorithm.before_step(set(module.parameters()))
     peers.close()
     return str(caught.value)
 
 
-def test_a_backward_behind_our_back_is_an_error(ranks: Pool) -> None:
+def test_stepping_what_a_backward_behind_our_back_made_is_an_error(ranks: Pool) -> None:
     assert all("manual_backward" in message for message in ranks(2, _unmanaged_backward))
 
 

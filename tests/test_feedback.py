@@ -42,6 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringstrategy import (
     AllReduce,
+    Auto,
     Cast,
     Codec,
     Collective,
@@ -58,6 +59,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.algorithms import Algorithm
+from ringstrategy.collectives import residuals as feedback
 from ringstrategy.collectives.base import mean_
 from ringstrategy.collectives.buckets import Slot
 from ringstrategy.collectives.residuals import Residuals
@@ -79,10 +81,9 @@ def lossy(**options: Any) -> RingStrategy:
 
 
 def residuals(algorithm: Algorithm) -> State:
-    """A copy; fails if one is unknown."""
+    """A copy."""
     state = {}
     for name, value in algorithm.residuals():
-        assert value is not None, name
         state[name] = value.clone()
     return state
 
@@ -415,6 +416,7 @@ def one_step(algorithm: AllReduce, module: nn.ParameterDict, rank: int, step: in
     loss = sum((p * torch.randn(p.shape, generator=generator)).sum() for p in module.values() if p.requires_grad)
     assert isinstance(loss, Tensor)
     backward(algorithm, loss * scale)
+    algorithm.after_step(set(module.values()))
 
 
 def _changed(change: Callable[[], tuple[AllReduce, nn.ParameterDict]]) -> tuple[list[str], bool, bool]:
@@ -516,6 +518,7 @@ def _frozen_at_first() -> None:
     assert len(algorithm._buckets) == 2
     sum(p.sum() for p in module.values()).backward()  # type: ignore[union-attr]
     algorithm.after_backward()
+    algorithm.after_step(set(module.values()))
     assert not torch.equal(residuals(algorithm)["later"], saved["later"])
     algorithm.close()
     peers.close()
@@ -581,7 +584,6 @@ def test_an_exception_writes_what_each_rank_has_and_hangs_nobody(ranks: Pool, tm
         ]
         # they stopped between steps, or while they waited for rank 1 to begin this one
         for side, state in zip(sides, before, strict=True):
-            assert side["unknown"] == []
             assert equal(side["residuals"], state)
     path = str(tmp_path / "failed.ckpt")
     for size in (3, 2):
@@ -596,30 +598,16 @@ def test_an_exception_writes_what_each_rank_has_and_hangs_nobody(ranks: Pool, tm
             assert any("of rank 2, whose files are not in" in text for text in heard) == (rank == 0)
 
 
-def test_a_backward_that_fails_half_way_leaves_no_half_done_residual(ranks: Pool, tmp_path: Path) -> None:
+def test_a_backward_that_fails_half_way_leaves_residuals_as_they_were(ranks: Pool, tmp_path: Path) -> None:
+    """The second layer was on its way; of the first, rank 1 had not begun anything."""
     before = [state for state, _ in ranks(2, _fails, str(tmp_path), "backward", limit=40)]
     for rank in range(2):
         side = torch.load(tmp_path / f"failed.ckpt.ringstrategy/rank_0000{rank}.pt", weights_only=True)
-        # the second layer was on its way; of the first, rank 1 had not begun anything, and rank 0 waited for its bias
-        assert {"layers.2.weight", "layers.2.bias"} <= set(side["unknown"]) <= {*before[rank]} - {"layers.0.weight"}
-        assert set(side["unknown"]) | set(side["residuals"]) == set(before[rank])
-        for name, value in side["residuals"].items():
-            assert torch.equal(value, before[rank][name])
-    path = str(tmp_path / "failed.ckpt")
-    first, _, heard = ranks(2, _goes_on, path)[1]
-    assert set(side["residuals"]) == {"layers.0.weight", "layers.0.bias"}
-    assert any("layers.2.bias, layers.2.weight on rank 1 are lost and begin at zero" in text for text in heard)
-    assert all(
-        torch.equal(value, side["residuals"].get(name, torch.zeros(()))) or not value.any()
-        for name, value in first.items()
-    )
-    assert any("on some rank are lost" in text for text in ranks(1, _goes_on_alone, path)[0])
-
-
-def _goes_on_alone(path: str) -> list[str]:
-    with listening() as heard:
-        fit(lossy(), Net(), ckpt_path=path, max_epochs=2)
-    return heard
+        assert equal(side["residuals"], before[rank])
+        assert all(value.any() for value in before[rank].values())
+    for rank, (first, _, heard) in enumerate(ranks(2, _goes_on, str(tmp_path / "failed.ckpt"))):
+        assert equal(first, before[rank])
+        assert not heard
 
 
 # A loss scaler
@@ -633,7 +621,15 @@ class Run:
         self.peers, self.stats = start(algorithm, self.module)
         self.scale: Tensor | None = None
 
-    def backward(self, step: int, *, inf: str | None = None, without: tuple[str, ...] = (), sync: bool = True) -> State:
+    def backward(
+        self,
+        step: int,
+        *,
+        inf: str | None = None,
+        without: tuple[str, ...] = (),
+        sync: bool = True,
+        times: float = 1.0,
+    ) -> State:
         """The gradients of this rank alone; `inf` names a parameter whose gradient overflows on rank 1."""
         generator = torch.Generator().manual_seed(100 * step + self.peers.rank)
         own = {name: torch.randn(p.shape, generator=generator) for name, p in self.module.items()}
@@ -643,14 +639,20 @@ class Run:
         scale = torch.ones(()) if self.scale is None else self.scale
         self.algorithm.before_backward(sync=sync, scale=self.scale)
         loss = sum((self.module[name] * value).sum() for name, value in own.items() if self.module[name].requires_grad)
-        assert isinstance(loss, Tensor)
-        (loss * scale).backward()
+        if isinstance(loss, Tensor):
+            (loss * scale * times).backward()
         self.algorithm.after_backward()
         return own
 
-    def decide(self, skipped: bool, *names: str) -> None:
-        self.algorithm.after_step({self.module[name] for name in names or self.module}, torch.tensor(skipped))
-        self.module.zero_grad()
+    def step(self, stepped: Tensor | bool = True, *names: str) -> None:
+        """Of an optimizer, if the loss scaler lets it; it would have unscaled the gradients before."""
+        stepped_by = {self.module[name] for name in names or self.module}
+        for parameter in stepped_by:
+            if self.scale is not None and parameter.grad is not None:
+                parameter.grad /= self.scale
+        self.algorithm.after_step(stepped_by, stepped)
+        for parameter in stepped_by:
+            parameter.grad = None
 
     def close(self) -> State:
         assert self.peers.size > 1
@@ -677,8 +679,8 @@ def _scales(wire: Wire) -> None:
         scaled.backward(step)
         for name, parameter in plain.module.items():
             assert torch.equal(scaled.module[name].grad / scale, parameter.grad)
-        plain.module.zero_grad()
-        scaled.decide(False)
+        plain.step()
+        scaled.step(torch.tensor(True) if step % 2 else True)
         assert equal(residuals(scaled.algorithm), residuals(plain.algorithm))
     assert equal(plain.close(), scaled.close())
 
@@ -692,29 +694,29 @@ def _skips(wire: Wire) -> None:
     run = run_on(wire, a=9, b=5)  # one bucket for both
     run.scale = torch.tensor(2.0**10)
     run.backward(0)
-    run.decide(False)
+    run.step()
     before = residuals(run.algorithm)
 
     run.backward(1, inf="a")
     assert equal(residuals(run.algorithm), before)  # a checkpoint of an exception before the step
-    run.decide(True)
+    run.step(torch.tensor(False))
     assert equal(residuals(run.algorithm), before)
 
     run.scale = torch.tensor(2.0**9)  # two backwards for one step, that is skipped because of the second
     run.backward(2)
     run.backward(3, inf="b")
-    run.decide(True)
+    run.step(False)
     assert equal(residuals(run.algorithm), before)
 
     run.backward(4, inf="b")  # two optimizers: only one steps
-    run.decide(False, "a")
-    run.decide(True, "b")
+    run.step(True, "a")
+    run.step(False, "b")
     now = residuals(run.algorithm)
     assert torch.equal(now["b"], before["b"])
     assert not torch.equal(now["a"], before["a"])
 
     run.backward(5, without=("a",))  # the other one alone
-    run.decide(False, "b")
+    run.step(True, "b")
     last = residuals(run.algorithm)
     assert torch.equal(last["a"], now["a"])
     assert not torch.equal(last["b"], now["b"])
@@ -734,7 +736,8 @@ class NoReading(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_following_a_scale_never_waits_for_the_device() -> None:
+def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feedback, "may_read", lambda tensor: False)  # as on a GPU
     whole = torch.ones(12)
     slots = [Slot(n, nn.Parameter(torch.ones(6)), torch.ones(6), whole[6 * i : 6 * i + 6]) for i, n in enumerate("ab")]
     for slot in slots:
@@ -744,10 +747,11 @@ def test_following_a_scale_never_waits_for_the_device() -> None:
         with NoReading():
             for scale in (4.0, 2.0):
                 held.begin(torch.full((), scale))
-                held.start()
                 held.end(lambda slot: True)
+                held.handed_out()
+                held.look()
                 held.decide({slots[0].parameter}, torch.full((), 1.0) < 2)
-                held.decide({slots[1].parameter}, torch.full((), 1.0) < 2)
+                held.decide({slots[1].parameter}, True)
     with pytest.raises(AssertionError), NoReading():
         torch.ones(()).item()
 
@@ -828,6 +832,183 @@ def test_an_overflow_that_is_quantized_makes_every_rank_skip_the_step(ranks: Poo
     ranks(size, _overflows_once, name)
 
 
+# What becomes of the gradients
+
+FATES = ["stepped", "no step", "no gradient", "zeroed", "replaced", "a thousandth", "another backward", "frozen"]
+
+
+def _fates(wire: Wire) -> dict[str, int]:
+    """Each parameter's gradient has a fate of its own in each step; gradients of some steps are huge."""
+    run = run_on(wire, bucket_mb=1e-4, a=9, b=5, c=2, d=7)
+    random = torch.Generator().manual_seed(7)  # the same on all ranks
+    wanted = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in run.module.items()}
+    got = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in run.module.items()}
+    counts = dict.fromkeys(FATES, 0)
+    largest = 0.0
+    for step in range(60):
+        chosen = {n: FATES[int(torch.randint(len(FATES), (), generator=random))] for n in run.module}
+        # after one that counted by a part, one that counts whole, so that parts are exact
+        chosen = {n: fate if step % 2 else "stepped" for n, fate in chosen.items()}
+        huge = 1e4 if step % 10 == 3 else 1.0
+        for name, parameter in run.module.items():
+            parameter.requires_grad_(chosen[name] != "frozen")
+        before = residuals(run.algorithm)
+        there = total({n: huge * v for n, v in run.backward(step, times=huge).items()})
+        if "another backward" in chosen.values():
+            again = total(run.backward(1000 + step))
+            there = {n: value + again[n] for n, value in there.items()}
+        for name, parameter in run.module.items():
+            fate = chosen[name]
+            counts[fate] += 1
+            if fate == "no gradient":
+                parameter.grad = None
+            elif fate == "zeroed":
+                parameter.grad.zero_()
+            elif fate == "replaced":
+                parameter.grad = torch.zeros_like(parameter)
+            elif fate == "a thousandth":
+                parameter.grad *= 1e-3
+            part = {"stepped": 1.0, "another backward": 1.0, "a thousandth": 1e-3}.get(fate, 0.0)
+            if part:
+                wanted[name] += part * there[name] / run.peers.size
+                got[name] += parameter.grad.double()
+        run.step(True, *(name for name, fate in chosen.items() if fate != "no step"))
+        now = residuals(run.algorithm)
+        for name, fate in chosen.items():
+            if fate in ("no gradient", "zeroed", "replaced", "frozen"):
+                assert torch.equal(now[name], before[name]), (name, fate)
+        run.module.zero_grad(set_to_none=step % 4 < 2)
+        left = total(now)
+        for name in run.module:
+            difference = (got[name] + left[name] - wanted[name]).abs().max()
+            largest = max(largest, float(difference / wanted[name].abs().max()))
+    # a rotation rounds all values of a block as it does the largest
+    assert 0 < largest < (5e-3 if isinstance(wire[0], Rotated) else 1e-4)
+    assert differs_between_ranks(run.close())
+    return counts
+
+
+@on_every_wire
+def test_what_was_stepped_and_what_is_left_are_what_there_was(ranks: Pool, wire: Wire) -> None:
+    for counts in ranks(3, _fates, wire):
+        assert min(counts.values()) > 5
+
+
+def _scaled_gradients(factor: float) -> State:
+    run = run_on((Toy(), Ring()), a=9, b=5)
+    for step in range(5):
+        run.backward(step)
+        for parameter in run.module.values():
+            parameter.grad *= factor
+        run.step()
+    return run.close()
+
+
+def _scales_alike() -> None:
+    plain = _scaled_gradients(1.0)
+    for factor in (2.0**-7, 8.0):
+        assert equal(_scaled_gradients(factor), plain)
+
+
+def test_who_scales_all_gradients_keeps_feedback(ranks: Pool) -> None:
+    """A tenth at each step is no reason to take feedback back: the next gradients are to be scaled, too."""
+    ranks(2, _scales_alike)
+
+
+def _never_stepped() -> tuple[list[str], State]:
+    run = run_on((Toy(), Ring()), a=9, b=5)
+    for step in range(25):
+        run.backward(step)
+        with torch.no_grad():
+            for parameter in run.module.values():
+                parameter -= 0.1 * parameter.grad  # by hand
+                parameter.grad = None
+    return run.algorithm.news(), run.close()
+
+
+def test_steps_that_torch_does_not_tell_of_are_said(ranks: Pool) -> None:
+    for news, left in ranks(2, _never_stepped):
+        [line] = news
+        assert "error feedback keeps nothing" in line
+        assert not any(value.any() for value in left.values())
+
+
+class Explodes(Net):
+    """Batch 2 of each epoch is 10,000 times as steep on every rank; `how` decides what the model does about it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(wide().layers)
+        self.how, self.norms = how, list[float]()
+        if how == "raw optimizer":
+            self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx) * (1e4 if batch_idx == 2 else 1)
+        if self.how != "raw optimizer":
+            return loss
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        if not self._explodes():
+            optimizer.step()
+        return None
+
+    def _explodes(self) -> bool:
+        self.norms.append(float(torch.cat([p.grad.reshape(-1) for p in self.parameters()]).norm()))
+        return self.norms[-1] > 50
+
+    def on_after_backward(self) -> None:
+        if self.how in ("clips", "zeroes", "replaces") and self._explodes():
+            for parameter in self.parameters():
+                if self.how == "clips":
+                    parameter.grad.data *= 1 / self.norms[-1]  # no version of the gradient tells
+                elif self.how == "zeroes":
+                    parameter.grad.zero_()
+                else:
+                    parameter.grad = torch.ones_like(parameter)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.how != "drops":
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+            return
+        optimizer_closure()
+        if self._explodes():
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def _explosions(how: str) -> dict[str, list[float]]:
+    norms = {}
+    for name, strategy in {
+        "ring": "ring",
+        "powersgd": "ring_powersgd",
+        "fed": RingStrategy(AllReduce(TopK(2, block=64), Direct(), error_feedback=True)),
+        "auto": RingStrategy(Auto([Sign()])),
+    }.items():
+        model = Explodes(how)
+        trainer = fit(strategy, model, max_epochs=2)
+        assert isinstance(trainer.strategy, RingStrategy)
+        assert trainer.strategy.stats.bytes_sent
+        assert all(same_everywhere(parameter) for parameter in model.parameters())
+        norms[name] = model.norms
+        assert len(model.norms) == 12
+    return norms
+
+
+@pytest.mark.parametrize("how", ["drops", "raw optimizer", "clips", "zeroes", "replaces"])
+def test_a_gradient_that_the_user_got_rid_of_does_not_come_back(ranks: Pool, how: str) -> None:
+    norms = ranks(2, _explosions, how)[0]
+    explosions = [index for index, norm in enumerate(norms["ring"]) if norm > 50]
+    assert explosions == [2, 8]
+    for name, found in norms.items():
+        assert max(norm for index, norm in enumerate(found) if index not in explosions) < 30, (name, found)
+        assert min(found[index] for index in explosions) > 50
+
+
 # What must not touch a residual
 
 
@@ -842,6 +1023,7 @@ def _unused(wire: Wire) -> None:
         own = run.backward(step, without=without)
         gradients = {n: own.get(n, torch.zeros_like(p)) for n, p in run.module.items()}
         delivered = {n: torch.zeros(p.shape) if p.grad is None else p.grad for n, p in run.module.items()}
+        run.algorithm.after_step(set(run.module.values()))
         now = residuals(run.algorithm)
         if step:
             for name in ("nobody", "frozen"):
@@ -865,13 +1047,14 @@ def test_unused_and_frozen_parameters_keep_their_residuals_bit_for_bit(ranks: Po
 def _accumulates_and_overflows(wire: Wire) -> None:
     run = run_on(wire, a=8)
     run.backward(0)
-    run.module.zero_grad()
+    run.step()
     before, sent = residuals(run.algorithm), run.stats.bytes_sent
     run.backward(1, sync=False)
     run.backward(2, sync=False)
     assert run.stats.bytes_sent == sent
     assert equal(residuals(run.algorithm), before)
     run.backward(3, inf="a")
+    run.algorithm.after_step(set(run.module.values()))
     after = residuals(run.algorithm)
     assert not run.module["a"].grad.isfinite().all()
     if run.peers.rank == 1:
@@ -902,6 +1085,7 @@ def _narrow(dtype: Any, path: str) -> tuple[float, float]:
     for step in range(40):
         before = total({name: value.float() for name, value in residuals(run.algorithm).items()})
         own = run.backward(0)
+        run.algorithm.after_step(set(run.module.values()))
         now = residuals(run.algorithm)
         after = total({name: value.float() for name, value in now.items()})
         for name, parameter in run.module.items():
@@ -1029,7 +1213,7 @@ def _at_rest(options: dict[str, Any], scaled: bool) -> float:
         algorithm.before_backward(scale=torch.tensor(4.0) if scaled else None)
         sum((p * (peers.rank + 1)).sum() for p in module).backward()  # type: ignore[union-attr]
         algorithm.after_backward()
-        algorithm.after_step(set(module), torch.tensor(False) if scaled else None)
+        algorithm.after_step(set(module))
     assert len(algorithm._buckets) == MODEL
     assert stats.bytes_sent
     held = living() - before - MODEL * BUCKET
@@ -1042,8 +1226,8 @@ def _at_rest(options: dict[str, Any], scaled: bool) -> float:
     ("options", "scaled", "residuals_held"),
     [
         ({"error_feedback": False}, True, 0),
-        ({"error_feedback": True}, False, 1),
-        ({"error_feedback": True, "residual_dtype": "bfloat16"}, False, 0.5),
+        ({"error_feedback": True}, False, 2),
+        ({"error_feedback": True, "residual_dtype": "bfloat16"}, False, 1),
         ({"error_feedback": True}, True, 2),
     ],
 )
@@ -1082,9 +1266,9 @@ def test_memory_of_following_a_scale() -> None:
 
     def step() -> None:
         held.begin(torch.tensor(2.0))
-        held.start()
         held.end(lambda slot: True)
-        held.decide({parameter}, torch.tensor(False))
+        held.handed_out()
+        held.decide({parameter}, True)
 
-    assert 1 <= peak(step) < 1.01  # the second residual, once
-    assert peak(step) < 0.01
+    assert 1 <= peak(step) < 1.05  # the second residual, once
+    assert peak(step) < 0.05

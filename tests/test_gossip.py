@@ -496,11 +496,12 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
     own = torch.load(f"{path}.ringstrategy/rank_{again.global_rank:05d}.pt", weights_only=True)["own"]
     saved = torch.load(path, weights_only=True)["state_dict"]
     excess = {name: kept.get("excess", 0) for name, kept in own["algorithm"]["kept"].items()}
-    held = {name: value + excess.get(name, 0) for name, value in own["module"].items() if "num" not in name}
+    mine = own["checkpoint"]["state_dict"]
+    held = {name: value + excess.get(name, 0) for name, value in mine.items() if "num" not in name}
     mean = {name: sum(gathered(value)) / world() for name, value in held.items()}
     for name, value in mean.items():
         torch.testing.assert_close(saved[name], value)
-        assert not torch.equal(saved[name], own["module"][name])
+        assert not torch.equal(saved[name], mine[name])
     return first.layers[0].weight.detach().reshape(-1).tolist()
 
 
@@ -742,7 +743,8 @@ def test_an_exception_saves_local_weights_and_hangs_nobody(ranks: Pool, tmp_path
     outcomes = ranks(3, _fails, str(tmp_path), Gossip(RingGraph()), limit=50.0)
     assert outcomes.count("ArithmeticError") == 1
     assert set(outcomes) == {"ArithmeticError", "PeerLostError"}
-    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]["module"]
+    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]
+    own = own["checkpoint"]["state_dict"]
     assert all(value.isfinite().all() for value in own.values())
 
 

@@ -149,7 +149,7 @@ class Auto(Algorithm):
 
     def news(self) -> list[str]:
         """See `Algorithm.news`: what was measured and chosen."""
-        news, self._news = self._news, []
+        news, self._news = self._news + self._inner.news(), []
         return news
 
     # Choosing
@@ -222,7 +222,7 @@ class Auto(Algorithm):
         old, new = self._inner, copy.deepcopy(self._candidates[place])
         old.close()
         self._peers.forget_scratch()
-        residuals = {name: value for name, value in old.residuals() if value is not None} if carry else {}
+        residuals = dict(old.residuals()) if carry else {}
         wanted = self._any_rank(bool(residuals)) if deliver is None else deliver
         assert isinstance(new.codec, Codec)
         new.delivers = wanted and new.codec.lossless
@@ -240,14 +240,14 @@ class Auto(Algorithm):
 
     def _turn(self) -> None:
         """Between two passes: is something due?"""
-        if self._inner.undecided:  # a loss scaler has not said yet whether the last step counts: the next time, then
+        if self._inner.undecided:  # gradients wait for their step: the next time, then
             self._postponed += 1
             if self._postponed == _MOST_POSTPONED and not self._tuned:
                 self._news.append(
                     f"ring_auto stays with {in_words(self.chosen)}, "
                     + ("untried" if self._trial is None else "which it was just trying")
-                    + f": after {_MOST_POSTPONED} passes in a row it was not known of all parameters whether the loss "
-                    "scaler skips their step, so it could not change over"
+                    + f": after {_MOST_POSTPONED} passes in a row some parameters still waited for their optimizer's "
+                    "step, so it could not change over"
                 )
                 self._tuned = self._gave_up = True
                 self._trial = None
@@ -270,7 +270,7 @@ class Auto(Algorithm):
             self._begin_trials()
 
     def _any_rank_holds_residuals(self) -> bool:
-        return self._any_rank(any(residual is not None and residual.any() for _, residual in self._inner.residuals()))
+        return self._any_rank(any(bool(residual.any()) for _, residual in self._inner.residuals()))
 
     def _any_rank(self, mine: bool) -> bool:
         assert self._peers is not None
@@ -374,9 +374,13 @@ class Auto(Algorithm):
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
+    def before_step(self, parameters: Collection[Parameter]) -> None:
+        """See `Algorithm.before_step`."""
+        self._inner.before_step(parameters)
+
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
-        self._inner.after_step(parameters, skipped)
+        self._inner.after_step(parameters, stepped)
 
     # What survives a checkpoint
 
@@ -398,7 +402,7 @@ class Auto(Algorithm):
         self._take(self._chosen, deliver=True, carry=False)
         self._inner.load_state_dict(state)
 
-    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """See `Algorithm.residuals`."""
         return self._inner.residuals()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class Algorithm(ABC):
         consensus: is it to be entered for validation, and for what training returns?
 
     Order of calls in one step: `before_backward`, backward, `after_backward` (the first three perhaps several times),
-    optimizer step, `after_step`. With one rank only `close` is ever called.
+    `before_step`, the optimizer's step, `after_step`. With one rank only `close` is ever called.
     """
 
     decentralized: bool = False
@@ -53,6 +54,12 @@ class Algorithm(ABC):
         Called after `setup`, when it is known which parameters are local.
         """
 
+    def bind(self, parameters: Collection[Parameter]) -> None:
+        """There is an optimizer of these; after `setup`, in the same order on all ranks, who may wait for each other.
+
+        An optimizer that is not announced is met at its first step.
+        """
+
     @abstractmethod
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """Take in parameters that the model has got since `setup`; those known already are passed over."""
@@ -71,13 +78,19 @@ class Algorithm(ABC):
     def after_backward(self) -> None:
         """Gradients are final when this returns."""
 
+    def before_step(self, parameters: Collection[Parameter]) -> None:
+        """An optimizer is about to step these, with the gradients that they have. RuntimeError if that cannot be right.
+
+        No collective, for it is not called on each rank alike.
+        """
+
     @abstractmethod
-    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
-        """Parameters are final when this returns.
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """Parameters are final when this returns. Gradients are still as the optimizer saw them: unscaled, clipped.
 
         Args:
-            parameters: those of the optimizer that was to step.
-            skipped: did the loss scaler skip the step? A boolean on the device; None without a loss scaler.
+            parameters: those of the optimizer.
+            stepped: False if the loss scaler skipped the step; a boolean on the device if only that one knows.
         """
 
     def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
@@ -94,11 +107,11 @@ class Algorithm(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; after `setup`."""
 
-    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's residuals by parameter name: in parameter space, of the unscaled loss. After `close` too.
 
-        Their sum over all ranks is what the mean gradients so far lack. None: this one is unknown, because its exchange
-        began and did not end. Tensors may be views of the memory in use: copy each before taking the next.
+        Their sum over all ranks is what the gradients that were stepped so far lack. Tensors may be views of the memory
+        in use: copy each before taking the next.
         """
         return iter(())
 
@@ -120,19 +133,24 @@ class Algorithm(ABC):
         """Take back what `own_state` gave; after `setup`. False: another algorithm gave it, and it is of no use."""
         return True
 
-    def enter_consensus(self, others: Sequence[Tensor] = ()) -> bool:
+    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
         """Put the exact mean of all ranks into the parameters and into `others`, until `leave_consensus`.
 
-        All ranks call it. False if nothing was to be done, so that there is nothing to leave.
+        All ranks call it. What no optimizer steps stays as it is, bit for bit, if it is the same on all of them. False
+        if nothing was to be done, so that there is nothing to leave.
+
+        Args:
+            others: what is averaged too, such as buffers.
+            replaced: the parameters hold other values than those that are trained, such as their moving average.
         """
         return False
 
     def leave_consensus(self) -> None:
-        """Give each rank its own values back; no collective."""
+        """Give each rank its own values back; no collective. What was changed meanwhile stays as it is."""
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """This rank's own values of a parameter or another tensor, consensus or not."""
-        return tensor
+    def as_own(self) -> AbstractContextManager[None]:
+        """Within, the parameters and the others have this rank's own values, consensus or not; no collective."""
+        return nullcontext()
 
     def consensus_distance(self, sample: int | None = None) -> float | None:
         """Mean over ranks of the squared distance of all parameters from their mean; every rank calls it.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.consensus import Shown, differing
 from ringstrategy.algorithms.exchange import Exchange, Piece
 from ringstrategy.algorithms.flats import Flat, Group, Vector, by_kind, cut_like, row_of
 from ringstrategy.algorithms.local import Local, check_local, split, told
@@ -88,7 +90,7 @@ class Decentralized(Algorithm):
         self._peers: Peers | None = None
         self._known: dict[str, Parameter] = {}
         self._groups: list[Group] = []
-        self._kept: list[tuple[Tensor, Tensor]] | None = None  # tensors that hold the mean, and their own values
+        self._shown: Shown | None = None  # where the mean is
         self._awaited: Mapping[str, Any] = {}  # of a checkpoint: `own_state`
         self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
@@ -144,7 +146,7 @@ class Decentralized(Algorithm):
 
     def mass(self, flat: Flat) -> Tensor:
         """A copy of what the mean over ranks is of: mixing keeps it."""
-        return row_of(flat.parameters)
+        return row_of_parameters(flat)
 
     # The contract
 
@@ -159,9 +161,11 @@ class Decentralized(Algorithm):
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.adopt`."""
         shared, _ = split(parameters, self.local)
-        for parameter in shared.values():
-            self.codec.check(parameter.dtype)
         self._known |= shared
+
+    def bind(self, parameters: Collection[Parameter]) -> None:
+        """See `Algorithm.bind`."""
+        self._group_of(parameters)
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """Gradients are each rank's own."""
@@ -169,7 +173,7 @@ class Decentralized(Algorithm):
     def after_backward(self) -> None:
         """Gradients are each rank's own."""
 
-    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
         group = self._group_of(parameters)
         if group is not None:
@@ -221,12 +225,14 @@ class Decentralized(Algorithm):
     @torch.no_grad()
     def _group_of(self, parameters: Collection[Parameter]) -> Group | None:
         """Of the optimizer that steps these; the first time, all ranks compare what it is made of."""
-        wanted = {name: parameter for name, parameter in self._known.items() if parameter in parameters}
+        wanted = {n: p for n, p in self._known.items() if p in parameters and _has_a_mean(p)}
         if not wanted or self._peers is None:
             return None
         for group in self._groups:
             if group.parameters.keys() == wanted.keys():
                 return group
+        for parameter in wanted.values():
+            self.codec.check(parameter.dtype)
         new = Group(wanted, self.values_dtype)
         self._agree(wanted)
         counts = self._counts.get(next(iter(wanted)), {})
@@ -249,7 +255,7 @@ class Decentralized(Algorithm):
     def _end(self, group: Group) -> dict[str, int]:
         """Apply what is due, and start again from the mean."""
         self._apply(group)
-        for flat, mean in self._means([group]):
+        for flat, mean in self._means([group], self.mass):
             for parameter, value in zip(flat.parameters, cut_like(mean, flat.parameters), strict=True):
                 parameter.copy_(value)
         return _counts(group)
@@ -267,36 +273,35 @@ class Decentralized(Algorithm):
             self._wait(group)
 
     @torch.no_grad()
-    def enter_consensus(self, others: Sequence[Tensor] = ()) -> bool:
+    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
         """See `Algorithm.enter_consensus`."""
-        if self._peers is None or self._kept is not None:
+        if self._peers is None or self._shown is not None:
             return False
         self.settle()
-        self._kept = []
-        for flat, mean in self._means(self._groups):
-            self._show(flat.parameters, mean)
-        for tensors in by_kind(others, lambda tensor: tensor):
+        self._shown = Shown()
+        trained: set[Tensor] = set()
+        for flat, mean in self._means(self._groups, row_of_parameters if replaced else self.mass):
+            trained.update(parameter for parameter in flat.parameters if parameter.requires_grad)
+            pairs = zip(flat.parameters, cut_like(mean, flat.parameters), strict=True)
+            self._shown.show([pair for pair in pairs if pair[0] in trained])
+        untrained = [parameter for parameter in self._known.values() if parameter not in trained]
+        averaged = [tensor for tensor in [*untrained, *others] if _has_a_mean(tensor)]
+        where = "for the mean of what no optimizer steps"
+        for tensors in by_kind(differing(averaged, self._peers, where), lambda tensor: tensor):
             mean = row_of(tensors)
-            self.exchange.average_(mean, self._peers, "for the mean of buffers")
-            self._show(tensors, mean)
+            self.exchange.average_(mean, self._peers, where)
+            self._shown.show(list(zip(tensors, cut_like(mean, tensors), strict=True)))
         return True
 
-    def _show(self, tensors: Sequence[Tensor], mean: Tensor) -> None:
-        assert self._kept is not None
-        self._kept += [(tensor, tensor.clone()) for tensor in tensors]  # at once: what follows may fail
-        for tensor, value in zip(tensors, cut_like(mean, tensors), strict=True):
-            tensor.copy_(value)
-
-    @torch.no_grad()
     def leave_consensus(self) -> None:
         """See `Algorithm.leave_consensus`."""
-        kept, self._kept = self._kept, None
-        for tensor, own in kept or ():
-            tensor.copy_(own)
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.end()
 
-    def own(self, tensor: Tensor) -> Tensor:
-        """See `Algorithm.own`."""
-        return next((value for shown, value in self._kept or () if shown is tensor), tensor)
+    def as_own(self) -> AbstractContextManager[None]:
+        """See `Algorithm.as_own`."""
+        return nullcontext() if self._shown is None else self._shown.hidden()
 
     @torch.no_grad()
     def consensus_distance(self, sample: int | None = None) -> float | None:
@@ -319,12 +324,12 @@ class Decentralized(Algorithm):
         self.exchange.average_(total, peers.control, "for the consensus distance")
         return float(total)
 
-    def _means(self, groups: Sequence[Group]) -> Iterator[tuple[Flat, Tensor]]:
+    def _means(self, groups: Sequence[Group], of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
         """Flats and their means over all ranks. What is under way would not change them."""
         assert self._peers is not None
         for group in groups:
             for flat in group.flats:
-                mean = self.mass(flat)
+                mean = of(flat)
                 self.exchange.average_(mean, self._peers, "for the mean of all ranks")
                 yield flat, mean
 
@@ -342,8 +347,9 @@ class Decentralized(Algorithm):
 
     def own_state(self) -> dict[str, Any]:
         """See `Algorithm.own_state`: by parameter, what its group keeps and the correction that waits."""
-        kept: dict[str, dict[str, Tensor]] = {}
-        others: dict[str, dict[str, Tensor]] = {}
+        # what no optimizer has asked for so far must not be lost
+        kept: dict[str, dict[str, Tensor]] = dict(self._awaited.get("kept", {}))
+        others: dict[str, dict[str, Tensor]] = dict(self._awaited.get("others", {}))
         for group in self._groups:
             for flat in group.flats:
                 due = {"correction": flat.correction} if group.arrived else {}
@@ -370,6 +376,10 @@ class Decentralized(Algorithm):
     def _resume(self, group: Group) -> bool:
         """Take what a checkpoint kept of this group; False if there is nothing."""
         kept, others = self._awaited.get("kept", {}), self._awaited.get("others", {})
+        self._awaited = {
+            "kept": {name: parts for name, parts in kept.items() if name not in group.parameters},
+            "others": {name: parts for name, parts in others.items() if name not in group.parameters},
+        }
         names = [name for flat in group.flats for name in flat.names]
         if not names or len({tuple(kept.get(name, {})) for name in names}) != 1 or names[0] not in kept:
             return False  # or it was kept by more groups than one
@@ -385,14 +395,22 @@ class Decentralized(Algorithm):
                     part.copy_(kept[name][kind])
                 if kind != "correction":
                     flat.memory[kind] = whole
-        rest = {name: parts for name, parts in kept.items() if name not in group.parameters}
-        self._awaited = {"kept": rest, "others": others}
         return True
 
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
         self._counts = self.state_dict()["counts"]
-        self._peers, self._known, self._groups, self._kept = None, {}, [], None
+        self._peers, self._known, self._groups, self._shown = None, {}, [], None
+
+
+def row_of_parameters(flat: Flat) -> Tensor:
+    """A copy of their values, in the dtype of sums."""
+    return row_of(flat.parameters)
+
+
+def _has_a_mean(tensor: Tensor) -> bool:
+    """Whole numbers and booleans have none: they are each rank's own."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _counts(group: Group) -> dict[str, int]:

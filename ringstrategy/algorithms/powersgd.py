@@ -111,7 +111,7 @@ class LowRankBucket(Bucket):
         self._dense, self._rank, self._codec = dense, rank, codec
         shapes = [_matrix_shape(slot.parameter) for slot in self.slots]
         buffer = dense.buffer
-        self._matrices = [_as_matrix(s.view, shape) for s, shape in zip(self.slots, shapes, strict=True)]
+        self._shapes = shapes
         self._lefts = _Factors([rows for rows, _ in shapes], rank, buffer)
         self._rights = _Factors([columns for _, columns in shapes], rank, buffer)
         self._queries = _Factors([columns for _, columns in shapes], rank, buffer)
@@ -119,6 +119,10 @@ class LowRankBucket(Bucket):
             generator = torch.Generator().manual_seed(derive_seed(0, dense.index, place))
             # uniform, since that takes no function whose last bit differs between CPU models
             query.copy_(torch.rand(query.shape, generator=generator, device="cpu") - 0.5)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        return [_as_matrix(slot.view, shape) for slot, shape in zip(self.slots, self._shapes, strict=True)]
 
     @property
     def numel(self) -> int:
@@ -156,6 +160,7 @@ class LowRankBucket(Bucket):
         if self._dense.residual is None or any(grad is not None and grad.is_sparse for grad in grads):
             self._dense.pack(size)  # which says what to do about a sparse one
             return
+        self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):
             assert slot.residual is not None
             if grad is None or not slot.parameter.requires_grad:
@@ -163,8 +168,10 @@ class LowRankBucket(Bucket):
                 slot.view.zero_()  # its residual waits aside
             else:
                 torch.add(slot.residual, grad.detach(), alpha=1 / size, out=slot.view)
-                if grad.dtype == slot.view.dtype:
-                    slot.parameter.grad = slot.view  # the memory of the old one serves the next layer's
+
+    def take_gradients(self) -> None:
+        """See `Bucket.take_gradients`."""
+        self._dense.take_gradients()
 
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
         """See `Bucket.launch`."""
@@ -177,12 +184,13 @@ class LowRankBucket(Bucket):
 
     @torch.no_grad()
     def _mean_(self, peers: Peers, collective: Collective, seed: int) -> None:
-        for matrix, query, left in zip(self._matrices, self._queries.each, self._lefts.each, strict=True):
+        matrices = self._matrices
+        for matrix, query, left in zip(matrices, self._queries.each, self._lefts.each, strict=True):
             torch.mm(query, matrix.T, out=left)
         mean_(self._lefts.flat, peers, collective, self._codec, seed=derive_seed(seed, 0))
         for columns in self._lefts.groups:
             orthonormalise_(columns)
-        for matrix, left, right in zip(self._matrices, self._lefts.each, self._rights.each, strict=True):
+        for matrix, left, right in zip(matrices, self._lefts.each, self._rights.each, strict=True):
             torch.mm(left, matrix, out=right)
         mean_(self._rights.flat, peers, collective, self._codec, seed=derive_seed(seed, 1))
 
@@ -194,9 +202,7 @@ class LowRankBucket(Bucket):
             orthonormalise_(fresh)
             alive = fresh.abs().amax(-1, keepdim=True) > 0  # neither NaN nor nothing, for that would stay so
             queries.copy_(torch.where(alive, fresh, queries))
-        for slot, matrix, left, right in zip(
-            self.slots, self._matrices, self._lefts.each, self._rights.each, strict=True
-        ):
+        for slot, matrix, left, right in zip(self.slots, matrices, self._lefts.each, self._rights.each, strict=True):
             if slot.residual is not None:
                 _subtract(matrix, left, right, 1 / peers.size, out=_as_matrix(slot.residual, tuple(matrix.shape)))
             multiply(left, right, out=matrix)

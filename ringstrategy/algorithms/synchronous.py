@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -22,7 +23,15 @@ from ringstrategy.collectives.agree import agree, compare_plans, exchange
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.buckets import Bucket, Slot
 from ringstrategy.collectives.peers import Peers, Waitable
+from ringstrategy.collectives.residuals import may_read
 from ringstrategy.collectives.ring import Ring
+
+_PATIENCE = 20
+_UNKNOWN = (
+    "a backward that the strategy does not know of made it. Call self.manual_backward(loss) instead of "
+    "loss.backward(), or zero_grad() before this step if that gradient was not meant for it"
+)
+_ACCUMULATED = "it only accumulated, under block_backward_sync(). Do the last backward before a step outside of that"
 
 
 class Synchronous(Algorithm):
@@ -30,8 +39,11 @@ class Synchronous(Algorithm):
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
     A second backward without `zero_grad` in between averages the sum of the old mean and the new gradients: exact for
-    a lossless codec, rounded twice for a lossy one. Gradients are views of the buckets: keep a copy, not `p.grad`
-    itself, if you want to look at one after the next backward began.
+    a lossless codec, rounded twice for a lossy one. Gradients live in the buckets' memory unless somebody else holds
+    theirs; one that was kept (`kept = p.grad`) stays as it is.
+
+    A backward that is not announced by `before_backward` only adds to this rank's gradients, as under torch DDP. What
+    no exchange has averaged must not be stepped: `before_step` raises.
 
     Args:
         collective: how buckets travel.
@@ -71,12 +83,16 @@ class Synchronous(Algorithm):
         self._plan_text = ""
         self._pass: _Pass | None = None
         self._accumulating = False
+        self._unaveraged: dict[Parameter, str] = {}  # with gradients of this rank alone, and what to do about them
+        self._unstepped = 0  # exchanges with feedback in a row that no optimizer's step followed
+        self._news: list[str] = []
         self._step = 0
         self.launches: list[tuple[int, float]] = []
         # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
         self._awaited: dict[str, Tensor] = {}
         self._awaited_state: dict[str, Tensor] = {}
-        self._left: dict[str, Tensor | None] = {}
+        self._stepped: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}
         self._left_state: dict[str, Tensor] = {}
 
     @abstractmethod
@@ -92,7 +108,8 @@ class Synchronous(Algorithm):
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self._peers, self._step = peers, 0
-        self._left, self._left_state = {}, {}
+        self._left, self._left_state, self._stepped = {}, {}, {}
+        self._unstepped, self._news = 0, []
         self.adopt(parameters, sparse=sparse)
         self._append_unfrozen()
         compare_plans(peers, self._plan_text)
@@ -135,6 +152,7 @@ class Synchronous(Algorithm):
                 if slot.name in self._awaited:
                     bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
             bucket.load_state(self._awaited_state)
+            bucket.residuals.load_parts(self._stepped)
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
@@ -146,6 +164,9 @@ class Synchronous(Algorithm):
                 "an earlier backward failed half-way, and what it had begun to exchange cannot be taken back: "
                 "let its exception end the run"
             )
+        if self.undecided:
+            for bucket in self._buckets:
+                bucket.residuals.look()
         self._accumulating = not sync
         if not sync:
             return
@@ -160,52 +181,82 @@ class Synchronous(Algorithm):
     def _on_gradient(self, parameter: Parameter, *_: Any) -> None:
         if self._pass is not None:
             self._pass.ready(parameter, self._bucket_of[parameter])
-        elif not self._accumulating:
-            raise RuntimeError(
-                "a backward pass began that the strategy does not know of, so its gradients would not be averaged: "
-                "call self.manual_backward(loss) instead of loss.backward()"
-            )
+        else:
+            self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
 
     def after_backward(self) -> None:
         """See `Algorithm.after_backward`."""
         self._accumulating = False
         current = self._pass
-        if current is None:
-            return
+        if current is not None:
+            self._finish(current)
+        if self.undecided:
+            for bucket in self._buckets:
+                bucket.residuals.handed_out()
+        if current is not None and self.undecided:
+            self._unstepped += 1
+            if self._unstepped == _PATIENCE:
+                self._news.append(
+                    f"no optimizer has stepped any of the last {_PATIENCE} mean gradients, as far as torch's "
+                    "optimizers tell, so error feedback keeps nothing: step by a torch.optim.Optimizer, or turn "
+                    "feedback off (error_feedback=False)"
+                )
+
+    def _finish(self, current: _Pass) -> None:
         assert self._peers is not None
         current.finish()
+        for slot in (slot for bucket in current.active if self._unaveraged for slot in bucket.slots):
+            if slot.parameter.requires_grad:
+                self._unaveraged.pop(slot.parameter, None)
         self.launches = [(bucket.numel, at) for bucket, at in zip(current.active, current.launched_at, strict=True)]
         self._pass = None
         self._step += 1
         self._peers.stats.steps += 1
         self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
 
-    def after_step(self, parameters: Collection[Parameter] = (), skipped: Tensor | None = None) -> None:
-        """The gradients were averaged; if the step was skipped, residuals go back to what they were before it."""
-        if skipped is not None:
-            for bucket in self._buckets:
-                bucket.residuals.decide(parameters, skipped)
+    def before_step(self, parameters: Collection[Parameter]) -> None:
+        """See `Algorithm.before_step`."""
+        for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
+            if parameter.grad is None or not parameter.grad.any():
+                del self._unaveraged[parameter]
+            elif parameter in parameters:
+                name = next(slot.name for slot in self._bucket_of[parameter].slots if slot.parameter is parameter)
+                raise RuntimeError(f"the gradient of {name} is this rank's alone, so replicas would differ: {cure}")
+
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """The gradients were averaged already; residuals keep what belongs to gradients that were stepped."""
+        decided = [bucket.residuals.decide(parameters, stepped) for bucket in self._buckets]
+        if any(decided) and stepped is not False:
+            self._unstepped = 0
 
     @property
     def undecided(self) -> bool:
-        """Is it still unknown of an exchange whether its step counts? Only with a loss scaler, until `after_step`."""
+        """Is it still unknown of an exchange with feedback whether its gradients are stepped?"""
         return any(bucket.residuals.undecided for bucket in self._buckets)
 
+    def news(self) -> list[str]:
+        """See `Algorithm.news`."""
+        news, self._news = self._news, []
+        return news
+
     def state_dict(self) -> dict[str, Any]:
-        """The step, from which codecs draw their seeds, and what buckets keep beside residuals."""
-        buckets = {**self._awaited_state, **self._left_state}
+        """The step, from which codecs draw their seeds, and what buckets and residuals keep beside themselves."""
+        buckets, stepped = {**self._awaited_state, **self._left_state}, dict(self._stepped)
         for bucket in self._buckets:
             buckets |= bucket.state()
-        return {"step": self._step, "buckets": buckets}
+            stepped |= bucket.residuals.parts()
+        return {"step": self._step, "buckets": buckets, "stepped": stepped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self._step = int(state["step"])
         self._awaited_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
+        self._stepped = dict(state.get("stepped", {}))
         for bucket in self._buckets:
             bucket.load_state(state["buckets"])
+            bucket.residuals.load_parts(self._stepped)
 
-    def residuals(self) -> Iterator[tuple[str, Tensor | None]]:
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """See `Algorithm.residuals`."""
         yield from self._left.items()
         for bucket in self._buckets:
@@ -229,10 +280,17 @@ class Synchronous(Algorithm):
     def close(self) -> None:
         """Remove the hooks and forget the plan; what a checkpoint needs stays, in host memory."""
         if self._peers is not None:
-            failed = self._pass is not None  # then the device may be stuck, and a copy would be too
-            left = {name: None if failed or value is None else value.cpu() for name, value in self.residuals()}
-            left_state = {} if failed else {name: value.cpu() for name, value in self.state_dict()["buckets"].items()}
-            self._left, self._left_state = left, left_state
+            state = self.state_dict()
+            left: dict[str, Tensor] = {}
+            for name, value in self.residuals():
+                if self._pass is not None and not may_read(value):  # the device may be stuck, and a copy would be too
+                    warnings.warn("residuals of a backward that failed on a GPU are lost", stacklevel=2)
+                    state, left = {"buckets": {}, "stepped": {}}, {}
+                    break
+                left[name] = value.cpu()
+            self._left = left
+            self._left_state = {name: value.cpu() for name, value in state["buckets"].items()}
+            self._stepped = {name: value.cpu() for name, value in state["stepped"].items()}
         for _, hook in self._hooks:
             hook.remove()
         self._peers = self._pass = None
@@ -240,7 +298,7 @@ class Synchronous(Algorithm):
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
         self._awaited, self._awaited_state = {}, {}
         self._local_names = []
-        self._accumulating = False
+        self._accumulating, self._unaveraged = False, {}
 
 
 class _Pass:
@@ -259,6 +317,8 @@ class _Pass:
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
         waiting = {b: {s.parameter for s in b.slots if s.parameter.requires_grad} for b in buckets}
         self._waiting = waiting
+        self._trained: set[Parameter] = set().union(*waiting.values())
+        self._packed: list[Bucket] = []
         self.active = [bucket for bucket in buckets if waiting[bucket]]
         self._launched = 0
         self._begin = time.perf_counter()
@@ -276,6 +336,11 @@ class _Pass:
     def ready(self, parameter: Parameter, bucket: Bucket) -> None:
         """The gradient of `parameter` is complete, or will not come."""
         with self._lock:
+            if parameter not in self._trained:
+                return  # frozen since its graph was made, and so it gets no gradient
+            for packed in self._packed:  # not sooner: autograd itself held the last one's gradient
+                packed.take_gradients()
+            self._packed = []
             if bucket.index < self._next_index():
                 raise RuntimeError(
                     "a gradient grew after it was averaged: one parameter is used in several reentrant checkpoints, or "
@@ -300,11 +365,12 @@ class _Pass:
             self._control(lambda: self._post_used(used))
         bucket.residuals.begin(self._scale)
         bucket.pack(self._peers.size)
+        self._packed.append(bucket)
         self._tickets.append(
             bucket.launch(
                 self._peers,
                 self._collective,
-                _Cleared(self._agreed, bucket),
+                self._agreed,
                 derive_seed(0, self._step, bucket.index),
                 f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
             )
@@ -337,17 +403,6 @@ class _Pass:
         for bucket in self.active:
             bucket.residuals.end(used)
             bucket.unpack(used)
-
-
-class _Cleared:
-    """What a bucket waits for before its exchange; from then on its residuals are written to."""
-
-    def __init__(self, agreed: Waitable, bucket: Bucket) -> None:
-        self._agreed, self._bucket = agreed, bucket
-
-    def wait(self) -> None:
-        self._agreed.wait()
-        self._bucket.residuals.start()
 
 
 @torch.enable_grad()

@@ -3,6 +3,10 @@
 A dense bucket is one flat buffer. Where the buffer's dtype is the gradient's, gradients become views of it and the
 mean needs no copy back; 16-bit gradients are widened into a float32 buffer, since no sum is taken in 16 bits. A sparse
 gradient is a bucket of its own and stays sparse.
+
+Gradients move into the buffer only while nobody else holds their memory. Who keeps a gradient (`kept = p.grad`, a view
+of it) sees what torch DDP would show: the buffer then leaves that memory to the holder and takes new, and a gradient
+whose own memory is held gets the mean by a copy.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from torch.nn import Parameter
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.agree import exchange
+from ringstrategy.collectives.aliases import gradient_is_held, references
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
 from ringstrategy.collectives.residuals import Residuals
@@ -29,7 +34,7 @@ FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: th
 _WIDENED = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slot:
     """A parameter's place in a bucket; `view` has the parameter's shape and strides."""
 
@@ -43,8 +48,20 @@ class Slot:
         if self.holds_gradient():
             self.parameter.grad = self.view.clone()
 
+    def take_gradient(self) -> bool:
+        """Let the gradient live in the buffer; False if another dtype or somebody who holds its memory forbids it."""
+        if self.holds_gradient():
+            return True
+        grad = self.parameter.grad
+        movable = grad is not None and not grad.is_sparse and grad.dtype == self.view.dtype
+        del grad
+        if not movable or gradient_is_held(self.parameter):
+            return False
+        self.parameter.grad = self.view.detach()  # another tensor, so that `references` counts who keeps it
+        return True
+
     def holds_gradient(self) -> bool:
-        """Is the parameter's gradient this view?"""
+        """Does the parameter's gradient live in the buffer?"""
         grad = self.parameter.grad
         return (
             grad is not None
@@ -80,6 +97,9 @@ class Bucket(ABC):
     @abstractmethod
     def pack(self, size: int) -> None:
         """Gather the gradients, scaled by 1/size. A missing one counts as zeros, a frozen one stays its own."""
+
+    def take_gradients(self) -> None:
+        """After `pack`: let gradients live in the buffer, where nobody else holds their memory."""
 
     @abstractmethod
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
@@ -139,6 +159,7 @@ class DenseBucket(Bucket):
         super().__init__(index, slots, self.residual)
         # what a kernel counts on: the gradient then lies in memory as its view does
         self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
+        self._own_references = 0
         self._places: Places | None = None
         if device.type == "cuda" and dtype == torch.float32 and codec.needs_kernels:
             self._places = self._lay_out(device)
@@ -166,6 +187,7 @@ class DenseBucket(Bucket):
     @torch.no_grad()
     def pack(self, size: int) -> None:
         """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
+        self.leave_held_memory()
         if self.residual is not None:
             self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
@@ -174,6 +196,26 @@ class DenseBucket(Bucket):
         self._padding.zero_()
         for slot in self.slots:
             self._copy(slot, self._source(slot), 1 / size)
+
+    def leave_held_memory(self) -> None:
+        """Take new memory if somebody holds a gradient that lived in the buffer. Call it before the buffer changes."""
+        self._own_references = self._own_references or references(self.buffer)  # nothing was given away so far
+        living = sum(slot.holds_gradient() for slot in self.slots)
+        if references(self.buffer) <= self._own_references + living:
+            return
+        numel = self.numel
+        self.buffer = torch.zeros_like(self.buffer)
+        self._padding = self.buffer[numel:]
+        offset = 0
+        for slot in self.slots:
+            slot.view = _view_like(self.buffer, offset, slot.parameter)
+            offset += slot.parameter.numel()
+        self._own_references = references(self.buffer)
+
+    def take_gradients(self) -> None:
+        """See `Bucket.take_gradients`."""
+        for slot in self.slots:
+            slot.take_gradient()
 
     def _gather(self, scale: float) -> None:
         """All gradients that are as planned in one launch."""
@@ -189,9 +231,6 @@ class DenseBucket(Bucket):
             if source is not None and not fits:
                 others.append((slot, source))
         pack(self._places, [*taken, None], self.buffer, scale=scale)
-        for slot, source in zip(self.slots, taken, strict=True):
-            if source is not None and source.dtype == slot.view.dtype:
-                slot.parameter.grad = slot.view
         for slot, source in others:
             self._copy(slot, source, scale)
 
@@ -216,7 +255,6 @@ class DenseBucket(Bucket):
             view.mul_(scale)
         elif source.dtype == view.dtype:
             torch.mul(source.detach(), scale, out=view)
-            slot.parameter.grad = view
         else:
             view.copy_(source)
             view.mul_(scale)
@@ -239,12 +277,10 @@ class DenseBucket(Bucket):
             parameter, view = slot.parameter, slot.view
             if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
                 continue
-            if parameter.dtype == view.dtype:
-                if not slot.holds_gradient():
-                    parameter.grad = view
-                continue
             if parameter.grad is None:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = view.detach() if parameter.dtype == view.dtype else torch.empty_like(parameter)
+            if slot.take_gradient():
+                continue
             if self._places is not None and (parameter.grad.dtype, parameter.grad.stride()) == planned:
                 taken[-1] = parameter.grad
             else:

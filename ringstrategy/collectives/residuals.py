@@ -1,29 +1,40 @@
-"""What encoding lost on this rank, as state that a skipped, unused or failed exchange leaves as it was."""
+"""What encoding lost on this rank: kept only as far as the gradient that it belongs to was stepped.
+
+An exchange turns the residual `before` it into the one `after` it: what was delivered is gone from it, what was lost is
+in it. That is right if the optimizer then steps what was delivered. If the user drops the gradient (no step, or
+`zero_grad`), the error of a gradient that never counted must not come back in the next one, so the residual goes back.
+If a part of it was stepped (clipping), it goes the same part of the way: `before + part * (after - before)`. In sum:
+what was stepped + residual == what a lossless exchange would have had stepped.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy.collectives.sample import sample
+
 if TYPE_CHECKING:
     from ringstrategy.collectives.buckets import Slot
+
+_FADES = 0.9  # a step, of the largest part that was stepped lately
 
 
 class Residuals:
     """The residuals of one bucket's parameters, each a `Slot.residual`, in the units of the gradients.
 
-    An exchange is `begin`, `start` (in the thread that communicates), what the bucket does, `end`. Nothing is written
-    before `start`, so a checkpoint after an error lacks only what was just being exchanged. A parameter without a
-    gradient on this rank takes no part: its residual waits aside (a copy, until `end`), so that one unused everywhere
-    comes back bit for bit.
+    An exchange is `begin`, what the bucket does, `end`, and `handed_out` once gradients are the means. From `begin` on
+    the parameters are undecided: a checkpoint has their residuals from before. `decide`, after an optimizer's step,
+    looks what has become of the means: the part that was stepped is <gradient now, mean> / <mean, mean>, at some places
+    of each parameter. It counts relative to the largest of late, since who scales or clips every gradient alike scales
+    what comes back with the next one too. `look`, before another backward, does so for means that nobody has stepped.
 
-    Under a loss scaler, gradients and with them residuals are in units of the loss scale, which changes. Whether a step
-    is skipped is known only after the exchange, so a second copy is kept, from the first exchange until `decide`.
+    A parameter without a gradient on this rank takes no part: its residual waits aside, so that one unused everywhere
+    comes back bit for bit. Under a loss scaler gradients are in units of the loss scale, and residuals follow it.
 
     Args:
         slots: those without a residual are passed over.
@@ -31,73 +42,93 @@ class Residuals:
     """
 
     def __init__(self, slots: list[Slot], whole: Tensor | None = None) -> None:
-        self._held = [(slot, slot.residual) for slot in slots if slot.residual is not None]
+        self._held = [(s, s.residual) for s in slots if s.residual is not None and s.residual.numel()]
         self._whole = whole
-        self._started = False
-        self._reading = threading.RLock()  # a signal's handler may save while this thread is in `start`
-        self._waiting: dict[str, Tensor] = {}
-        self._scale: Tensor | None = None
-        self._backup: Tensor | None = None
-        self._backup_of: dict[str, Tensor] = {}
+        self._whole_before: Tensor | None = None
+        self._before: dict[str, Tensor] = {}
         self._undecided: set[str] = set()
+        self._waiting: dict[str, Tensor] = {}
+        self._handed: dict[str, Tensor] = {}
+        self._stepped: dict[str, Tensor] = {}  # the largest part of late
+        self._scale: Tensor | None = None
+
+    @property
+    def undecided(self) -> bool:
+        """Is there an exchange of which it is not known yet what becomes of it?"""
+        return bool(self._undecided)
 
     @torch.no_grad()
     def begin(self, scale: Tensor | None) -> None:
         """The gradients are complete, in units of `scale` (a tensor without dimensions on their device)."""
-        if scale is not None and self._held:
+        if not self._held:
+            return
+        if scale is not None:
             self._follow(scale)
-            self._back_up()
+        undecided = set(self._undecided)
+        self._back_up()
         for slot, residual in self._held:
             if slot.parameter.grad is None or not slot.parameter.requires_grad:
-                self._waiting[slot.name] = residual.clone()
+                self._waiting[slot.name] = residual.clone() if slot.name in undecided else self._before[slot.name]
                 residual.zero_()
-
-    def start(self) -> None:
-        """The exchange will now write to the residuals; waits while `state` is being read."""
-        with self._reading:
-            self._started = True
 
     @torch.no_grad()
     def end(self, used: Callable[[Slot], bool]) -> None:
         """An exchange has ended; `used`: has any rank a gradient for it?"""
         for slot, residual in self._held:
-            if slot.name in self._waiting:
-                before = self._waiting.pop(slot.name)
-                if used(slot):
-                    residual.add_(before)  # to what this rank lost when it encoded the others' sums
-                else:
-                    residual.copy_(before)  # nobody takes what was delivered: nothing, or noise of the codec
-        self._started = False
+            aside = self._waiting.pop(slot.name, None)
+            if aside is None:
+                continue
+            if used(slot):
+                residual.add_(aside)  # to what this rank lost when it encoded the others' sums
+            else:
+                residual.copy_(aside)  # nobody takes what was delivered: nothing, or noise of the codec
 
     @torch.no_grad()
-    def decide(self, parameters: Collection[Parameter], skipped: Tensor) -> None:
-        """These parameters were stepped, or, where `skipped` (a boolean on their device) is true, not: then go back."""
-        stepped = [(s, r) for s, r in self._held if s.name in self._undecided and s.parameter in parameters]
-        if self._backup is not None and self._whole is not None and len(stepped) == len(self._held):
-            torch.where(skipped, self._backup, self._whole, out=self._whole)
+    def handed_out(self) -> None:
+        """The gradients are as users will find them."""
+        there = [slot for slot, _ in self._held if slot.name in self._undecided and slot.parameter.grad is not None]
+        self._undecided &= {slot.name for slot in there}  # to the others nothing was delivered
+        if there:
+            self._handed.update(zip((slot.name for slot in there), _samples(there), strict=True))
+
+    @torch.no_grad()
+    def look(self) -> None:
+        """Another backward begins: what has become of means that nobody has stepped?"""
+        waiting = [(slot, residual) for slot, residual in self._held if slot.name in self._undecided]
+        there = self._without_the_gone(waiting)
+        if there:
+            parts = self._parts([slot for slot, _ in there]).clamp(max=1)
+            gone = self._go(there, parts)
+            self._undecided.difference_update(gone)
+
+    @torch.no_grad()
+    def decide(self, parameters: Collection[Parameter], stepped: Tensor | bool) -> bool:
+        """An optimizer of these parameters has stepped, or not: a boolean, on their device if a tensor.
+
+        Returns whether it was the step of any gradient that is still undecided here.
+        """
+        asked = [(s, r) for s, r in self._held if s.name in self._undecided and s.parameter in parameters]
+        if stepped is False:
+            for slot, residual in asked:
+                residual.copy_(self._before[slot.name])
         else:
-            for slot, residual in stepped:
-                residual.copy_(torch.where(skipped, self._backup_of[slot.name], residual))
-        self._undecided.difference_update(slot.name for slot, _ in stepped)
+            there = self._without_the_gone(asked)
+            if there:
+                parts = self._parts([slot for slot, _ in there])
+                if self._scale is not None:
+                    parts *= self._scale  # the optimizer saw them unscaled
+                self._go(there, self._of_late([slot.name for slot, _ in there], parts, stepped))
+        self._undecided.difference_update(slot.name for slot, _ in asked)
+        return bool(asked)
 
-    @property
-    def undecided(self) -> bool:
-        """Is there an exchange that `decide` has not judged yet?"""
-        return bool(self._undecided)
-
-    def state(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Names and residuals, in units of the unscaled loss; None: its exchange did not end, so it is unknown.
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and residuals, in units of the unscaled loss.
 
         Tensors may be views of the memory in use: copy each before taking the next.
         """
-        with self._reading:
-            for slot, residual in self._held:
-                if slot.name in self._undecided:
-                    yield slot.name, self._unscaled(self._backup_of[slot.name])
-                elif slot.name in self._waiting:
-                    yield slot.name, self._unscaled(self._waiting[slot.name])
-                else:
-                    yield slot.name, None if self._started else self._unscaled(residual)
+        for slot, residual in self._held:
+            known = self._before[slot.name] if slot.name in self._undecided else residual
+            yield slot.name, known if self._scale is None else known / self._scale
 
     @torch.no_grad()
     def load(self, name: str, value: Tensor) -> bool:
@@ -111,31 +142,98 @@ class Residuals:
                 return True
         return False
 
-    def _unscaled(self, residual: Tensor) -> Tensor:
-        return residual if self._scale is None else residual / self._scale
+    def parts(self) -> dict[str, Tensor]:
+        """By parameter the largest part that was stepped of late: of a checkpoint, the same on all ranks."""
+        return dict(self._stepped)
+
+    def load_parts(self, parts: Mapping[str, Tensor]) -> None:
+        """Take back what `parts` gave, for those of these parameters that are in it."""
+        for slot, residual in self._held:
+            if slot.name in parts:
+                self._stepped[slot.name] = parts[slot.name].to(residual.device)
 
     def _follow(self, scale: Tensor) -> None:
         ratio = scale if self._scale is None else scale / self._scale
         residuals = [residual for _, residual in self._held] if self._whole is None else [self._whole]
-        backups = list(self._backup_of.values()) if self._backup is None else [self._backup]
-        for tensor in residuals + (backups if self._undecided else []):
+        befores = list(self._before.values()) if self._whole_before is None else [self._whole_before]
+        for tensor in residuals + (befores if self._undecided else []):
             tensor.mul_(ratio)
         self._scale = scale
 
     def _back_up(self) -> None:
-        if not self._backup_of:
+        if not self._before:
             if self._whole is not None:
-                self._backup = torch.empty_like(self._whole)
+                self._whole_before = torch.empty_like(self._whole)
             for slot, residual in self._held:
-                self._backup_of[slot.name] = (
+                self._before[slot.name] = (
                     torch.empty_like(residual)
-                    if self._backup is None
-                    else self._backup.as_strided(residual.shape, residual.stride(), residual.storage_offset())
+                    if self._whole_before is None
+                    else self._whole_before.as_strided(residual.shape, residual.stride(), residual.storage_offset())
                 )
-        if self._backup is not None and self._whole is not None and not self._undecided:
-            self._backup.copy_(self._whole)
+        if self._whole_before is not None and self._whole is not None and not self._undecided:
+            self._whole_before.copy_(self._whole)
         else:
             for slot, residual in self._held:
                 if slot.name not in self._undecided:  # the others keep theirs from before their first exchange
-                    self._backup_of[slot.name].copy_(residual)
+                    self._before[slot.name].copy_(residual)
         self._undecided.update(slot.name for slot, _ in self._held)
+
+    def _without_the_gone(self, asked: Sequence[tuple[Slot, Tensor]]) -> list[tuple[Slot, Tensor]]:
+        """Those that have a gradient; the others' residuals go back."""
+        there = []
+        for slot, residual in asked:
+            if slot.parameter.grad is None or slot.name not in self._handed:
+                residual.copy_(self._before[slot.name])
+                self._undecided.discard(slot.name)
+            else:
+                there.append((slot, residual))
+        return there
+
+    def _parts(self, slots: Sequence[Slot]) -> Tensor:
+        """Of each the part of what was handed out that is in its gradient now, at least 0."""
+        then, now = torch.stack([self._handed[slot.name] for slot in slots]), _samples(slots)
+        then.masked_fill_(~then.isfinite(), 0)  # of its block nothing was taken from the residual
+        now.masked_fill_(~now.isfinite(), 0)
+        both, norm = (now * then).sum(1), (then * then).sum(1)
+        total = norm.sum()
+        # who had zeros at all these places goes with the others
+        of_all = torch.where(total == 0, torch.ones_like(total), both.sum() / total)
+        return torch.where(norm == 0, of_all, both / norm).clamp_(min=0)
+
+    def _of_late(self, names: list[str], parts: Tensor, stepped: Tensor | bool) -> Tensor:
+        """The parts, relative to the largest of late."""
+        nothing = torch.zeros_like(parts[0])
+        before = torch.stack([self._stepped.get(name, nothing) for name in names])
+        if isinstance(stepped, Tensor):
+            parts = torch.where(stepped, parts, nothing)
+        late = torch.where(parts > 0, torch.maximum(parts, _FADES * before), before)
+        self._stepped.update(zip(names, late, strict=True))
+        return (parts / torch.maximum(parts, before)).nan_to_num(0, 0, 0)
+
+    def _go(self, there: Sequence[tuple[Slot, Tensor]], parts: Tensor) -> list[str]:
+        """Go that part of the way from before to after; returns who is known to have gone no part of it."""
+        known: list[float | None] = parts.tolist() if may_read(parts) else [None] * len(there)
+        for (slot, residual), part, value in zip(there, parts.to(there[0][1].dtype), known, strict=True):
+            before = self._before[slot.name]
+            if value is None:
+                residual.copy_(torch.where(part > 0, torch.lerp(before, residual, part), before))
+            elif value == 0:
+                residual.copy_(before)
+            elif value < 1:
+                torch.lerp(before, residual, part, out=residual)
+        return [slot.name for (slot, _), value in zip(there, known, strict=True) if value == 0]
+
+
+def may_read(tensor: Tensor) -> bool:
+    """Is a value there at once, without waiting for a device?"""
+    return tensor.device.type == "cpu"
+
+
+def _samples(slots: Sequence[Slot]) -> Tensor:
+    """Of each gradient the values at some places, float64, shape (slots, places)."""
+    rows = []
+    for slot in slots:
+        grad = slot.parameter.grad
+        assert grad is not None
+        rows.append(sample(grad).double())
+    return torch.stack(rows)

@@ -1,0 +1,714 @@
+"""What users do beside the plain path: beside Lightning's `ddp`, or refused at the first moment with the cure."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from pool import Pool
+from test_strategy import (
+    Gan,
+    Manual,
+    Net,
+    check_equal,
+    check_replicas,
+    fit,
+    gathered,
+    net,
+    rows,
+    same_everywhere,
+    several_buckets,
+    trainer_with,
+    world,
+)
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, PowerSGD, PushSum, RingStrategy, TopK
+from ringstrategy.topologies import Complete, Star
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All that has a mean: parameters and floating-point buffers, in a row."""
+    return torch.cat([t.detach().reshape(-1) for t in module.state_dict().values() if t.is_floating_point()])
+
+
+def mean_of(value: Tensor) -> Tensor:
+    return torch.stack(gathered(value)).double().mean(0).to(value.dtype)
+
+
+def close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+# Parameters that callbacks swap, under gossip
+
+
+class Ema(Callback):
+    """Swaps a moving average in while `start` to `end`: written back as it was kept, or swapped in both directions."""
+
+    def __init__(self, start: str = "on_validation_start", end: str = "on_validation_end", swaps: bool = False) -> None:
+        self.average: list[Tensor] = []
+        self.raw: list[Tensor] = []
+        self.swaps = swaps
+        setattr(self, start, self.swap_in)
+        setattr(self, end, self.swap_out)
+        self.seen: list[tuple[Tensor, Tensor]] = []  # what was validated, and the mean of the averages
+        self.trained: list[tuple[Tensor, Tensor]] = []  # parameters before and after each validation
+        self.active = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        now = [p.detach().clone() for p in pl_module.parameters()]
+        self.average = [a.lerp(n, 0.3) for a, n in zip(self.average, now, strict=True)] if self.average else now
+
+    @torch.no_grad()
+    def swap_in(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self.average or self.active:
+            return
+        self.active = True
+        self.raw = [p.detach().clone() for p in pl_module.parameters()]
+        for parameter, average in zip(pl_module.parameters(), self.average, strict=True):
+            parameter.data.copy_(average)
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if self.average and self.active:
+            everyone = [mean_of(average).reshape(-1) for average in self.average]
+            shown = torch.cat([p.detach().reshape(-1) for p in pl_module.parameters()])
+            self.seen.append((shown.clone(), torch.cat(everyone)))
+
+    @torch.no_grad()
+    def swap_out(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self.active:
+            return
+        self.active = False
+        if self.swaps:  # what is there now is the average
+            self.average = [p.detach().clone() for p in pl_module.parameters()]
+        for parameter, raw in zip(pl_module.parameters(), self.raw, strict=True):
+            parameter.data.copy_(raw)
+
+
+class SavesAfterValidation(Callback):
+    """Among the callbacks of `on_validation_end`, as ModelCheckpoint is."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.means: list[Tensor] = []
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not trainer.sanity_checking:
+            trainer.save_checkpoint(f"{self.folder}/{len(self.means)}.ckpt")
+            self.means.append(mean_of(flat(pl_module)))
+
+
+def _ema(folder: str, algorithm: Any, start: str, end: str, swaps: bool) -> None:
+    plainly, emas = [], []
+    for validates in (False, True):
+        ema, model = Ema(start, end, swaps), Net()
+        saves = SavesAfterValidation(folder)
+        options: dict[str, Any] = {"val_check_interval": 2} if validates else {"limit_val_batches": 0}
+        trainer = trainer_with(RingStrategy(algorithm), callbacks=[ema, saves], **options)
+        before_end = Remembers()
+        trainer.callbacks.append(before_end)
+        trainer.fit(model, rows(), rows(24))
+        plainly.append(before_end.last)
+        emas.append(torch.cat([a.reshape(-1) for a in ema.average]))
+        if validates:
+            assert len(ema.seen) > 4
+            for shown, expected in ema.seen:
+                assert same_everywhere(shown)
+                assert close(shown, expected)
+            assert len(saves.means) > 2
+            for number, mean in enumerate(saves.means):
+                saved = torch.load(f"{folder}/{number}.ckpt", weights_only=True)["state_dict"]
+                assert close(torch.cat([v.reshape(-1) for v in saved.values()]), mean)
+    # looking changes nothing, neither for training nor for the averages
+    assert torch.equal(plainly[0], plainly[1])
+    assert torch.equal(emas[0], emas[1])
+    assert not same_everywhere(emas[0])
+
+
+class Remembers(Callback):
+    """This rank's parameters after its last batch."""
+
+    last = torch.empty(0)
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.last = flat(pl_module).clone()
+
+
+@pytest.mark.parametrize("algorithm", [Gossip(Star(), interval=3), PushSum(), Choco(Star())], ids=str)
+@pytest.mark.parametrize("swaps", [False, True])
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [("on_validation_start", "on_validation_end"), ("on_validation_epoch_start", "on_validation_epoch_end")],
+)
+def test_a_moving_average_is_validated_as_the_mean_and_changes_nothing(
+    ranks: Pool, tmp_path: Path, algorithm: Any, start: str, end: str, swaps: bool
+) -> None:
+    ranks(3, _ema, str(tmp_path), algorithm, start, end, swaps)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """SGD whose parameters are y while training and x while evaluating: each mode is computed from the other."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.mode = "train"
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        if self.mode == "train":
+            self.mode = "eval"
+            for p in self._parameters():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        if self.mode == "eval":
+            self.mode = "train"
+            for p in self._parameters():
+                if "z" in self.state[p]:
+                    p.lerp_(self.state[p]["z"], 1 - 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for p in self._parameters():
+            z = self.state[p].setdefault("z", p.clone())
+            z.sub_(p.grad, alpha=0.1)
+            p.lerp_(z, 0.2)
+        return loss
+
+
+class SwitchesModes(Net):
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters())
+
+    def on_validation_start(self) -> None:
+        self.trainer.optimizers[0].eval()
+
+    def on_validation_end(self) -> None:
+        self.trainer.optimizers[0].train()
+
+
+def _switches() -> None:
+    ends = []
+    for options in ({"limit_val_batches": 0}, {"val_check_interval": 2}):
+        model, last = SwitchesModes(), Remembers()
+        trainer = trainer_with(RingStrategy(Gossip(Star())), callbacks=[last], **options)
+        trainer.fit(model, rows(), rows(24))
+        ends.append(last.last)
+        assert same_everywhere(flat(model))
+    assert torch.allclose(ends[0], ends[1], rtol=1e-5, atol=1e-6)  # to and fro rounds
+    assert not same_everywhere(ends[0])
+
+
+def test_an_optimizer_that_switches_modes_is_validated_and_goes_on(ranks: Pool) -> None:
+    ranks(3, _switches)
+
+
+class SeesMean(Callback):
+    """What validation sees, at each of its hooks."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def _look(self, hook: str, pl_module: L.LightningModule) -> None:
+        self.seen.setdefault(hook, []).append(flat(pl_module).clone())
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self._look("batch", pl_module)
+
+    def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look("epoch end", pl_module)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._look("end", pl_module)
+
+
+class Distilled(Net):
+    """A teacher that follows by hand, a frozen part that a hook changes, and one that nobody touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        self.touched = nn.Parameter(torch.zeros(5), requires_grad=False)
+        self.untouched = nn.Parameter(torch.linspace(0, 1, 1003) / 3, requires_grad=False)
+        self.register_buffer("seen", torch.zeros(2))
+        self.own = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.own.ring_local = True
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.teacher.weight.lerp_(self.layers[0].weight[:3], 0.1)
+        self.touched += self.global_rank + 1
+        self.seen += self.global_rank
+        self.own += self.global_rank + 1
+
+
+def _everything(folder: str) -> None:
+    model, sees = Distilled(), SeesMean()
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+    untouched = model.untouched.detach().clone()
+    trainer = trainer_with(RingStrategy(Gossip(Star())), callbacks=[sees, save], enable_checkpointing=True)
+    trainer.fit(model, rows(), rows(24))
+    names = list(model.state_dict())
+    for hook, seen in sees.seen.items():
+        assert len(seen) > 2, hook
+        for value in seen:
+            state = dict(zip(names, value.split([model.state_dict()[n].numel() for n in names]), strict=True))
+            for name, part in state.items():
+                assert same_everywhere(part) == (name != "own" or not part.any()), (hook, name)
+            assert torch.equal(state["untouched"], untouched), "averaged over 3 ranks they would have been rounded"
+    paths = sorted(Path(folder).glob("*.ckpt"))
+    assert paths
+    for path in paths:
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        assert torch.equal(saved["untouched"], untouched)
+        own = torch.load(f"{path}.ringstrategy/rank_{trainer.global_rank:05d}.pt", weights_only=True)["own"]
+        mine = own["checkpoint"]["state_dict"]
+        for name in ("touched", "teacher.weight", "seen"):
+            assert close(saved[name], mean_of(mine[name])), name
+            assert not same_everywhere(mine[name])
+    for name, value in model.state_dict().items():
+        assert same_everywhere(value) == (name != "own"), name
+
+
+def test_what_no_optimizer_steps_is_seen_as_the_mean_too(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _everything, str(tmp_path))
+
+
+def normed() -> Net:
+    torch.manual_seed(int(os.environ["LOCAL_RANK"]))
+    return net(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+
+def _lightnings_ema(folder: str) -> None:
+    def run(**options: Any) -> tuple[Net, SeesMean, EMAWeightAveraging]:
+        model, sees, ema = normed(), SeesMean(), EMAWeightAveraging(decay=0.8)
+        callbacks: list[Callback] = [ema, sees]
+        if "ckpt_path" not in options:
+            callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
+        path = options.pop("ckpt_path", None)
+        trainer = trainer_with(
+            RingStrategy(Gossip(Star(), interval=2)), callbacks=callbacks, enable_checkpointing=True, **options
+        )
+        trainer.fit(model, rows(), rows(24), ckpt_path=path)
+        return model, sees, ema
+
+    model, sees, ema = run(max_epochs=4)
+    assert not same_everywhere(flat(ema._average_model.module)), "averages are each rank's own"
+    for seen in sees.seen["batch"]:
+        assert same_everywhere(seen)
+    assert same_everywhere(flat(model))
+    for epoch in range(4):
+        path = f"{folder}/epoch={epoch}.ckpt"
+        saved = torch.load(path, weights_only=True)
+        mine = torch.load(f"{path}.ringstrategy/rank_{model.global_rank:05d}.pt", weights_only=True)["own"][
+            "checkpoint"
+        ]
+        for key in ("state_dict", "current_model_state"):
+            for name, value in saved[key].items():
+                if value.is_floating_point():
+                    assert close(value, mean_of(mine[key][name])), (key, name)
+                    assert not same_everywhere(mine[key][name]), (key, name)
+    again, _, resumed = run(max_epochs=4, ckpt_path=f"{folder}/epoch=1.ckpt")
+    assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
+    assert torch.equal(flat(again), flat(model))
+
+
+def test_lightnings_moving_average_is_seen_as_the_mean_and_resumes_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _lightnings_ema, str(tmp_path))
+
+
+# Gradients that users keep
+
+
+class Surgery(Net):
+    """Two losses whose gradients are kept, as `how` says, and combined: PCGrad and its like."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.how = how
+        self.extra = nn.Linear(6, 3)  # only the second loss needs it
+        self.previous: list[Tensor] = []
+        self.turned: list[float] = []
+
+    def keep(self) -> list[Tensor]:
+        views = {
+            "by reference": lambda g: g,
+            "as views": lambda g: g.view(-1),
+            "detached": lambda g: g.detach(),
+            "as arrays": lambda g: g.numpy(),
+            "without zero_grad": lambda g: g.clone(),
+            "zeroed in place": lambda g: g.clone(),
+        }
+        return [views[self.how](p.grad) for p in self.layers.parameters()]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        kept = self.keep()
+        if self.how == "zeroed in place":
+            optimizer.zero_grad(set_to_none=False)
+        elif self.how != "without zero_grad":
+            optimizer.zero_grad()
+        self.manual_backward((self(batch[0]) - self.extra(batch[0])).abs().mean())
+        with torch.no_grad():
+            for parameter, value in zip(self.layers.parameters(), kept, strict=True):
+                first = torch.as_tensor(value).view_as(parameter)
+                product = (first * parameter.grad).sum()
+                self.turned.append(float(product))
+                if product < 0:
+                    parameter.grad += first - product / first.square().sum() * first
+                else:
+                    parameter.grad += first
+            # a gradient of the step before, too
+            if self.previous and self.how == "by reference":
+                for parameter, value in zip(self.layers.parameters(), self.previous, strict=True):
+                    parameter.grad.add_(value, alpha=0.1)
+        self.previous = kept
+        optimizer.step()
+
+
+def _surgery(how: str) -> None:
+    ours, theirs = (fit(strategy, Surgery(how)) for strategy in (several_buckets(), DDP_UNUSED))
+    check_equal(ours, theirs)
+    assert ours.lightning_module.turned == theirs.lightning_module.turned
+
+
+DDP_UNUSED = "ddp_find_unused_parameters_true"
+KEPT = ["by reference", "as views", "detached", "as arrays", "without zero_grad", "zeroed in place"]
+
+
+@pytest.mark.parametrize("how", KEPT)
+def test_gradients_that_are_kept_stay_as_they_are(ranks: Pool, how: str) -> None:
+    ranks(2, _surgery, how)
+
+
+class OwnMemory(Net):
+    """Gradients live in one flat tensor of the user's, who clips them there."""
+
+    def on_train_start(self) -> None:  # before, Lightning calls zero_grad
+        self.flat = torch.zeros(sum(p.numel() for p in self.parameters()))
+        offset = 0
+        for parameter in self.parameters():
+            parameter.grad = self.flat[offset : offset + parameter.numel()].view_as(parameter)
+            offset += parameter.numel()
+
+    def optimizer_zero_grad(self, *_: Any) -> None:
+        self.flat.zero_()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert same_everywhere(self.flat)
+        assert self.flat.abs().max() > 0.1
+        self.flat.clamp_(-0.1, 0.1)
+
+
+def _own_memory() -> None:
+    check_equal(fit(several_buckets(), OwnMemory()), fit("ddp", OwnMemory()))
+
+
+def test_gradients_in_memory_of_the_users_get_the_means(ranks: Pool) -> None:
+    ranks(2, _own_memory)
+
+
+class WatchesMemory(Callback):
+    """Where gradients live after each backward."""
+
+    def __init__(self) -> None:
+        self.pointers: set[tuple[int, ...]] = set()
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.pointers.add(tuple(p.grad.data_ptr() for p in pl_module.parameters()))
+
+
+def _stays(algorithm: Any) -> int:
+    watch = WatchesMemory()
+    check_replicas(fit(RingStrategy(algorithm), normed(), callbacks=[watch], gradient_clip_val=0.5))
+    return len(watch.pointers)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(bucket_mb=1e-4),
+        AllReduce(BlockInt(8), Direct(), error_feedback=True),
+        PowerSGD(),
+    ],
+    ids=str,
+)
+def test_nobody_keeps_gradients_so_they_stay_in_the_buckets(ranks: Pool, algorithm: Any) -> None:
+    assert set(ranks(2, _stays, algorithm)) == {1}
+
+
+# Backwards of the user's own
+
+
+class Adversarial(Net):
+    """Attacks its inputs by a backward of its own, in training and, as saliency and adaptation do, in validation."""
+
+    def __init__(self, own: str) -> None:
+        super().__init__()
+        self.own = own
+        self.steepest: list[float] = []
+
+    def attack(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            loss = self.loss((x, batch[1]))
+            if self.own == "loss.backward":
+                loss.backward()
+            else:
+                torch.autograd.backward([loss])
+        assert x.grad is not None
+        self.steepest.append(float(x.grad.abs().max()))
+        return (x + 0.1 * x.grad.sign()).detach(), batch[1]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(self.attack(batch), batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(self.attack(batch), batch_idx)
+
+
+def _adversarial(own: str, options: dict[str, Any]) -> None:
+    models = []
+    for strategy in (several_buckets(), "ddp"):
+        trainer, model = trainer_with(strategy, inference_mode=False, **options), Adversarial(own)
+        trainer.fit(model, rows(), rows(24))
+        models.append((trainer, model))
+    check_equal(models[0][0], models[1][0])
+    assert models[0][1].steepest == models[1][1].steepest
+    assert len(models[0][1].steepest) > 12
+
+
+@pytest.mark.parametrize("own", ["loss.backward", "torch.autograd.backward"])
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_backwards_in_training_and_validation_steps_equal_ddp(ranks: Pool, own: str, options: dict[str, Any]) -> None:
+    ranks(2, _adversarial, own, options)
+
+
+class TogglesLate(Gan):
+    """Toggles around `manual_backward` alone: the graph was made before."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        noise, real = batch
+        for optimizer in self.optimizers():
+            fooled = F.softplus(-self.discriminator(self.generator(noise))).mean()
+            caught = (
+                F.softplus(-self.discriminator(real)).mean()
+                + F.softplus(self.discriminator(self.generator(noise).detach())).mean()
+            )
+            optimizer.zero_grad()
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(fooled if optimizer is self.optimizers()[0] else caught)
+            self.untoggle_optimizer(optimizer)
+            optimizer.step()
+
+
+def _toggles_late() -> None:
+    check_equal(fit(several_buckets(), TogglesLate()), fit(DDP_UNUSED, TogglesLate()))
+
+
+def test_toggling_only_around_manual_backward_equals_ddp(ranks: Pool) -> None:
+    ranks(2, _toggles_late)
+
+
+class NeverSyncs(Manual):
+    """Each backward only accumulates."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        with self.trainer.strategy.block_backward_sync():
+            self.manual_backward(self.loss(batch))
+        if batch_idx % 2:
+            self.optimizers().step()
+
+
+def _never_syncs() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        fit("ring", NeverSyncs())
+    return str(caught.value)
+
+
+def test_stepping_what_only_accumulated_is_an_error(ranks: Pool) -> None:
+    assert all("outside of that" in message for message in ranks(2, _never_syncs))
+
+
+class Untoggled(Gan):
+    """Nothing is toggled, so each loss gives the other network gradients too, which are thrown away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.local = [torch.zeros_like(p) for p in self.discriminator.parameters()]
+        self.stepped = [torch.zeros_like(p) for p in self.discriminator.parameters()]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        noise, real = batch
+        of_generator, of_discriminator = self.optimizers()
+        of_generator.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(self.generator(noise))).mean())
+        of_generator.step()
+
+        of_discriminator.zero_grad()
+        fakes = self.generator(noise).detach()
+        loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fakes)).mean()
+        parameters = list(self.discriminator.parameters())
+        for total, own in zip(self.local, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True):
+            total += own
+        self.manual_backward(loss)
+        for total, parameter in zip(self.stepped, parameters, strict=True):
+            total += parameter.grad
+        of_discriminator.step()
+
+
+def _untoggled(strategy: Any) -> None:
+    trainer = fit(strategy, Untoggled())
+    check_replicas(trainer)
+    model = trainer.lightning_module
+    left = dict(trainer.strategy.algorithm.residuals())
+    names = [f"discriminator.{name}" for name, _ in model.discriminator.named_parameters()]
+    assert any(left[name].any() for name in names if name in left)
+    for name, stepped, local in zip(names, model.stepped, model.local, strict=True):
+        lacking = sum(gathered(left[name])) if name in left else 0
+        assert (stepped + lacking - mean_of(local)).abs().max() < 1e-5 * local.abs().max() + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(BlockInt(2, block=16), error_feedback=True),
+        AllReduce(TopK(2, block=16), Direct(), error_feedback=True),
+    ],
+    ids=str,
+)
+def test_a_gan_that_toggles_nothing_loses_nothing(ranks: Pool, algorithm: Any) -> None:
+    ranks(3, _untoggled, RingStrategy(algorithm))
+
+
+# Gossip and its optimizers
+
+
+class Raw(Manual):
+    """Steps the optimizer itself, not Lightning's; with or without a closure."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        if batch_idx % 2:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+
+
+def _raw(algorithm: Any) -> None:
+    trainer = fit(RingStrategy(algorithm), Raw())
+    model = trainer.lightning_module
+    counts = trainer.strategy.algorithm.state_dict()["counts"]
+    assert {count["mixings"] for count in counts.values()} == {12 if world() == 2 else 8}
+    assert trainer.strategy.stats.bytes_sent
+    assert same_everywhere(flat(model))
+
+
+@pytest.mark.parametrize("algorithm", [Gossip(Complete(), overlap=False), Choco(Complete(), overlap=False)], ids=str)
+def test_gossip_mixes_after_steps_of_raw_optimizers(ranks: Pool, algorithm: Any) -> None:
+    ranks(3, _raw, algorithm)
+
+
+def _raw_equals_ddp() -> None:
+    """Nothing counts steps that Lightning does not make, so `check_equal` does not."""
+    ours, theirs = (fit(strategy, Raw()).lightning_module for strategy in (several_buckets(), "ddp"))
+    assert torch.equal(flat(ours), flat(theirs))
+    assert same_everywhere(flat(ours))
+
+
+def test_raw_optimizers_equal_ddp(ranks: Pool) -> None:
+    ranks(2, _raw_equals_ddp)
+
+
+class Drops(Net):
+    """Rank 1 drops batch 1 of each epoch: its optimizer does not step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if self.global_rank == 1 and batch_idx == 1:
+            optimizer_closure()
+        else:
+            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+
+def _drops(folder: str) -> None:
+    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
+    trainer = trainer_with(RingStrategy(Gossip(Star())), callbacks=[save], enable_checkpointing=True)
+    trainer.fit(Drops(), rows(), rows(24))
+    counts = trainer.strategy.algorithm.state_dict()["counts"]
+    assert {count["steps"] for count in counts.values()} == {trainer.global_step}
+    assert same_everywhere(flat(trainer.lightning_module))
+
+
+def test_a_rank_that_drops_a_step_goes_on_mixing(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _drops, str(tmp_path))
+
+
+# Resuming
+
+
+def _before_the_first_step(folder: str, algorithm: Any) -> None:
+    """A run is resumed and saved at once; what goes on from there ends as the one that was not interrupted."""
+    options: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
+    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    whole = fit(RingStrategy(copy.deepcopy(algorithm)), normed(), callbacks=[saver], **options)
+
+    class SavesAtOnce(Callback):
+        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            trainer.save_checkpoint(f"{folder}/at_once.ckpt")
+            trainer.should_stop = True
+
+    again = normed()
+    trainer = trainer_with(RingStrategy(copy.deepcopy(algorithm)), max_epochs=3, callbacks=[SavesAtOnce()])
+    trainer.fit(again, rows(), ckpt_path=f"{folder}/epoch=0.ckpt")
+    for key in ("epoch=0.ckpt", "at_once.ckpt"):
+        resumed = fit(RingStrategy(copy.deepcopy(algorithm)), normed(), ckpt_path=f"{folder}/{key}", max_epochs=3)
+        assert torch.equal(flat(resumed.lightning_module), flat(whole.lightning_module)), key
+        assert resumed.global_step == whole.global_step
+    # a run that is over already
+    finished = fit(RingStrategy(copy.deepcopy(algorithm)), normed(), ckpt_path=f"{folder}/epoch=2.ckpt", max_epochs=3)
+    assert same_everywhere(flat(finished.lightning_module))
+    assert torch.equal(flat(finished.lightning_module), flat(whole.lightning_module))
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(Star(), interval=3, overlap=2),
+        Gossip(Star(), unequal_data=True, interval=2),
+        PushSum(interval=2),
+        Choco(Star(), BlockInt(4, block=16), interval=2),
+    ],
+    ids=str,
+)
+def test_saving_before_the_first_step_after_a_resume_loses_nothing(ranks: Pool, tmp_path: Path, algorithm: Any) -> None:
+    ranks(3, _before_the_first_step, str(tmp_path), algorithm)
