@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,12 @@ from torch.optim import Optimizer
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.checkpoints import Means, Saved, averaged, collect, found, of_this_rank, remove_residuals, restore
-from ringstrategy.collectives.peers import Peers, connect
+from ringstrategy.collectives.lifeline import Lifeline, announce, check_all_announced
+from ringstrategy.collectives.peers import Peers, break_off, connect
 from ringstrategy.collectives.sample import sample
 from ringstrategy.collectives.stats import Stats
+from ringstrategy.collectives.watch import Watch
+from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.optimizer_steps import OptimizerSteps, announces_steps, any_of
 
 if TYPE_CHECKING:
@@ -120,6 +123,9 @@ class RingStrategy(DDPStrategy):
         self._peers: Peers | None = None
         self._accumulating = False
         self._buffers_due = True
+        self._watch: Watch | None = None
+        self._has_met = self._has_told = False
+        self._run = 0
         self._steps: OptimizerSteps | None = None
         self._steps_before = self._steps_noticed = 0  # of automatic optimization: before this fit, and since
         self._looks = _Looks(self)
@@ -150,6 +156,9 @@ class RingStrategy(DDPStrategy):
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
         super().setup_environment()
+        self._has_met = self._has_told = False
+        if self.world_size > 1:
+            self._run = announce(self.global_rank)
         atexit.unregister(_disconnect)
         atexit.register(_disconnect)
 
@@ -181,7 +190,11 @@ class RingStrategy(DDPStrategy):
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
+        self._has_met = True
+        check_all_announced(self._run, self.world_size)  # Lightning had a barrier since
         self._peers = connect(self.root_device, self._timeout, self.stats)
+        if self._peers.lifeline is not None and "gloo" in dist.get_backend():
+            self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         self.algorithm.setup(_shared_parameters(module), self._peers, sparse=_sparse_parameters(module))
         trainer = module.trainer
         self.algorithm.check(
@@ -211,6 +224,8 @@ class RingStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take in parameters that the model has got since setup; an epoch may have ended."""
         self._place = f"near batch {batch_idx}"
+        if self._peers is not None and self._peers.lifeline is not None:
+            self._peers.lifeline.begin_batch()
         if self._steps is not None:
             self._steps.forget()
         self._notice_dropped_steps()
@@ -343,19 +358,20 @@ class RingStrategy(DDPStrategy):
     def _naming_lost_peers(self) -> Generator[None, None, None]:
         try:
             yield
-        except dist.DistError as error:
-            raise self._explained(error) from error
         except RuntimeError as error:
-            if "gloo" not in str(error):  # gloo throws plain RuntimeErrors that name its source files
+            if self._peers is None or not _is_of_a_connection(error):
                 raise
-            raise self._explained(error) from error
+            raise self._peers.explain(error, self._place) from error
 
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        return error if self._peers is None else self._peers.explain(error, self._place)
+    def _waits_in_vain(self) -> bool:
+        lifeline = None if self._peers is None else self._peers.lifeline
+        return lifeline is not None and lifeline.news(self._place) is not None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp`; nothing after an exception, so that its checkpoints hang nobody."""
+        """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
         if self.alone:
+            if self._peers is not None and self._peers.lifeline is not None:
+                self._peers.lifeline.gather()
             return
         with self._naming_lost_peers():
             super().barrier(*args, **kwargs)
@@ -391,14 +407,24 @@ class RingStrategy(DDPStrategy):
         self._looks.look()
         return super().validation_step(*args, **kwargs)
 
+    def on_validation_start(self) -> None:
+        """As `ddp`."""
+        super().on_validation_start()
+        self._leave_training("validation")
+
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
         super().on_validation_end()
         self._looks.end()
 
+    def _leave_training(self, what: str) -> None:
+        if self._peers is not None and self._peers.lifeline is not None:
+            self._peers.lifeline.leave_training(what)
+
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
+        self._leave_training("the end of its training")
         self._notice_dropped_steps()
         self.algorithm.settle()
         if self._peers is not None and self.algorithm.consensus:
@@ -471,7 +497,8 @@ class RingStrategy(DDPStrategy):
     @property
     def _is_fitting(self) -> bool:
         module = self.lightning_module
-        return module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        trainer = None if module is None else module._trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """The residuals beside it too."""
@@ -486,14 +513,29 @@ class RingStrategy(DDPStrategy):
         super().on_exception(exception)
         self.algorithm.leave_consensus()
         atexit.unregister(_disconnect)  # it would wait for peers that may not come
+        self._tell(exception)
+
+    def _tell(self, exception: BaseException) -> None:
+        if self._has_told:
+            return
+        self._has_told = True
+        if self._peers is not None and _is_of_a_connection(exception):  # Lightning has collectives of its own
+            exception.args = (f"{self._peers.explain(exception, self._place)}",)
+        cause = f"{type(exception).__name__}: {exception}"[:500]
         if self._peers is not None:
-            self._peers.abort(f"{type(exception).__name__}: {exception}"[:500])
+            self._peers.abort(cause)
+        elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
+            self._has_met = True
+            Lifeline.cast(self.global_rank, self.world_size).fail(cause)  # those who are ready wait for this one
 
     def teardown(self) -> None:
         """Join the communication thread, remove the hooks. No collective, unless `fit` found nothing left to train."""
         if self._peers is not None and not self.alone and self.algorithm.consensus:
             self.enter_consensus()  # False if training has ended with that
         self._looks.close()
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
         steps, self._steps = self._steps, None
         if steps is not None:
             steps.close()
@@ -521,9 +563,8 @@ class _Looks(Callback):
 
     def begin(self, trainer: Trainer) -> None:
         """Take part in this fit."""
-        if self._strategy.algorithm.consensus:
-            self._trainer = trainer
-            _callbacks(trainer).insert(0, self)
+        self._trainer = trainer
+        _callbacks(trainer).insert(0, self)
 
     def close(self) -> None:
         """Take part no more."""
@@ -535,11 +576,17 @@ class _Looks(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
-        self._before, self._due = self._glance(), True
+        if self._strategy.algorithm.consensus:
+            self._before, self._due = self._glance(), True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
-        self._before = self._glance()
+        if self._strategy.algorithm.consensus:
+            self._before = self._glance()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Before others save checkpoints, which may take long: the other ranks wait for this one."""
+        self._strategy._tell(exception)
 
     def look(self) -> None:
         """After all others: from now on the mean is looked at."""
@@ -593,6 +640,13 @@ class _StatsLauncher(_MultiProcessingLauncher):
         self._ring._left_with_children = extra.pop("ringstrategy_residuals")
         self._ring.algorithm.take_outcome(extra.pop("ringstrategy_outcome"))
         super().update_main_process_results(trainer, extra)
+
+
+def _is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
+    if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
+        return False
+    # gloo throws plain RuntimeErrors that name its source files, or their first line
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
 
 
 def _disconnect() -> None:

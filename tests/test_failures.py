@@ -26,7 +26,8 @@ from test_strategy import HERE, Net, fit, rows, run_script, shell
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Identity, PeerLostError, PlanMismatchError, RingStrategy
-from ringstrategy.collectives.peers import _host, connect
+from ringstrategy.collectives.lifeline import Lifeline
+from ringstrategy.collectives.peers import connect
 
 PROMPT = 15.0  # seconds within which survivors must have noticed
 pytestmark = pytest.mark.timeout(120)
@@ -215,12 +216,22 @@ def _abort_while_all_wait() -> float:
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=1))
-    store.set("host/0", "here 4711")
-    assert _host(store, 0) == "here 4711"
-    with pytest.raises(PeerLostError, match=r"rank 3 .*while setting up: it did not come to set up in time") as caught:
-        _host(store, 3)
-    assert caught.value.rank == 3
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    lines = [Lifeline(store, rank, 3) for rank in range(3)]
+    store.set("host/1", "there 4711")
+    second, begin = timedelta(seconds=1), time.monotonic()
+    with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
+        lines[0].greet("here 4711", second, lambda: None)
+    assert caught.value.rank == 2
+    assert 1 <= time.monotonic() - begin < 5
+    lines[2].fail("ValueError: no such file")
+    for line, card in zip(lines, ("here 4711", "there 4711"), strict=False):
+        with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
+            line.greet(card, 60 * second, lambda: None)
+        assert caught.value.rank == 2
+    store.set("host/2", "elsewhere 4712")
+    assert lines[0].greet("here 4711", second, lambda: None) == ["here 4711", "there 4711", "elsewhere 4712"]
+    assert lines[0].hosts == ["here", "there", "elsewhere"]
 
 
 def test_an_abort_ends_every_wait_at_once(ranks: Pool) -> None:

@@ -1270,5 +1270,5 @@ def test_memory_of_following_a_scale() -> None:
         held.handed_out()
         held.decide({parameter}, True)
 
-    assert 1 <= peak(step) < 1.05  # the second residual, once
-    assert peak(step) < 0.05
+    assert 1 <= peak(step) < 1.2  # the second residual, once
+    assert peak(step) < 0.2  # some values of each gradient

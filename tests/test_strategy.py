@@ -31,6 +31,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -938,7 +939,9 @@ def _leaves_nothing() -> None:
     trainer.callbacks.append(during)
     trainer.fit(model, rows())
     check_replicas(trainer)
-    assert during.names == {"ringstrategy-communication"}
+    assert during.names == {"ringstrategy-communication", "ringstrategy-watch"}
+    assert not _global_optimizer_pre_hooks
+    assert not _global_optimizer_post_hooks
     assert set(threading.enumerate()) == threads
     assert children() == processes
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())

@@ -196,6 +196,8 @@ class Decentralized(Algorithm):
             return
         peers = self._peers
         assert peers is not None
+        if peers.lifeline is not None:
+            peers.lifeline.begin_exchange()
         for flat in group.flats:
             self.gather(flat)
         group.under_way = peers.submit(partial(self._mix, peers, group, group.mixings), f"at mixing {group.mixings}")
@@ -277,6 +279,8 @@ class Decentralized(Algorithm):
         """See `Algorithm.enter_consensus`."""
         if self._peers is None or self._shown is not None:
             return False
+        # no bytes of the mean may meet those of a mixing: who has fewer batches waits here until it is told so
+        compare_plans(self._peers, "the mean of all ranks")
         self.settle()
         self._shown = Shown()
         trained: set[Tensor] = set()

@@ -170,6 +170,8 @@ class Synchronous(Algorithm):
         self._accumulating = not sync
         if not sync:
             return
+        if self._peers.lifeline is not None:
+            self._peers.lifeline.begin_exchange()
         self._append_unfrozen()
         self._pass = _Pass(self._buckets, self._plan_text, self._peers, self.collective, self._step, scale)
         if self.find_unused_parameters and loss is not None:

@@ -4,21 +4,105 @@ A transport only says "the connection to my neighbour closed", and the neighbour
 neighbour died. So whoever leaves in good order writes why, before its sockets close; a peer whose connection closes
 without a word is the one that died. The first to know publishes its rank. All who notice disconnect, so that ranks
 that are no neighbours of the lost one notice too; those that wait for something else look into the store meanwhile.
+
+Ranks that wait for each other at different places (one validates, the other has a batch more) would wait for ever: so
+who waits outside of training says where, and who waits in training compares. The store itself may be lost or frozen
+with its host: no call waits for it longer than a few seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ringstrategy.errors import PeerLostError
+from ringstrategy.errors import PeerLostError, PlanMismatchError
 
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
+_PATIENCE_SECONDS = 60.0  # how long who has failed waits for others that have, and still save what they have
 _POLL_SECONDS = 0.02
 _WITNESS = "lost touch"
+_GENERATION = "ringstrategy/generation"
+_SAME_BATCHES = "do all ranks have the same number of batches?"
+_SAME_STEPS = "do all ranks have the same number of batches, and step equally often?"
+_LAST_WORDS = f"the end of its training ({_SAME_BATCHES})"
+
+Answer = TypeVar("Answer")
+
+
+class StoreSilentError(RuntimeError):
+    """The store does not answer."""
+
+
+class _Store:
+    """The rendezvous store, whose calls end: a client of a host that is frozen would wait for ever."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+        self._stuck: threading.Thread | None = None
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """StoreSilentError if there is no answer in time; what the call raises."""
+        if self._stuck is not None and self._stuck.is_alive():
+            raise StoreSilentError("the rendezvous store does not answer")
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(call())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
+        thread.start()
+        thread.join(GRACE_SECONDS)
+        if thread.is_alive():
+            self._stuck = thread
+            raise StoreSilentError("the rendezvous store does not answer")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def read(self, key: str) -> str | None:
+        """None if nobody has written it."""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
+
+    def has(self, keys: list[str]) -> bool:
+        return self._ask(lambda: self._store.check(keys))
+
+    def first(self, key: str, value: str) -> str:
+        """Write unless somebody has; returns what is there."""
+        return self._ask(lambda: self._store.compare_set(key, "", value).decode())
+
+
+class _Place(NamedTuple):
+    """Where a rank went on to, and after what."""
+
+    what: str
+    batches: int
+    exchanges: int
+
+    def __str__(self) -> str:
+        return f"{self.what} after {self.batches} batches and {self.exchanges} exchanges"
+
+    def written(self, rank: int, count: int) -> str:
+        return f"{rank} {count} {self.batches} {self.exchanges} {self.what}"
+
+    @classmethod
+    def read(cls, said: str) -> tuple[int, int, _Place]:
+        """The rank, and for the how manieth time it is elsewhere."""
+        rank, count, batches, exchanges, what = said.split(" ", 4)
+        return int(rank), int(count), cls(what, int(batches), int(exchanges))
 
 
 class Lifeline:
@@ -27,16 +111,67 @@ class Lifeline:
     Args:
         store: reachable by all ranks, with a prefix of its own for each set of peers.
         rank: this rank.
-        hosts: the host name of each rank.
+        size: how many there are.
+
+    Attributes:
+        hosts: the host name of each rank, once it is known.
     """
 
-    def __init__(self, store: dist.Store, rank: int, hosts: list[str]) -> None:
-        self._store, self._rank, self._hosts = store, rank, hosts
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store, self._rank = _Store(store), rank
+        self.hosts = ["unknown"] * size
         self._left = False
         self._heard_at: float | None = None
-        self._hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self._hosts_store = rank == 0 and _store_is_rank_0s()
+        self._batches = self._exchanges = 0
+        self._milestones: list[_Place] = []
+        self._elsewhere = False
+        self._meetings, self._meet_no_more = 0, False
 
-    def leave(self, cause: str) -> None:
+    @classmethod
+    def cast(cls, rank: int, size: int) -> Lifeline:
+        """The next one: as often on each rank of the default process group, also by one that has failed before."""
+        base = dist.distributed_c10d._get_default_store()
+        # counted in the store, so that it is the same on all ranks of this store
+        generation = base.add(f"{_GENERATION}/{rank}", 1)
+        return cls(dist.PrefixStore(f"ringstrategy/{generation}", base), rank, size)
+
+    # Meeting
+
+    def greet(self, card: str, timeout: timedelta, watch: Callable[[], None]) -> list[str]:
+        """Give `card` to all ranks and get theirs. PeerLostError for one that left before, or has not come in time.
+
+        Args:
+            card: of one line; its first word is the host name.
+            timeout: how long the last one may take.
+            watch: called meanwhile; a RuntimeError tells that a connection broke.
+        """
+        where, deadline = "while setting up", time.monotonic() + timeout.total_seconds()
+        self._store.set(f"host/{self._rank}", card)
+        pause, size, broken = _POLL_SECONDS, len(self.hosts), ""
+        while not self._store.has([f"host/{rank}" for rank in range(size)]):
+            missing = [rank for rank in range(size) if not self._store.has([f"host/{rank}"])]
+            for rank in missing:
+                words = self._last_words(rank)
+                if words is not None:
+                    raise PeerLostError(rank, "unknown", where, f"it stopped with {words}")
+            if missing and (broken or time.monotonic() > deadline):
+                cause = broken or "it did not come to set up in time. Does its process live, and has it begun to train?"
+                raise PeerLostError(missing[0], "unknown", where, cause)
+            try:
+                watch()
+            except RuntimeError as error:  # look for last words once more
+                broken = f"it has not come to set up; this rank saw: {str(error).splitlines()[0][:300]}"
+                continue
+            time.sleep(pause)
+            pause = min(2 * pause, 0.5)
+        cards = [self._store.read(f"host/{rank}") or "" for rank in range(size)]
+        self.hosts = [card.partition(" ")[0] for card in cards]
+        return cards
+
+    # Leaving
+
+    def leave(self, cause: str = _LAST_WORDS) -> None:
         """Write why this rank goes, once. Call it before its connections close."""
         if not self._left:
             self._left = True
@@ -59,25 +194,102 @@ class Lifeline:
         deadline = time.monotonic() + GRACE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
-            lost = int(self._store.get("lost").split()[0]) if self._store.check(["lost"]) else self._rank
-            others = [f"knows/{rank}" for rank in range(len(self._hosts)) if rank not in (self._rank, lost)]
-            while self._hosts_store and others and time.monotonic() < deadline and not self._store.check(others):
+            published = self._store.read("lost")
+            lost = self._rank if published is None else int(published.split()[0])
+            others = [f"knows/{rank}" for rank in range(len(self.hosts)) if rank not in (self._rank, lost)]
+            while self._hosts_store and others and time.monotonic() < deadline and not self._store.has(others):
                 time.sleep(_POLL_SECONDS)
 
+    def gather(self) -> None:
+        """After a failure, ranks that have failed meet at places that they all come to; nobody waits for the dead.
+
+        Who left without a word is waited for a moment, who did not, for as long as saving a checkpoint may take.
+        """
+        self._meetings += 1
+        if self._meet_no_more:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"met/{self._meetings}/{self._rank}", "")
+            begin = time.monotonic()
+            missing = [rank for rank in range(len(self.hosts)) if rank != self._rank]
+            while missing:
+                waited = time.monotonic() - begin
+                missing = [rank for rank in missing if self._is_waited_for(rank, waited)]
+                time.sleep(_POLL_SECONDS)
+            return
+        self._meet_no_more = True
+
+    def _is_waited_for(self, rank: int, waited: float) -> bool:
+        if self._store.has([f"met/{self._meetings}/{rank}"]) or self._store.has([f"gone/{rank}"]):
+            return False
+        patience = GRACE_SECONDS if self._last_words(rank) is None else _PATIENCE_SECONDS
+        if waited > patience:
+            self._meet_no_more = True
+        return waited <= patience
+
+    def go(self) -> None:
+        """This rank comes to no meeting any more."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"gone/{self._rank}", "")
+
+    # Where ranks are
+
+    def begin_batch(self) -> None:
+        """This rank trains on the next batch."""
+        self._batches, self._elsewhere = self._batches + 1, False
+
+    def begin_exchange(self) -> None:
+        """This rank takes part in the next exchange: of a backward's gradients, or a mixing of parameters."""
+        self._exchanges += 1
+
+    def leave_training(self, what: str) -> None:
+        """This rank went on to `what`, such as its validation; all ranks do, after as many batches and exchanges."""
+        self._milestones.append(_Place(what, self._batches, self._exchanges))
+        self._elsewhere = True
+
     def news(self, where: str) -> PeerLostError | None:
-        """The error to raise if some other rank has published a loss; not before this one had time to see it itself."""
+        """The error to raise if another rank has published a loss, or waits where this one will not come.
+
+        Call it now and then while waiting; of a loss nothing is said before this rank had time to see it itself.
+        """
         try:
-            if not self._store.check(["lost"]):
-                return None
+            published = self._store.read("lost")
+            if published is None:
+                return self._compare_places(where)
             self._heard_at = self._heard_at or time.monotonic()
             if time.monotonic() < self._heard_at + GRACE_SECONDS / 2:
                 return None
-            rank, cause = self._store.get("lost").decode().split(" ", 1)
+        except StoreSilentError:
+            return None  # it may only be slow: what is waited for has a timeout of its own
         except RuntimeError as error:
             return self.explain(error, None, where)
+        rank, cause = published.split(" ", 1)
         self.witness()
         self.outlast()
-        return PeerLostError(int(rank), self._hosts[int(rank)], where, f"{cause}, says another rank")
+        return PeerLostError(int(rank), self.hosts[int(rank)], where, f"{cause}, says another rank")
+
+    def _compare_places(self, where: str) -> PeerLostError | None:
+        said = self._store.read("elsewhere")
+        if said is not None:
+            rank, count, theirs = _Place.read(said)
+            differs = self._misses(count, theirs)
+            if differs is not None:
+                self._publish(rank, f"it went on to {theirs}, and {differs}: {_SAME_STEPS}")
+                return self.explain(RuntimeError("no end of waiting"), None, where)
+        if self._elsewhere:
+            self._store.set("elsewhere", self._milestones[-1].written(self._rank, len(self._milestones)))
+        return None
+
+    def _misses(self, count: int, theirs: _Place) -> str | None:
+        """Where this rank is instead of what another one went on to as the `count`-th thing beside training."""
+        if count <= len(self._milestones):
+            mine = self._milestones[count - 1]
+            return None if mine == theirs else f"this rank to {mine}"
+        if self._batches > theirs.batches or self._exchanges > theirs.exchanges:
+            return f"this rank is at batch {self._batches}, in exchange {self._exchanges}"
+        return None
+
+    # Who was lost
 
     def explain(self, error: BaseException, peer: int | None, where: str) -> PeerLostError:
         """The error to raise for `error`, seen while talking to `peer` (None: to everybody)."""
@@ -86,14 +298,15 @@ class Lifeline:
         try:
             rank, cause = self._culprit(peer, timed_out)
             self.outlast()
-        except RuntimeError:
-            hosts_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-            rank = 0 if hosts_store else -1 if peer is None else peer
-            cause = "the rendezvous store on its host went away" if hosts_store else "the rendezvous store went away"
-        host = self._hosts[rank] if rank >= 0 else "?"
+        except RuntimeError as failure:
+            silent = isinstance(failure, StoreSilentError)
+            rank = 0 if _store_is_rank_0s() else -1 if peer is None else peer
+            cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
+            cause += "does not answer any more" if silent else "went away"
+        host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
-            if cause.startswith("it stopped with")
+            if cause.startswith(("it stopped with", "it went on to"))
             else " (if it is alive: is the network up, and do GLOO_SOCKET_IFNAME and the host names lead to it?)"
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")
@@ -103,8 +316,9 @@ class Lifeline:
         deadline = time.monotonic() + GRACE_SECONDS
         silence = "it stayed silent beyond the timeout" if timed_out else "its connection closed without a word"
         while True:
-            if self._store.check(["lost"]):
-                rank, cause = self._store.get("lost").decode().split(" ", 1)
+            published = self._store.read("lost")
+            if published is not None:
+                rank, cause = published.split(" ", 1)
                 return int(rank), cause
             late = time.monotonic() > deadline
             if peer is not None:
@@ -118,7 +332,7 @@ class Lifeline:
             time.sleep(_POLL_SECONDS)
 
     def _by_roll_call(self, silence: str) -> tuple[int, str]:
-        words = {rank: self._last_words(rank) for rank in range(len(self._hosts))}
+        words = {rank: self._last_words(rank) for rank in range(len(self.hosts))}
         for rank, said in words.items():
             if said not in (None, _WITNESS):
                 return self._publish(rank, f"it stopped with {said}")
@@ -128,10 +342,32 @@ class Lifeline:
         return -1, f"ranks {silent} have not answered" if silent else "all ranks are alive, but a connection broke"
 
     def _last_words(self, rank: int) -> str | None:
-        key = f"left/{rank}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        return self._store.read(f"left/{rank}")
 
     def _publish(self, rank: int, cause: str) -> tuple[int, str]:
-        said = self._store.compare_set("lost", "", f"{rank} {cause}").decode()  # the first to write wins
-        published, cause = said.split(" ", 1)
+        published, cause = self._store.first("lost", f"{rank} {cause}").split(" ", 1)
         return int(published), cause
+
+
+def announce(rank: int) -> int:
+    """Say that this rank is one of ours, before a barrier; returns the number of this time."""
+    base = dist.distributed_c10d._get_default_store()
+    run = base.add(f"ringstrategy/runs/{rank}", 1)
+    base.set(f"ringstrategy/run/{run}/{rank}", "")
+    return int(run)
+
+
+def check_all_announced(run: int, size: int) -> None:
+    """After that barrier: raise a PlanMismatchError unless all ranks did."""
+    base = dist.distributed_c10d._get_default_store()
+    others = [rank for rank in range(size) if not base.check([f"ringstrategy/run/{run}/{rank}"])]
+    if others:
+        raise PlanMismatchError(
+            f"rank {', '.join(map(str, others))} does not train with a RingStrategy of this version (but with another "
+            "strategy, such as 'ddp'?): give every rank the same Trainer(strategy=...)"
+        )
+
+
+def _store_is_rank_0s() -> bool:
+    """Does the store end with rank 0's process? torchrun's lives in its agent."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

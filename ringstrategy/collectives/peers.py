@@ -28,8 +28,8 @@ from ringstrategy.errors import PeerLostError, PlanMismatchError
 
 _CLOSE_SECONDS = 30.0
 _CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out who was lost
+_CONTROL_TAG = 1  # small messages cannot meet values, wherever a rank is that has fewer batches
 _NOBODYS_TAG = 1 << 20
-_LAST_WORDS = "the end of its training (do all ranks have the same number of batches?)"
 
 
 class Handle(Protocol):
@@ -76,6 +76,11 @@ class Peers(ABC):
     def control(self) -> Peers:
         """Where small messages on host memory go."""
         return self
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        """This rank's line to the store; None where nobody can get lost."""
+        return None
 
     def pairs(self) -> list[tuple[int, int]]:
         """At each distance to whom and from whom, nearest first: so everyone sends to everyone, nobody to one twice."""
@@ -166,16 +171,31 @@ class GlooPeers(Peers):
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken = False
         self._timed = timed
+        self._control = _Control(self)
+
+    @property
+    def lifeline(self) -> Lifeline:
+        """See `Peers.lifeline`."""
+        return self._lifeline
+
+    @property
+    def control(self) -> Peers:
+        """The same connections, with a tag of their own."""
+        return self._control
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start; receives first, so that bytes land in place."""
+        return self.post_tagged(sends, recvs, 0)
+
+    def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
+        """`post` of messages that only meet those with the same tag."""
         works: list[tuple[int, dist.Work]] = []
         peer = None
         try:
             for peer, tensor in recvs.items():
-                works.append((peer, self._start(dist.irecv, tensor, peer)))
+                works.append((peer, self._start(partial(dist.irecv, tag=tag), tensor, peer)))
             for peer, tensor in sends.items():
-                works.append((peer, self._start(dist.isend, tensor, peer)))
+                works.append((peer, self._start(partial(dist.isend, tag=tag), tensor, peer)))
         except RuntimeError as error:
             raise TransportError(peer, error) from error
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
@@ -233,23 +253,15 @@ class GlooPeers(Peers):
         self._lifeline.outlast()
 
     def _disconnect(self) -> None:
-        """Close the group's connections: the thread stops waiting, and so do the threads at the other ends.
-
-        Gloo's own `abort` does nothing, but a wait that times out closes all connections of its group.
-        """
-        group = self._group
-        if group is None or self._broken:
-            return
-        self._broken = True
-        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        for peer in range(self.size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError):  # either it timed out, or this connection was closed already
-                    self._start(partial(dist.irecv, tag=_NOBODYS_TAG), nothing, peer).wait(timedelta(milliseconds=1))
+        """The thread stops waiting, and so do the threads at the other ends."""
+        if self._group is not None and not self._broken:
+            self._broken = True
+            break_off(self._group)
 
     def close(self) -> None:
         """End the thread, then the group."""
-        self._lifeline.leave(_LAST_WORDS)
+        self._lifeline.leave()
+        self._lifeline.go()
         worker, self._worker = self._worker, None
         if worker is not None:
             limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
@@ -259,6 +271,34 @@ class GlooPeers(Peers):
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self.forget_scratch()
+
+
+class _Control(Peers):
+    """Small messages on host memory beside the values that `peers` exchange."""
+
+    def __init__(self, peers: GlooPeers) -> None:
+        super().__init__(peers.rank, peers.size, peers.stats, peers.hosts)
+        self._peers = peers
+
+    @property
+    def lifeline(self) -> Lifeline:
+        """See `Peers.lifeline`."""
+        return self._peers.lifeline
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """See `Peers.post`."""
+        return GlooPeers.post_tagged(self._peers, sends, recvs, _CONTROL_TAG)
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """See `Peers.all_reduce_`."""
+        self._peers.all_reduce_(values)
+
+    def submit(self, work: Work, where: str) -> Waitable:
+        """To the same thread."""
+        return self._peers.submit(work, where)
+
+    def close(self) -> None:
+        """Closed with the others."""
 
 
 class _StagedHandle:
@@ -383,6 +423,11 @@ class NcclPeers(Peers):
         """Gloo."""
         return self._control
 
+    @property
+    def lifeline(self) -> Lifeline:
+        """See `Peers.lifeline`."""
+        return self._control.lifeline
+
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """One NCCL group call; NCCL matches in order."""
         operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], self._group) for p, t in recvs.items()]
@@ -462,13 +507,20 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
-    base = dist.distributed_c10d._get_default_store()
-    # counted in the store, so that it is the same on all ranks of this store
-    generation = base.add(f"ringstrategy/generation/{rank}", 1)
-    store = dist.PrefixStore(f"ringstrategy/{generation}", base)
-    store.set(f"host/{rank}", f"{socket.gethostname()} {_boot_id()}")
-    hosts = tuple(_host(store, peer) for peer in range(size))
-    lifeline = Lifeline(store, rank, [host.partition(" ")[0] for host in hosts])
+    lifeline = Lifeline.cast(rank, size)
+    # over gloo it fails as soon as a process has died that is to come
+    everyone = dist.barrier(async_op=True) if "gloo" in dist.get_backend() else None
+
+    def watch() -> None:
+        if everyone is not None and everyone.is_completed():
+            everyone.wait()
+
+    hosts = tuple(lifeline.greet(f"{socket.gethostname()} {_boot_id()}", timeout, watch))
+    if everyone is not None:
+        try:
+            everyone.wait()
+        except RuntimeError as error:
+            raise lifeline.explain(error, None, "while setting up") from error
     host_group = dist.new_group(timeout=timeout, backend="gloo")
     if device.type == "cpu":
         return GlooPeers(host_group, lifeline, stats, hosts)
@@ -480,13 +532,18 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
     return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
 
 
-def _host(store: dist.Store, peer: int) -> str:
-    """What that rank wrote there; a PeerLostError if it does not before the store's timeout."""
-    try:
-        return store.get(f"host/{peer}").decode()
-    except dist.DistStoreError as error:
-        cause = "it did not come to set up in time. Does its process live, and has it begun to train?"
-        raise PeerLostError(peer, "unknown", "while setting up", cause) from error
+def break_off(group: dist.ProcessGroup | None) -> None:
+    """Close the connections of a gloo group: who waits for something over them gets an error.
+
+    Gloo's own `abort` does nothing, but a wait that times out closes all connections of its group.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for peer in dist.get_process_group_ranks(group):
+        if peer != dist.get_rank():
+            with contextlib.suppress(RuntimeError):  # either it timed out, or this connection was closed already
+                receiving = dist.irecv(nothing, peer, group=group, tag=_NOBODYS_TAG)
+                assert receiving is not None
+                receiving.wait(timedelta(milliseconds=1))
 
 
 def _boot_id() -> str:

@@ -1,0 +1,50 @@
+"""Look into the store while the training thread waits in a collective of torch's: Lightning calls some by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+_SECONDS = 1.0
+_COLLECTIVES = "torch.distributed.distributed_c10d"
+
+
+class Watch:
+    """A thread, from birth to `close`, that watches the one that it is born in.
+
+    Args:
+        look: called once a second while that one stands in a collective; True: it waits in vain.
+        break_off: ends what it waits for, with an error.
+    """
+
+    def __init__(self, look: Callable[[], bool], break_off: Callable[[], None]) -> None:
+        self._look, self._break_off = look, break_off
+        self._watched = threading.get_ident()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="ringstrategy-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join(_SECONDS)
+
+    def _loop(self) -> None:
+        waits = False
+        while not self._closed.wait(_SECONDS):
+            waited, waits = waits, self._in_a_collective()
+            if not (waited and waits):
+                continue
+            with contextlib.suppress(RuntimeError):  # the store is gone: what is waited for has a timeout of its own
+                if self._look():
+                    self._break_off()
+                    return
+
+    def _in_a_collective(self) -> bool:
+        frame: FrameType | None = sys._current_frames().get(self._watched)
+        while frame is not None and frame.f_globals.get("__name__") != _COLLECTIVES:
+            frame = frame.f_back
+        return frame is not None
