@@ -7,7 +7,7 @@ import copy
 import difflib
 import inspect
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
@@ -193,7 +193,7 @@ class RingStrategy(DDPStrategy):
         self._has_met = True
         check_all_announced(self._run, self.world_size)  # Lightning had a barrier since
         self._peers = connect(self.root_device, self._timeout, self.stats)
-        if self._peers.lifeline is not None and "gloo" in dist.get_backend():
+        if self._lifeline is not None and "gloo" in dist.get_backend():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         self.algorithm.setup(_shared_parameters(module), self._peers, sparse=_sparse_parameters(module))
         trainer = module.trainer
@@ -224,8 +224,8 @@ class RingStrategy(DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take in parameters that the model has got since setup; an epoch may have ended."""
         self._place = f"near batch {batch_idx}"
-        if self._peers is not None and self._peers.lifeline is not None:
-            self._peers.lifeline.begin_batch()
+        if self._lifeline is not None:
+            self._lifeline.begin_batch()
         if self._steps is not None:
             self._steps.forget()
         self._notice_dropped_steps()
@@ -357,21 +357,26 @@ class RingStrategy(DDPStrategy):
     @contextmanager
     def _naming_lost_peers(self) -> Generator[None, None, None]:
         try:
-            yield
+            with nullcontext() if self._watch is None else self._watch.over():
+                yield
         except RuntimeError as error:
             if self._peers is None or not _is_of_a_connection(error):
                 raise
             raise self._peers.explain(error, self._place) from error
 
+    @property
+    def _lifeline(self) -> Lifeline | None:
+        return None if self._peers is None else self._peers.lifeline
+
     def _waits_in_vain(self) -> bool:
-        lifeline = None if self._peers is None else self._peers.lifeline
+        lifeline = self._lifeline
         return lifeline is not None and lifeline.news(self._place) is not None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
         if self.alone:
-            if self._peers is not None and self._peers.lifeline is not None:
-                self._peers.lifeline.gather()
+            if self._lifeline is not None:
+                self._lifeline.gather()
             return
         with self._naming_lost_peers():
             super().barrier(*args, **kwargs)
@@ -410,21 +415,19 @@ class RingStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """As `ddp`."""
         super().on_validation_start()
-        self._leave_training("validation")
+        if self._lifeline is not None:
+            self._lifeline.leave_training("validation")
 
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
         super().on_validation_end()
         self._looks.end()
 
-    def _leave_training(self, what: str) -> None:
-        if self._peers is not None and self._peers.lifeline is not None:
-            self._peers.lifeline.leave_training(what)
-
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
-        self._leave_training("the end of its training")
+        if self._lifeline is not None:
+            self._lifeline.leave_training("the end of its training")
         self._notice_dropped_steps()
         self.algorithm.settle()
         if self._peers is not None and self.algorithm.consensus:
@@ -583,6 +586,11 @@ class _Looks(Callback):
         """Before all others."""
         if self._strategy.algorithm.consensus:
             self._before = self._glance()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """All exchanges of this batch have begun."""
+        if self._strategy._lifeline is not None:
+            self._strategy._lifeline.end_batch()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Before others save checkpoints, which may take long: the other ranks wait for this one."""

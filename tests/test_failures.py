@@ -21,13 +21,17 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from pool import Pool
-from test_strategy import HERE, Net, fit, rows, run_script, shell
+from test_strategy import HERE, Net, check_replicas, fit, rows, run_script, shell, trainer_with
 from torch import Tensor, nn
 
-from ringstrategy import AllReduce, Identity, PeerLostError, PlanMismatchError, RingStrategy
+from ringstrategy import AllReduce, Gossip, Identity, PeerLostError, PlanMismatchError, RingStrategy
 from ringstrategy.collectives.lifeline import Lifeline
 from ringstrategy.collectives.peers import connect
+from ringstrategy.registry import STRATEGIES
+from ringstrategy.topologies import Star
 
 PROMPT = 15.0  # seconds within which survivors must have noticed
 pytestmark = pytest.mark.timeout(120)
@@ -195,6 +199,212 @@ def test_a_rank_with_fewer_batches_is_named(job: Callable[..., Job]) -> None:
         assert "do all ranks have the same number of batches?" in message
 
 
+def test_a_rank_that_never_comes_is_named() -> None:
+    base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
+    second, nothing = timedelta(seconds=1), lambda: None
+
+    def lines(name: str) -> list[Lifeline]:
+        return [Lifeline(dist.PrefixStore(name, base), rank, 3) for rank in range(3)]
+
+    never = lines("never")
+    base.set("never/host/1", "there 4711")
+    with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
+        never[0].greet("here 4711", second, nothing)
+    assert caught.value.rank == 2
+    fails = lines("fails")
+    fails[2].fail("ValueError: no such file")
+    for line in fails[:2]:
+        with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
+            line.greet("here 4711", 60 * second, nothing)
+        assert caught.value.rank == 2
+    comes = lines("comes")
+    base.set("comes/host/1", "there 4711")
+    base.set("comes/host/2", "elsewhere 4712")
+    assert comes[0].greet("here 4711", second, nothing) == ["here 4711", "there 4711", "elsewhere 4712"]
+    assert comes[0].hosts == ["here", "there", "elsewhere"]
+
+
+def _freezes_rank_0(name: str) -> None:
+    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=4))
+    fit(strategy, Freezes(), data=rows(128), max_epochs=1)
+
+
+class Freezes(Net):
+    """Rank 0, whose process owns the store, freezes within its fourth backward."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 3 and self.global_rank == 0:
+            self.layers[0].weight.register_hook(self._freeze)
+        return super().training_step(batch, batch_idx)
+
+    def _freeze(self, gradient: Tensor) -> None:
+        time.sleep(0.3)
+        note("struck.json")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("name", ["ring", "gossip_int8"])
+def test_a_frozen_owner_of_the_store_is_named_too(job: Callable[..., Job], name: str) -> None:
+    running = job(3, _freezes_rank_0, name)
+    assert running.wait([1, 2], 40) == [1, 1]
+    struck = json.loads((running.folder / "struck.json").read_text())["time"]
+    for rank in (1, 2):
+        record = running.record(rank)
+        assert "lost rank 0 (host " in record["message"], record
+        assert record["time"] - struck < 4 + 12
+
+
+class FailsInSetUp(Net):
+    """Rank 1 fails after the barrier behind set-up, or dies there; the others go on to meet."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def configure_model(self) -> None:
+        if os.environ["LOCAL_RANK"] == "1":
+            time.sleep(0.5)
+            note("struck.json")
+            if self.how == "raises":
+                raise FileNotFoundError("no weights on this host")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _fails_in_set_up(how: str) -> None:
+    fit("ring", FailsInSetUp(how))
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[..., Job], how: str) -> None:
+    running = job(3, _fails_in_set_up, how)
+    running.wait([0, 1, 2], 30)
+    struck = json.loads((running.folder / "struck.json").read_text())["time"]
+    for rank in (0, 2):
+        record = running.record(rank)
+        assert record["kind"] == PeerLostError.__name__, record
+        assert record["message"].startswith("lost rank 1 "), record
+        if how == "raises":
+            assert "it stopped with FileNotFoundError: no weights on this host" in record["message"]
+        assert record["time"] - struck < 8
+
+
+def _uneven(name: str, validates: bool, normed: bool) -> None:
+    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
+    layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
+    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))
+    trainer = trainer_with(strategy, use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0)
+    begin = time.time()
+    try:
+        trainer.fit(Net(layers), rows(mine), rows(12) if validates else None)
+    finally:
+        note(f"took{os.environ['LOCAL_RANK']}.json", seconds=time.time() - begin)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("name", ["ring", "ring_int8", "gossip", "gossip_int8"])
+def test_ranks_with_other_numbers_of_batches_are_told(
+    job: Callable[..., Job], name: str, validates: bool, normed: bool
+) -> None:
+    """With and without buffers, for which Lightning's process group is needed at each step."""
+    running = job(3, _uneven, name, validates, normed)
+    codes = running.wait([0, 1, 2], 40)
+    assert codes[::2] == [1, 1]
+    messages = [running.record(rank)["message"] for rank in range(3) if codes[rank]]
+    took = [json.loads((running.folder / f"took{rank}.json").read_text())["seconds"] for rank in range(3)]
+    assert max(took) < 20, took
+    assert all("the same number of batches" in message for message in messages), messages
+    assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
+
+
+class Skips(Net):
+    """In manual optimization rank 1 does not step in batch 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx != 2 or self.global_rank != 1:
+            optimizer.step()
+
+
+def _skips_a_step(overlap: bool) -> None:
+    fit(RingStrategy(Gossip(Star(), overlap=overlap)), Skips(), max_epochs=1)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranks_that_step_less_often_than_others_are_told(job: Callable[..., Job], overlap: bool) -> None:
+    running = job(3, _skips_a_step, overlap)
+    assert 0 not in running.wait([0, 1, 2], 40)
+    for rank in range(3):
+        message = running.record(rank)["message"]
+        assert "step equally often?" in message, message
+
+
+def _validates_slowly() -> None:
+    """One rank takes its time to validate, while the others wait for it in their next batch."""
+
+    class Slow(Net):
+        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+            time.sleep(3 * (self.global_rank == 1))
+
+    for name in ("ring", "gossip"):
+        trainer = trainer_with(name, num_sanity_val_steps=0, val_check_interval=2, max_epochs=1)
+        trainer.fit(Slow(), rows(), rows(4))
+        check_replicas(trainer)
+
+
+def test_a_rank_that_validates_slowly_is_waited_for(ranks: Pool) -> None:
+    ranks(3, _validates_slowly)
+
+
+def _other_strategies() -> str:
+    name = "ring_int8" if os.environ["LOCAL_RANK"] == "0" else "ddp"
+    fit(name, Net())
+    return ""
+
+
+def test_a_rank_with_ddp_beside_ours_is_an_error_at_once(job: Callable[..., Job]) -> None:
+    running = job(2, _other_strategies)
+    assert running.wait([0, 1], 30) == [1, 1]
+    record = running.record(0)
+    assert record["kind"] == PlanMismatchError.__name__
+    assert "rank 1 does not train with a RingStrategy" in record["message"]
+    assert "give every rank the same Trainer(strategy=...)" in record["message"]
+
+
+class AllFail(Net):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            time.sleep(0.3 * (self.global_rank == 0))  # the others are there first
+            raise ArithmeticError("everywhere")
+        return super().training_step(batch, batch_idx)
+
+
+class SlowlySaved(TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(2)
+        super().save_checkpoint(*args, **kwargs)
+
+
+def _all_fail(folder: str) -> float:
+    saver = OnExceptionCheckpoint(folder, "failed")
+    begin = time.monotonic()
+    with pytest.raises((ArithmeticError, PeerLostError)):
+        fit("ring", AllFail(), callbacks=[saver], plugins=[SlowlySaved()], enable_checkpointing=True)
+    took = time.monotonic() - begin
+    fit("ring", Net(), ckpt_path=f"{folder}/failed.ckpt", max_epochs=3)  # each rank at once
+    return took
+
+
+def test_ranks_that_all_failed_wait_for_each_others_checkpoints(ranks: Pool, tmp_path: Path) -> None:
+    assert max(ranks(3, _all_fail, str(tmp_path))) < 20
+
+
 def _abort_while_all_wait() -> float:
     """Rank 0 aborts while its own thread and all others wait for bytes that nobody sends."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
@@ -213,25 +423,6 @@ def _abort_while_all_wait() -> float:
     peers.close()
     assert threading.active_count() == before - 1
     return time.monotonic() - begin
-
-
-def test_a_rank_that_never_comes_is_named() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
-    lines = [Lifeline(store, rank, 3) for rank in range(3)]
-    store.set("host/1", "there 4711")
-    second, begin = timedelta(seconds=1), time.monotonic()
-    with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
-        lines[0].greet("here 4711", second, lambda: None)
-    assert caught.value.rank == 2
-    assert 1 <= time.monotonic() - begin < 5
-    lines[2].fail("ValueError: no such file")
-    for line, card in zip(lines, ("here 4711", "there 4711"), strict=False):
-        with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
-            line.greet(card, 60 * second, lambda: None)
-        assert caught.value.rank == 2
-    store.set("host/2", "elsewhere 4712")
-    assert lines[0].greet("here 4711", second, lambda: None) == ["here 4711", "there 4711", "elsewhere 4712"]
-    assert lines[0].hosts == ["here", "there", "elsewhere"]
 
 
 def test_an_abort_ends_every_wait_at_once(ranks: Pool) -> None:

@@ -31,6 +31,7 @@ _WITNESS = "lost touch"
 _GENERATION = "ringstrategy/generation"
 _SAME_BATCHES = "do all ranks have the same number of batches?"
 _SAME_STEPS = "do all ranks have the same number of batches, and step equally often?"
+_ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
 _LAST_WORDS = f"the end of its training ({_SAME_BATCHES})"
 
 Answer = TypeVar("Answer")
@@ -85,6 +86,9 @@ class _Store:
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
 
 
+_BETWEEN = "its next batch"
+
+
 class _Place(NamedTuple):
     """Where a rank went on to, and after what."""
 
@@ -123,9 +127,9 @@ class Lifeline:
         self._left = False
         self._heard_at: float | None = None
         self._hosts_store = rank == 0 and _store_is_rank_0s()
-        self._batches = self._exchanges = 0
+        self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
-        self._elsewhere = False
+        self._place: _Place | None = None  # where this rank is, unless within a batch
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
@@ -146,18 +150,35 @@ class Lifeline:
             timeout: how long the last one may take.
             watch: called meanwhile; a RuntimeError tells that a connection broke.
         """
-        where, deadline = "while setting up", time.monotonic() + timeout.total_seconds()
-        self._store.set(f"host/{self._rank}", card)
+        where = "while setting up"
+        try:
+            self._store.set(f"host/{self._rank}", card)
+            missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
+            if missing is not None:
+                missing, cause = self._publish(missing, cause)
+                self.witness()
+                self.outlast()
+                raise PeerLostError(missing, "unknown", where, cause)
+            cards = [self._store.read(f"host/{rank}") or "" for rank in range(len(self.hosts))]
+        except PeerLostError:
+            raise
+        except RuntimeError as error:
+            raise self.explain(error, None, where) from error
+        self.hosts = [card.partition(" ")[0] for card in cards]
+        return cards
+
+    def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
+        """Until all are there; or the rank that is missing, and why it will be."""
         pause, size, broken = _POLL_SECONDS, len(self.hosts), ""
         while not self._store.has([f"host/{rank}" for rank in range(size)]):
             missing = [rank for rank in range(size) if not self._store.has([f"host/{rank}"])]
             for rank in missing:
                 words = self._last_words(rank)
                 if words is not None:
-                    raise PeerLostError(rank, "unknown", where, f"it stopped with {words}")
+                    return rank, f"it stopped with {words}"
             if missing and (broken or time.monotonic() > deadline):
-                cause = broken or "it did not come to set up in time. Does its process live, and has it begun to train?"
-                raise PeerLostError(missing[0], "unknown", where, cause)
+                late = "it did not come to set up in time. Does its process live, and has it begun to train?"
+                return missing[0], broken or late
             try:
                 watch()
             except RuntimeError as error:  # look for last words once more
@@ -165,9 +186,7 @@ class Lifeline:
                 continue
             time.sleep(pause)
             pause = min(2 * pause, 0.5)
-        cards = [self._store.read(f"host/{rank}") or "" for rank in range(size)]
-        self.hosts = [card.partition(" ")[0] for card in cards]
-        return cards
+        return None, ""
 
     # Leaving
 
@@ -191,13 +210,14 @@ class Lifeline:
 
     def outlast(self) -> None:
         """Note that this rank knows why; if the store ends with this process, wait a little for the others' notes."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = time.monotonic() + 2 * GRACE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
-            published = self._store.read("lost")
-            lost = self._rank if published is None else int(published.split()[0])
-            others = [f"knows/{rank}" for rank in range(len(self.hosts)) if rank not in (self._rank, lost)]
-            while self._hosts_store and others and time.monotonic() < deadline and not self._store.has(others):
+            lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
+            dead = -1 if cause.startswith(_ALIVE) else int(lost)
+            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead)]
+            while self._hosts_store and others and time.monotonic() < deadline:
+                others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
                 time.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
@@ -220,12 +240,15 @@ class Lifeline:
         self._meet_no_more = True
 
     def _is_waited_for(self, rank: int, waited: float) -> bool:
-        if self._store.has([f"met/{self._meetings}/{rank}"]) or self._store.has([f"gone/{rank}"]):
+        if self._has_any(f"met/{self._meetings}/{rank}", f"gone/{rank}"):
             return False
         patience = GRACE_SECONDS if self._last_words(rank) is None else _PATIENCE_SECONDS
         if waited > patience:
             self._meet_no_more = True
         return waited <= patience
+
+    def _has_any(self, *keys: str) -> bool:
+        return any(self._store.has([key]) for key in keys)
 
     def go(self) -> None:
         """This rank comes to no meeting any more."""
@@ -236,7 +259,11 @@ class Lifeline:
 
     def begin_batch(self) -> None:
         """This rank trains on the next batch."""
-        self._batches, self._elsewhere = self._batches + 1, False
+        self._batches, self._place = self._batches + 1, None
+
+    def end_batch(self) -> None:
+        """All that the batch had to exchange has begun."""
+        self._place = _Place(_BETWEEN, self._batches, self._exchanges)
 
     def begin_exchange(self) -> None:
         """This rank takes part in the next exchange: of a backward's gradients, or a mixing of parameters."""
@@ -244,8 +271,8 @@ class Lifeline:
 
     def leave_training(self, what: str) -> None:
         """This rank went on to `what`, such as its validation; all ranks do, after as many batches and exchanges."""
-        self._milestones.append(_Place(what, self._batches, self._exchanges))
-        self._elsewhere = True
+        self._place = _Place(what, self._batches, self._exchanges)
+        self._milestones.append(self._place)
 
     def news(self, where: str) -> PeerLostError | None:
         """The error to raise if another rank has published a loss, or waits where this one will not come.
@@ -276,18 +303,23 @@ class Lifeline:
             if differs is not None:
                 self._publish(rank, f"it went on to {theirs}, and {differs}: {_SAME_STEPS}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
-        if self._elsewhere:
-            self._store.set("elsewhere", self._milestones[-1].written(self._rank, len(self._milestones)))
+        if self._place is not None:
+            self._store.set("elsewhere", self._place.written(self._rank, len(self._milestones)))
         return None
 
     def _misses(self, count: int, theirs: _Place) -> str | None:
-        """Where this rank is instead of what another one went on to as the `count`-th thing beside training."""
+        """Where this rank is, if one that trains as this one does could not be where another one is.
+
+        That one is there for the `count`-th time, or, between two batches, was elsewhere so often before.
+        """
+        here = f"this rank is at batch {self._batches}, in exchange {self._exchanges}"
+        if theirs.what == _BETWEEN:
+            # after as many batches or more it had begun fewer exchanges
+            return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
         if count <= len(self._milestones):
             mine = self._milestones[count - 1]
-            return None if mine == theirs else f"this rank to {mine}"
-        if self._batches > theirs.batches or self._exchanges > theirs.exchanges:
-            return f"this rank is at batch {self._batches}, in exchange {self._exchanges}"
-        return None
+            return None if mine == theirs else f"this rank went on to {mine}"
+        return here if self._batches > theirs.batches or self._exchanges > theirs.exchanges else None
 
     # Who was lost
 
@@ -306,7 +338,7 @@ class Lifeline:
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
-            if cause.startswith(("it stopped with", "it went on to"))
+            if cause.startswith(_ALIVE)
             else " (if it is alive: is the network up, and do GLOO_SOCKET_IFNAME and the host names lead to it?)"
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")

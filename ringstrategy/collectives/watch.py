@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from types import FrameType
 
 _SECONDS = 1.0
@@ -23,9 +24,19 @@ class Watch:
     def __init__(self, look: Callable[[], bool], break_off: Callable[[], None]) -> None:
         self._look, self._break_off = look, break_off
         self._watched = threading.get_ident()
+        self._announced = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="ringstrategy-watch", daemon=True)
         self._thread.start()
+
+    @contextmanager
+    def over(self) -> Generator[None, None, None]:
+        """The watched thread may wait within: in a collective that stands in no frame of Python's."""
+        self._announced = True
+        try:
+            yield
+        finally:
+            self._announced = False
 
     def close(self) -> None:
         """End the thread."""
@@ -44,6 +55,8 @@ class Watch:
                     return
 
     def _in_a_collective(self) -> bool:
+        if self._announced:
+            return True
         frame: FrameType | None = sys._current_frames().get(self._watched)
         while frame is not None and frame.f_globals.get("__name__") != _COLLECTIVES:
             frame = frame.f_back
