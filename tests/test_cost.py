@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
 from pool import Pool
+from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy import (
@@ -273,6 +275,22 @@ def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main([*GIVEN, "--rate", "1gbit", *wrong.split()])
     assert cure in capsys.readouterr().err
+
+
+class Interrupted(Identity):
+    """Loses its core in each call."""
+
+    def encode(self, values: Tensor, wire: Tensor, **_: Any) -> None:
+        super().encode(values, wire)
+        time.sleep(0.02)
+
+
+def test_what_a_codec_would_take_undisturbed_leaves_out_when_it_lost_its_core() -> None:
+    disturbed, undisturbed = (
+        probe.codec_cost(Interrupted(), False, torch.device("cpu"), lambda work: work(), undisturbed=alone)
+        for alone in (False, True)
+    )
+    assert disturbed.encode.seconds(1 << 20) > 0.02 > 5 * undisturbed.encode.seconds(1 << 20) > 0
 
 
 def test_a_post_that_lost_its_core_counts_as_latency(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,7 +139,12 @@ def _lap(peers: Peers, members: Sequence[int], nbytes: int, device: torch.device
 
 
 def codec_cost(
-    codec: Codec, feedback: bool, device: torch.device, run: Callable[[Callable[[], None]], None]
+    codec: Codec,
+    feedback: bool,
+    device: torch.device,
+    run: Callable[[Callable[[], None]], None],
+    *,
+    undisturbed: bool = False,
 ) -> CodecCost:
     """What a codec's calls take here.
 
@@ -148,6 +153,7 @@ def codec_cost(
         feedback: add a residual before, and write what is lost.
         device: where the values are.
         run: does a piece of work where codecs are called in training, and returns when it is done.
+        undisturbed: what the calls would take if nothing else ran; else what they take beside whatever runs now.
     """
     generator = torch.Generator(device).manual_seed(0)
     pattern = torch.randn(_MANY, generator=generator, device=device)
@@ -188,7 +194,7 @@ def codec_cost(
 
     def work() -> None:
         for numel in (_FEW, _MANY):
-            times.append([_median_seconds(call, device) for call in calls(numel)])
+            times.append([_seconds(call, device, undisturbed) for call in calls(numel)])
 
     run(work)
     works = []
@@ -198,16 +204,18 @@ def codec_cost(
     return CodecCost(*works)
 
 
-def _median_seconds(call: Callable[[int], object], device: torch.device) -> float:
+def _seconds(call: Callable[[int], object], device: torch.device, undisturbed: bool) -> float:
+    """The median; undisturbed, the least, and on a CPU of this thread's own time, which goes on only while it runs."""
+    clock = time.thread_time if undisturbed and device.type == "cpu" else time.perf_counter
     call(_REPEATS)
     seconds = []
     for repeat in range(_REPEATS):
         _synchronise(device)
-        begin = time.perf_counter()
+        begin = clock()
         call(repeat)
         _synchronise(device)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+        seconds.append(clock() - begin)
+    return min(seconds) if undisturbed else statistics.median(seconds)
 
 
 def _crowding(peers: Peers, codec: Codec, device: torch.device) -> float:
@@ -262,8 +270,8 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     return statistics.median(took)
 
 
-def pack_seconds(device: torch.device) -> float:
-    """Seconds a value, to copy it scaled into other memory."""
+def pack_seconds(device: torch.device, *, undisturbed: bool = False) -> float:
+    """Seconds a value, to copy it scaled into other memory; `undisturbed` as of `codec_cost`."""
     values = torch.ones(_MANY * (_REPEATS + 1), device=device)
     bucket = torch.ones_like(values)
 
@@ -271,7 +279,7 @@ def pack_seconds(device: torch.device) -> float:
         part = slice(repeat * _MANY, (repeat + 1) * _MANY)
         torch.mul(values[part], 0.5, out=bucket[part])
 
-    return _median_seconds(pack, device) / _MANY
+    return _seconds(pack, device, undisturbed) / _MANY
 
 
 def _synchronise(device: torch.device) -> None:
