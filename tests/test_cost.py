@@ -142,6 +142,23 @@ def test_ranks_of_one_host_share_its_link() -> None:
     assert over_hosts == pytest.approx(4 * numel * SLOW.beta, rel=0.02), "as two hosts with one rank each"
 
 
+def test_bytes_that_leave_a_host_are_those_of_all_its_ranks() -> None:
+    nbytes = 4 << 20
+    for hosts, collective, share in (
+        ("abcd", Native(), 2 * 3 / 4),
+        ("abcd", Ring(), 2 * 3 / 4),
+        ("abcd", Direct(), 2 * 3 / 4),
+        ("aabb", Native(), 2 * 3 / 4),  # the ring leaves a host once
+        ("aabb", Ring(), 2 * 3 / 4),
+        ("aabb", Hierarchical(), 2 * 1 / 2),
+        ("aabb", Direct(), 2 * (2 * 2 / 4)),  # two ranks, each two quarters in both phases
+        ("aaaa", Ring(), 0),
+        ("aaaa", Native(), 0),
+    ):
+        cost = exchange_cost(machines(hosts), collective, Identity(), nbytes // 4)
+        assert cost.bytes_across == pytest.approx(share * nbytes, rel=0.01), (hosts, collective)
+
+
 def parameters(numel: int = 1 << 20, count: int = 8) -> dict[str, Parameter]:
     return {str(i): Parameter(torch.empty(numel, device="meta")) for i in range(count)}
 

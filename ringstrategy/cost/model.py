@@ -98,6 +98,7 @@ class Cost:
     seconds: float
     busy: float  # the communication thread computes for so long, if nothing slows it down
     bytes_sent: int
+    bytes_across: int  # of all ranks of that one's host, to other hosts
 
 
 class _Clock:
@@ -168,6 +169,8 @@ class _Clocked(Peers):
         link = self._across if len(set(self.hosts)) > 1 else self._machines.inside
         self._clock.owed += 2 * share * values.nbytes * self._machines.transport
         self._clock.wait(self._clock.now + 2 * (self.size - 1) * link.alpha + share * values.nbytes * link.beta)
+        if self.hosts[(self.rank + 1) % self.size] != self.hosts[self.rank]:
+            self.bytes_across += round(share * values.nbytes)
         self.stats.count(round(share * values.nbytes), round(share * values.nbytes))
 
     def submit(self, work: Task, where: str) -> Waitable:
@@ -262,7 +265,7 @@ def exchange_cost(
     residual = torch.empty_like(values) if feedback else None
     timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
     mean_(values, peers, collective, timed, residual=residual)
-    return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0)
+    return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))
 
 
 @cache

@@ -54,11 +54,13 @@ class Prediction:
         seconds: from step to step.
         communication: the exchanges alone.
         bytes_sent: by the rank that sends most.
+        bytes_across: by all ranks of a host to other hosts.
     """
 
     seconds: float
     communication: float
     bytes_sent: int
+    bytes_across: int
 
 
 def predict(
@@ -111,4 +113,5 @@ def predict(
         seconds=profile.rest + max(backward, end),
         communication=sum(cost.seconds for cost in costs),
         bytes_sent=sum(cost.bytes_sent for cost in costs),
+        bytes_across=sum(cost.bytes_across for cost in costs),
     )
