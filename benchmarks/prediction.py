@@ -65,7 +65,8 @@ def worker(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        costs, packing = measured_codecs(named.values(), torch.device("cpu")), pack_seconds(torch.device("cpu"))
+        cpu = torch.device("cpu")
+        costs, packing = measured_codecs(named.values(), cpu), pack_seconds(cpu, undisturbed=True)
         torch.set_num_threads(threads)
     dist.barrier()
     measured = harness.interleave(cases, options.rounds, options.warmup)

@@ -1,24 +1,25 @@
-"""`ringstrategy-plan`: how long a training step would take on machines that one does not have."""
+"""`ringstrategy-plan`: which strategy to take on machines that one does not have, by how long a step would take."""
 
 from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 import torch
 from torch.nn import Parameter
 
+from ringstrategy import accuracy, reference
+from ringstrategy.advice import Row, screen
 from ringstrategy.algorithms.allreduce import AllReduce
-from ringstrategy.algorithms.auto import Auto, eligible, in_words
-from ringstrategy.codecs import Codec
-from ringstrategy.collectives import Hierarchical, Native
+from ringstrategy.algorithms.auto import Auto, eligible
+from ringstrategy.as_code import as_code
+from ringstrategy.codecs import BlockInt, Codec
+from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
-from ringstrategy.cost.step import Prediction, Profile, predict
+from ringstrategy.cost.step import Profile, predict
 from ringstrategy.registry import STRATEGIES
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
@@ -26,21 +27,39 @@ POST_SECONDS = 3e-5  # to start a message, in Python and gloo
 WAKE_SECONDS = 3e-3  # until a thread that a message has woken gets a core on which another computes: a time slice
 TRANSPORT_SECONDS = 8e-10  # of a core, to send or to receive a byte: in the kernel, and in gloo's thread
 _TENSORS = 48  # that a model of unknown shape is taken to be made of, all of one size
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_RATES = "write it like 100mbit or 10Gbps, in bits, or like 1.25GB/s, in bytes"
 BASELINE = "ddp"
 
+CodecCosts = dict[tuple[Codec, bool], CodecCost]  # without and with feedback
 
-def candidates(several_ranks_a_host: bool) -> dict[str, AllReduce]:
-    """What is compared: torch DDP, the registered names that reduce gradients in buckets, with one collective more."""
+
+def candidates(hierarchical: bool) -> dict[str, AllReduce]:
+    """What is compared, under what to pass to `Trainer(strategy=...)`: a name, or code.
+
+    Torch DDP, the registered names that reduce gradients in buckets, 4 bits without a rotation; and if `hierarchical`,
+    for several hosts with several ranks each, all of ours over a hierarchy too.
+    """
     named: dict[str, AllReduce] = {BASELINE: AllReduce(collective=Native())}
     for name, make in STRATEGIES.items():
         algorithm = make()
         if isinstance(algorithm, AllReduce):
             named[name] = algorithm
-            if several_ranks_a_host and isinstance(algorithm.codec, Codec):
-                between = Hierarchical(between=algorithm.collective)
-                named[f"{name}, hierarchical"] = AllReduce(algorithm.codec, between, bucket_mb=algorithm.bucket_mb)
-    return named
+    others = [AllReduce(BlockInt(4), Direct())]
+    if hierarchical:
+        ours = [algorithm for algorithm in [*named.values(), *others] if not isinstance(algorithm.collective, Native)]
+        others += [AllReduce(codec_of(algorithm), Hierarchical(algorithm.collective)) for algorithm in ours]
+    return {**named, **{_pasted(algorithm): algorithm for algorithm in others}}
+
+
+def codec_of(algorithm: AllReduce) -> Codec:
+    """Of one without a policy."""
+    assert isinstance(algorithm.codec, Codec)
+    return algorithm.codec
+
+
+def _pasted(algorithm: AllReduce) -> str:
+    return f"RingStrategy(AllReduce({as_code(codec_of(algorithm))}, {as_code(algorithm.collective)}))"
 
 
 def machines(
@@ -82,26 +101,49 @@ def machines(
     )
 
 
-def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> dict[tuple[Codec, bool], CodecCost]:
-    """What the codecs of these cost here and now, on one thread."""
-    costs = {}
-    for algorithm in algorithms:
-        assert isinstance(algorithm.codec, Codec)
-        key = (algorithm.codec, algorithm.feeds_back(algorithm.codec))
-        if key not in costs:
-            costs[key] = codec_cost(*key, device, lambda work: work())
-    return costs
+def _keys(algorithms: Iterable[AllReduce]) -> list[tuple[Codec, bool]]:
+    """Each codec, and whether its errors are fed back, once."""
+    pairs = [(codec_of(algorithm), algorithm.feeds_back(codec_of(algorithm))) for algorithm in algorithms]
+    return list(dict.fromkeys(pairs))
 
 
-def _given_codecs(algorithms: Iterable[AllReduce], gb_per_second: float) -> dict[tuple[Codec, bool], CodecCost]:
-    pass_over = Work(0.0, 4e-9 / gb_per_second)
-    nothing = Work(0.0, 0.0)
-    costs = {}
-    for algorithm in algorithms:
-        assert isinstance(algorithm.codec, Codec)
-        turn = nothing if type(algorithm.codec).prepare_ is Codec.prepare_ else pass_over
-        costs[algorithm.codec, algorithm.feeds_back(algorithm.codec)] = CodecCost(pass_over, pass_over, pass_over, turn)
-    return costs
+def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> CodecCosts:
+    """What the codecs of these cost here on one thread, as far as that can be told from what else runs now."""
+    return {key: codec_cost(*key, device, lambda work: work(), undisturbed=True) for key in _keys(algorithms)}
+
+
+def _given_codecs(algorithms: Iterable[AllReduce], gb_per_second: float) -> CodecCosts:
+    pass_over, nothing = Work(0.0, 4e-9 / gb_per_second), Work(0.0, 0.0)
+    return {
+        (codec, feedback): CodecCost(
+            pass_over, pass_over, pass_over, nothing if type(codec).prepare_ is Codec.prepare_ else pass_over
+        )
+        for codec, feedback in _keys(algorithms)
+    }
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """Of codecs, and seconds to copy a value into a bucket."""
+
+    codecs: CodecCosts
+    pack: float
+    source: str  # in words
+
+
+def _speeds(algorithms: Iterable[AllReduce], arguments: Arguments) -> _Speeds:
+    if arguments.codec_gb_per_s is not None:
+        given = _given_codecs(algorithms, arguments.codec_gb_per_s)
+        return _Speeds(given, 4e-9 / arguments.codec_gb_per_s, "encoded, as --codec-gb-per-s says.")
+    on_gpus = "on GPUs add --codec-gb-per-s 1000 (an estimate)"
+    if not arguments.measure_codecs:
+        source = f"encoded by one core of {reference.PROCESSOR}; {on_gpus}, for this machine --measure-codecs."
+        return _Speeds(reference.CODECS, reference.PACK_SECONDS, source)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # codecs get one core
+    costs, packing = measured_codecs(algorithms, device), pack_seconds(device, undisturbed=True)
+    where = f"one core of this machine; {on_gpus}" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return _Speeds(costs, packing, f"encoded, measured just now on {where}.")
 
 
 @dataclass(frozen=True)
@@ -118,6 +160,7 @@ class Arguments:
     latency_us: float
     cores: float
     codec_gb_per_s: float | None
+    measure_codecs: bool
 
 
 def _count(text: str) -> float:
@@ -129,11 +172,22 @@ def _count(text: str) -> float:
 
 
 def _rate(text: str) -> float:
-    """`10gbit` -> 1e10 bits a second."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text.strip().lower())
+    """`10gbit`, `10Gbps`, `1.25GB/s` -> 1e10 bits a second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)([a-z/]*)", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write it like 100mbit, 1gbit or 25gbit")
-    return float(match[1]) * _UNITS[match[2]]
+        raise argparse.ArgumentTypeError(f"{text!r}: {_RATES}")
+    number, prefix, unit = match.groups()
+    if unit in ("bps", "b/s") or unit.lower() in ("bit", "bits", "bit/s", "bits/s"):
+        bits = 1.0
+    elif unit in ("Bps", "B/s") or unit.lower() in ("byte/s", "bytes/s"):
+        bits = 8.0
+    elif prefix and unit.lower() in ("", "b", "bps", "b/s"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} may be bits or bytes: write {number}{prefix.lower()}bit or {number}{prefix.upper()}B/s"
+        )
+    else:
+        raise argparse.ArgumentTypeError(f"{text!r}: {_RATES}")
+    return bits * float(number) * _UNITS[prefix.lower()]
 
 
 def _positive(text: str) -> float:
@@ -163,13 +217,13 @@ def parse(arguments: list[str] | None) -> Arguments:
     """From the command line."""
     parser = argparse.ArgumentParser(
         prog="ringstrategy-plan",
-        description="Predict the time of a training step on machines that you do not have, for torch DDP and for each "
-        "name that reduces gradients. Times of codecs are measured on this machine unless you give them.",
+        description="Which strategy for my network? Predicts the time of a training step on machines that you do not "
+        "have, for torch DDP and for each name that reduces gradients, and recommends one.",
     )
     parser.add_argument("--parameters", type=_count, required=True, help="of the model: 350M, 1.5B")
     parser.add_argument("--hosts", type=_whole, required=True)
     parser.add_argument("--devices-per-host", type=_whole, default=1)
-    parser.add_argument("--rate", type=_rate, required=True, help="of each host's link: 100mbit, 1gbit, 25gbit")
+    parser.add_argument("--rate", type=_rate, required=True, help="of each host's link: 100mbit, 10Gbps, 1.25GB/s")
     parser.add_argument("--step-ms", type=_positive, required=True, help="a step without any exchange, milliseconds")
     parser.add_argument("--backward-part", type=_share, default=0.6, help="of that step; exchanges hide behind it")
     parser.add_argument("--inside-rate", type=_rate, default=1e11, help="between devices of one host; default 100gbit")
@@ -180,27 +234,28 @@ def parse(arguments: list[str] | None) -> Arguments:
         default=2.0,
         help="that each device's process has for itself: with less than 2, codecs slow the computing down; default 2",
     )
-    parser.add_argument(
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument(
         "--codec-gb-per-s",
         type=_positive,
-        help="fp32 gradients that any codec encodes or decodes in a second there (a GPU: some 1000); default: measured "
-        "here, on a GPU if there is one, else on one core",
+        help="fp32 gradients that any codec encodes or decodes in a second there (a GPU: some 1000, an estimate); "
+        f"default: what one core of {reference.PROCESSOR} does",
+    )
+    speed.add_argument(
+        "--measure-codecs",
+        action="store_true",
+        help="measure the codecs on this machine instead: on a GPU if there is one, else on one core",
     )
     return Arguments(**vars(parser.parse_args(arguments)))
 
 
-def plan(arguments: Arguments) -> dict[str, Prediction]:
-    """A prediction for each candidate, torch DDP first."""
-    named = candidates(arguments.devices_per_host > 1)
+def plan(arguments: Arguments) -> tuple[list[Row], str]:
+    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from."""
+    named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
     auto = Auto()
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
     may_choose = eligible(auto.allow, hosts, error_feedback=auto.error_feedback)
-    compared = [*named.values(), *may_choose]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if arguments.codec_gb_per_s is None:
-        costs, packing = measured_codecs(compared, device), pack_seconds(device)
-    else:
-        costs, packing = _given_codecs(compared, arguments.codec_gb_per_s), 4e-9 / arguments.codec_gb_per_s
+    speeds = _speeds([*named.values(), *may_choose], arguments)
     there = machines(
         arguments.hosts,
         arguments.devices_per_host,
@@ -208,56 +263,41 @@ def plan(arguments: Arguments) -> dict[str, Prediction]:
         inside_bits_per_second=arguments.inside_rate,
         latency=1e-6 * arguments.latency_us,
         cores=arguments.cores,
-        codecs=costs,
-        pack_seconds=packing,
+        codecs=speeds.codecs,
+        pack_seconds=speeds.pack,
     )
     step = 1e-3 * arguments.step_ms
     profile = Profile(rest=step * (1 - arguments.backward_part), backward=step * arguments.backward_part)
     each = max(1, round(arguments.parameters / _TENSORS))
     parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
-    predictions = {name: predict(algorithm, parameters, there, profile) for name, algorithm in named.items()}
-    choices = {in_words(made): predict(made, parameters, there, profile) for made in may_choose}
-    chosen = min(choices, key=lambda words: choices[words].seconds)
-    return {**predictions, f"ring_auto: {chosen}": choices[chosen]}
+
+    def row(name: str, algorithm: AllReduce) -> Row:
+        [key] = _keys([algorithm])
+        cost = speeds.codecs[key]
+        return Row(
+            strategy=name if name.endswith(")") else f'"{name}"',
+            prediction=predict(algorithm, parameters, there, profile),
+            worst=accuracy.worst(*key),
+            loss=accuracy.in_words(*key),
+            codec_gb_per_s=None if key[0].lossless else 4e-9 / (cost.encode.per_value + cost.turn.per_value),
+        )
+
+    rows = [row(name, algorithm) for name, algorithm in named.items()]
+    chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
+    return [*rows, chosen], speeds.source
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
-    if find_spec("rich") is None:
-        sys.exit("ringstrategy-plan needs rich: pip install 'ringstrategy[app]'")
-    from rich.console import Console
-    from rich.table import Table
-
-    parsed = parse(arguments)
-    torch.set_num_threads(1)  # codecs get one core
-    predictions = plan(parsed)
-    ranks = parsed.hosts * parsed.devices_per_host
-    table = Table(
-        title=f"predicted: {parsed.parameters / 1e6:g} M parameters, {ranks} ranks on {parsed.hosts} hosts, "
-        f"{parsed.rate / 1e9:g} Gbit/s each, {parsed.step_ms:g} ms of computing a step",
-        title_justify="left",
+    asked = parse(arguments)
+    rows, source = plan(asked)
+    ranks = asked.hosts * asked.devices_per_host
+    setting = (
+        f"{asked.parameters / 1e6:g} M parameters, {ranks} ranks on {asked.hosts} hosts of {asked.rate / 1e9:g} Gbit/s "
+        f"({asked.rate / 8e6:g} MB/s), {asked.cores:g} cores a rank, {asked.step_ms:g} ms of computing a step: "
+        "predicted, in the lab up to 30 % too fast."
     )
-    table.add_column("strategy")
-    for heading in ("ms\na step", "x ddp", "computing\n% of it", "exchange\nalone, ms", "MB sent\nby a rank"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    base = predictions[BASELINE].seconds
-    for name, prediction in sorted(predictions.items(), key=lambda item: item[1].seconds):
-        table.add_row(
-            name,
-            f"{1e3 * prediction.seconds:.1f}",
-            f"{base / prediction.seconds:.2f}",
-            f"{0.1 * parsed.step_ms / prediction.seconds:.0f}",
-            f"{1e3 * prediction.communication:.1f}",
-            f"{1e-6 * prediction.bytes_sent:.2f}",
-            style="bold" if name == BASELINE else None,
-        )
-    console = Console()
-    console.print(table)
-    console.print(
-        "An alpha-beta-gamma model with equal tensors, gradients at a constant rate, and no other traffic. "
-        "ring_powersgd and gossip are not predicted.",
-        highlight=False,
-    )
+    print(screen(rows, setting, source))
 
 
 if __name__ == "__main__":

@@ -32,12 +32,10 @@ from ringstrategy import (
 from ringstrategy.collectives import connect, mean_
 from ringstrategy.cost import CodecCost, Cost, Link, Machines, Profile, Work, exchange_cost, predict, probe
 from ringstrategy.cost.probe import measure
-from ringstrategy.plan import main, parse, plan
 
 NOTHING = Work(0.0, 0.0)
 FREE = CodecCost(NOTHING, NOTHING, NOTHING, NOTHING)
 SLOW = Link(1e-3, 1e-7)
-GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50", "--codec-gb-per-s", "10"]
 CODECS: list[Codec] = [Identity(), BlockInt(8), Rotated(Gaussian(4)), TopK()]
 
 
@@ -259,39 +257,6 @@ def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
     encode = first.codecs[BlockInt(8), True].encode
     assert 1e-11 < encode.per_value < 1e-7
     assert first.codecs[BlockInt(8), True].turn.per_value < encode.per_value / 10, "it prepares nothing"
-
-
-def test_the_plan_compares_names_on_machines_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
-    slow = [*GIVEN, "--devices-per-host", "2", "--rate", "100mbit"]
-    main(slow)
-    printed = capsys.readouterr().out
-    for name in ("ddp", "ring_int8", "ring_sign, hierarchical", "ring_auto"):
-        assert name in printed
-    predictions = plan(parse(slow))
-    wire = 2 * 7 / 8 * 4e7 * 8 / (0.95 * 1e8)  # a flat ring leaves each host once, however many ranks it has
-    assert predictions["ring"].communication == pytest.approx(wire, rel=0.05)
-    assert predictions["ring"].seconds > predictions["ring_int8"].seconds > predictions["ring_int4"].seconds
-    hierarchical = predictions["ring, hierarchical"].communication
-    assert hierarchical == pytest.approx(wire * (2 * 3 / 4) / (2 * 7 / 8), rel=0.05)
-    auto = next(prediction for name, prediction in predictions.items() if name.startswith("ring_auto"))
-    allowed = min(predictions[name].seconds for name in ("ring", "ring_int8", "ring_int8, hierarchical"))
-    assert auto.seconds <= 1.001 * allowed
-
-
-@pytest.mark.parametrize(
-    ("wrong", "cure"),
-    [
-        ("--rate 10", "write it like"),
-        ("--parameters many", "write it like"),
-        ("--hosts 0", "whole number >= 1"),
-        ("--step-ms 0", "> 0"),
-        ("--backward-part 2", "between 0 and 1"),
-    ],
-)
-def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main([*GIVEN, "--rate", "1gbit", *wrong.split()])
-    assert cure in capsys.readouterr().err
 
 
 class Interrupted(Identity):
