@@ -183,7 +183,7 @@ def test_the_graphs_are_those_of_networkx() -> None:
     assert set(graph_of(Exponential(), 11).edges) == hops
 
 
-@pytest.mark.parametrize("size", [4, 6, 8, 16])
+@pytest.mark.parametrize("size", [4, 6, 8, 16, 64])
 def test_spectral_gaps_have_their_closed_forms(size: int) -> None:
     hops = math.ceil(math.log2(size))
     assert RingGraph().spectral_gap(size) == pytest.approx(2 / 3 * (1 - math.cos(2 * math.pi / size)))
@@ -192,7 +192,7 @@ def test_spectral_gaps_have_their_closed_forms(size: int) -> None:
     assert Complete().spectral_gap(size) == 1
     if size == 1 << hops:
         assert Hypercube().spectral_gap(size) == pytest.approx(2 / (1 + hops))
-        assert OnePeerExponential().spectral_gap(size) == 1
+        assert OnePeerExponential().spectral_gap(size) == Hierarchical(2).spectral_gap(size) == 1
     assert RandomMatching().spectral_gap(size) > 0
     assert RingGraph().spectral_gap(1) == 1
 
