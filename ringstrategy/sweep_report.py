@@ -1,10 +1,10 @@
 """`ringstrategy-report FOLDER`: every job below a folder as a table on the screen and as one page with plots."""
 
 import argparse
-import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
+
+from ringstrategy.extras import require
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -16,9 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of a sweep (multirun/DATE/TIME), of one run, or above several")
     parser.add_argument("--out", type=Path, metavar="FILE.html", help="the page; default: FOLDER/report.html")
     options = parser.parse_args(arguments)
-    missing = [name for name in ("matplotlib", "plotly", "rich") if find_spec(name) is None]
-    if missing:  # so what needs them is imported late
-        sys.exit(f"ringstrategy-report needs {', '.join(missing)}: pip install 'ringstrategy[app]'")
+    require("ringstrategy-report", "matplotlib", "plotly", "rich")  # so what needs them is imported late
     try:
         written = report(options.folder, options.out or options.folder / "report.html")
     except (OSError, ValueError) as error:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -27,6 +26,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from ringstrategy.callbacks import CommunicationMonitor
+from ringstrategy.extras import require
 from ringstrategy.strategy import RingStrategy
 
 JOB_FLAG = "--job"
@@ -39,9 +39,8 @@ def main() -> None:
     if sys.argv[1:2] == [JOB_FLAG]:
         train(Path(sys.argv[2]))
         return
-    missing = [name for name in ("matplotlib", "rich", "sklearn", "tensorboard") if find_spec(name) is None]
-    if missing:  # so ringstrategy.report, which needs them, is imported late everywhere in this file
-        sys.exit(f"ringstrategy-train needs {', '.join(missing)}: pip install 'ringstrategy[app]'")
+    # so ringstrategy.report, which needs them, is imported late everywhere in this file
+    require("ringstrategy-train", "matplotlib", "rich", "sklearn", "tensorboard")
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)

@@ -358,8 +358,8 @@ def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
 
 
 def test_missing_packages_are_named(sweep, monkeypatch):
-    monkeypatch.setattr("ringstrategy.sweep_report.find_spec", lambda name: None if name == "plotly" else object())
-    with pytest.raises(SystemExit, match=r"needs plotly: pip install 'ringstrategy\[app\]'"):
+    monkeypatch.setattr("ringstrategy.extras.find_spec", lambda name: None if name == "plotly" else object())
+    with pytest.raises(SystemExit, match=r"needs plotly: in a clone .* pip install '\.\[app\]'"):
         main([str(sweep)])
 
 

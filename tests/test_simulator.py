@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -234,12 +235,16 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
 def test_the_command_writes_a_table_and_a_drawing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = tmp_path / "new" / "folder"
     monkeypatch.setattr(
-        "sys.argv", ["simulator", "--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(tmp_path)]
+        "sys.argv", ["simulator", "--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(folder)]
     )
     main()
-    text = (tmp_path / "simulation.md").read_text()
+    text = (folder / "simulation.md").read_text()
     assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text
     assert text.count("\n## ") == 6
-    assert "Choco, ring, int8" in capsys.readouterr().out
-    assert (tmp_path / "simulation.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert "Choco, ring, int8" in printed
+    [line] = [line for line in printed.splitlines() if line.startswith("OnePeerExponential  ") and " / " in line][:1]
+    assert re.split(r"\s{2,}", line)[1:] == ["2 / 8", "3 / 12"]
+    assert (folder / "simulation.png").stat().st_size > 10_000

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table as RichTable
 
 from ringstrategy.algorithms import Choco, Gossip, PushSum
 from ringstrategy.algorithms.decentralized import Decentralized
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
+from ringstrategy.extras import require
+from ringstrategy.outputs import make_writable
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
+from ringstrategy.text_table import text_table
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -177,6 +177,8 @@ def _training_table(name: str, size: int, rate: float, curves: dict[str, Curve])
 
 
 def _draw(path: Path, title: str, curves: dict[str, Curve], steps: Steps) -> None:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(15, 10), layout="constrained")
     by_rounds, by_bytes, by_codec, by_size = figure.subplots(2, 2).flatten()
     for name, curve in curves.items():
@@ -223,24 +225,19 @@ def _markdown(table: Table) -> str:
     return f"\n## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _print(table: Table) -> None:
-    title, header, rows = table
-    shown = RichTable()
-    for place, name in enumerate(header):
-        shown.add_column(name, justify="right" if place else "left", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    Console(width=40 + 16 * len(header)).print(title, shown)
-
-
 def main() -> None:
-    """Simulate, print, write and draw."""
+    """Simulate and print; write and draw if asked."""
     parser = argparse.ArgumentParser(prog="python -m ringstrategy.simulator", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes about three minutes")
     parser.add_argument("--size", type=int, default=64, help="ranks that train with every algorithm")
     parser.add_argument("--rounds", type=int, default=400, help="of training; half as many for each size")
-    parser.add_argument("--out", type=Path, default=Path("."), help="folder for simulation.md and simulation.png")
+    parser.add_argument(
+        "--out", type=Path, help="folder for simulation.md and simulation.png; default: tables are only printed"
+    )
     options = parser.parse_args()
+    if options.out is not None:
+        require(f"{parser.prog} --out", "matplotlib")
+        make_writable(options.out, parser, "--out")
     sizes = [int(size) for size in options.sizes.split(",")]
     torch.set_num_threads(1)
     steps = {(name, size): steps_to_consensus(t, size) for size in sizes for name, t in topologies(size).items()}
@@ -251,8 +248,10 @@ def main() -> None:
             for whose, algorithm in algorithms(options.size).items()
         }
         tables.append(_training_table(name, options.size, rate, curves))
-    for table in tables:
-        _print(table)
+    for title, header, rows in tables:
+        print(f"{title}\n{text_table(header, rows)}\n")
+    if options.out is None:
+        return
     command = f"{parser.prog} --sizes {options.sizes} --size {options.size} --rounds {options.rounds}"
     about = _ABOUT.format(command=command, torch=torch.__version__)
     (options.out / "simulation.md").write_text(about + "".join(map(_markdown, tables)))

@@ -1,4 +1,4 @@
-"""Compare topologies: messages, spectral gap and steps to consensus for sizes 2, 4, 8, ..., and a drawing of each.
+"""Compare topologies: messages, spectral gap and steps to consensus for sizes 2, 4, 8, ..., and a drawing if asked.
 
 python -m ringstrategy.topologies --most 1024 --png topologies.png
 """
@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 
+from ringstrategy.extras import require
+from ringstrategy.outputs import make_writable
+from ringstrategy.text_table import text_table
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -41,27 +41,26 @@ SHOWN: list[Topology] = [
 _WITHIN = 1e-3
 
 
-def table(sizes: list[int]) -> Table:
+def table(sizes: list[int]) -> str:
     """One row a topology, one column a size."""
-    result = Table(
-        title=f"messages a rank sends in a step / spectral gap / steps until differences are {_WITHIN:g} of the first",
-        title_justify="left",
-    )
-    result.add_column("topology", no_wrap=True)
-    for size in sizes:
-        result.add_column(str(size), justify="right", no_wrap=True)
+    rows = []
     for topology in SHOWN:
         cells = []
         for size in sizes:
             steps = topology.steps_to_consensus(size, _WITHIN)
             gap = topology.spectral_gap(size)
             cells.append(f"{topology.degree(size)} / {gap:.2g} / {'never' if steps is None else steps}")
-        result.add_row(str(topology), *cells)
-    return result
+        rows.append([str(topology), *cells])
+    return (
+        f"messages a rank sends in a step / spectral gap / steps until differences are {_WITHIN:g} of the first\n"
+        + text_table(["topology", *map(str, sizes)], rows)
+    )
 
 
 def draw(path: Path, size: int, steps: int) -> None:
     """The graphs on a circle, and how fast ranks that differ at random come together."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(16, 11), layout="constrained")
     axes = figure.subplots(3, 4).flatten()
     start = torch.randn(size, 1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -89,21 +88,24 @@ def draw(path: Path, size: int, steps: int) -> None:
     curves.legend(fontsize=7)
     for axis in axes[len(SHOWN) + 1 :]:
         axis.set_axis_off()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=90, format="png")
 
 
 def main() -> None:
     """Print and draw."""
     parser = argparse.ArgumentParser(prog="python -m ringstrategy.topologies", description=__doc__.splitlines()[0])
     parser.add_argument("--most", type=int, default=64, help="largest size of the table (1024 takes a minute)")
+    parser.add_argument("--png", type=Path, help="draw them into this file; default: only the table is printed")
     parser.add_argument("--size", type=int, default=16, help="ranks in the drawing")
     parser.add_argument("--steps", type=int, default=40, help="steps in the drawing")
-    parser.add_argument("--png", type=Path, default=Path("topologies.png"))
     options = parser.parse_args()
-    sizes = [1 << power for power in range(1, options.most.bit_length())]
-    Console(width=40 + 22 * len(sizes)).print(table(sizes))
-    draw(options.png, options.size, options.steps)
-    print(f"drawn: {options.png}")
+    if options.png is not None:
+        require(f"{parser.prog} --png", "matplotlib")
+        make_writable(options.png.parent, parser, "--png")
+    print(table([1 << power for power in range(1, options.most.bit_length())]))
+    if options.png is not None:
+        draw(options.png, options.size, options.steps)
+        print(f"drawn: {options.png}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Without the extra `app`: what needs none of it works, and what does says so in one line, before it computes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+APP = ("matplotlib", "plotly", "rich", "sklearn", "tensorboard")  # and numpy, which lightning needs
+CURE = "in a clone of ringstrategy run python -m pip install '.[app]'"
+
+RUNNER = """
+import contextlib, importlib, io, json, site, sys
+site.addsitedir("packages")
+ended = []
+for module, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [module, *arguments]
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            importlib.import_module(module).main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+            if isinstance(code, str):  # as Python does it
+                print(code, file=sys.stderr)
+                code = 1
+    ended.append([code, out.getvalue(), err.getvalue()])
+print(json.dumps([ended, sorted(set(sys.modules))]))
+"""
+
+NETWORK = ["--parameters", "1M", "--hosts", "2", "--rate", "1gbit", "--step-ms", "10"]
+WORKS = {
+    "topologies --help": ["ringstrategy.topologies.__main__", "--help"],
+    "simulator --help": ["ringstrategy.simulator.__main__", "--help"],
+    "plan --help": ["ringstrategy.plan", "--help"],
+    "report --help": ["ringstrategy.sweep_report", "--help"],
+    "topologies": ["ringstrategy.topologies.__main__", "--most", "4"],
+    "simulator": ["ringstrategy.simulator.__main__", "--sizes", "4", "--size", "4", "--rounds", "20"],
+    "plan": ["ringstrategy.plan", *NETWORK],
+}
+NEEDS = {
+    "topologies --png": ["ringstrategy.topologies.__main__", "--png", "new/all.png"],
+    "simulator --out": ["ringstrategy.simulator.__main__", "--out", "new"],
+    "report": ["ringstrategy.sweep_report", "."],
+    "train": ["ringstrategy.train", "trainer.max_epochs=1"],
+}
+
+
+class Ended(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Ended], Path]:
+    """How each command ended in a process whose packages are ours without the extra, and the folder that it ran in."""
+    folder = tmp_path_factory.mktemp("folder")
+    packages = folder / "packages"
+    packages.mkdir()
+    for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(installed).iterdir():
+            if re.split(r"[-.]", entry.name)[0].replace("scikit_learn", "sklearn") not in APP:
+                (packages / entry.name).symlink_to(entry)
+    commands = {**WORKS, **NEEDS}
+    done = subprocess.run(  # -S: without the packages that Python would find by itself
+        [sys.executable, "-S", "-c", RUNNER, json.dumps(list(commands.values()))],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ended, imported = json.loads(done.stdout)
+    assert not set(APP) & set(imported)
+    assert "torch" in imported
+    return {name: Ended(*how) for name, how in zip(commands, ended, strict=True)}, folder
+
+
+@pytest.mark.parametrize("name", WORKS)
+def test_what_needs_no_drawing_works(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
+    ended = without_app[0][name]
+    assert ended.code == 0, ended
+    words = {"topologies": "OnePeerExponential()", "simulator": "Choco, ring, int8", "plan": "Recommended"}
+    assert words.get(name, "usage:") in ended.out
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_what_needs_it_says_so_in_one_line(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
+    ended, folder = without_app[0][name], without_app[1]
+    assert (ended.code, ended.out) == (1, "")
+    assert re.fullmatch(rf"\S.* needs (\w+, )*matplotlib.*: {re.escape(CURE)}\n", ended.err), ended.err
+    assert [path.name for path in folder.iterdir()] == ["packages"]
+
+
+def test_the_cure_is_an_extra_that_there_is() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    brought = {re.split(r"\W", need)[0] for need in project["optional-dependencies"]["app"]}
+    assert {name.replace("sklearn", "scikit") for name in APP} == brought - {"numpy"}
+    for path in (ROOT / "ringstrategy").rglob("*.py"):
+        assert "ringstrategy[" not in path.read_text(), f"{path}: the package is on no index, so say {CURE}"
+
+
+@pytest.mark.parametrize("module", ["ringstrategy.simulator", "ringstrategy.topologies"])
+def test_where_nothing_can_be_written_is_refused_at_once(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    where = ["--out", "file"] if module == "ringstrategy.simulator" else ["--png", "file/all.png"]
+    program = __import__(f"{module}.__main__", fromlist=["main"])
+    monkeypatch.setattr(sys, "argv", [module, *where])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    assert end.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert f"argument {where[0]}: " in printed.err
