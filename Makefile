@@ -6,6 +6,7 @@ VENV ?= .venv
 ARGS ?=
 
 py := $(VENV)/bin/python
+trains := $(VENV)/.trains
 installed := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -14,7 +15,7 @@ installed := $(VENV)/.installed
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(installed)  ## train on real data, 2 processes over the ring
+train: $(trains)  ## train on real data, 2 processes over the ring
 	"$(VENV)/bin/ringstrategy-train" $(ARGS)
 
 test: $(installed)  ## run the tests
@@ -31,7 +32,7 @@ format: $(installed)  ## let ruff mend what it can
 types: $(installed)  ## mypy
 	"$(py)" -m mypy
 
-bench: $(installed)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
+bench: $(trains)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
 	"$(py)" benchmarks/suite.py --short $(ARGS)
 
 # compute-sanitizer sees only whole allocations, so torch must not share them out
@@ -46,14 +47,20 @@ clean:  ## remove the environment, builds and outputs
 	rm -rf "$(VENV)" build dist outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp holds the checkout it was made for: an environment moved or copied with its folder is installed again.
+# Stamps: what training needs is installed; and what tests, lint and types need, which contains it.
+# A stamp holds the checkout it was made for: an environment moved or copied with its folder is installed again.
+ifneq ($(shell cat "$(trains)" 2>/dev/null),$(CURDIR))
+.PHONY: $(trains)
+endif
 ifneq ($(shell cat "$(installed)" 2>/dev/null),$(CURDIR))
 .PHONY: $(installed)
 endif
 
-$(installed): $(py) pyproject.toml constraints.txt
-	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	@printf '%s\n' "$(CURDIR)" > "$@"
+$(trains): extra := app
+$(installed): extra := dev
+$(trains) $(installed): $(py) pyproject.toml constraints.txt
+	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(extra)]"
+	@for stamp in "$(trains)" "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
 
 $(py):
 	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here: say which Python to use, make PYTHON=/path/to/python3" >&2; exit 1; }

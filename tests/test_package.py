@@ -2,6 +2,7 @@
 
 import email
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -100,6 +101,25 @@ def test_nobody_imports_the_repository_folders():
     ]
     assert len(files) > 10
     assert [str(path) for path in files if statement.search(path.read_text())] == []
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_installs_what_its_target_needs(tmp_path):
+    def installed(target):
+        command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
+        environment = {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return re.findall(r'pip install .* -e "\.\[(\w+)\]"', done.stdout)
+
+    targets = ("train", "bench", "test", "lint", "types")
+    assert [installed(target) for target in targets] == [["app"], ["app"], ["dev"], ["dev"], ["dev"]]
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").touch()
+    for stamp, left in ((".trains", [[], ["dev"]]), (".installed", [[], []])):
+        (tmp_path / stamp).write_text(f"{ROOT}\n")
+        assert [installed("train"), installed("test")] == left
+    (tmp_path / ".trains").write_text("/another/checkout\n")
+    assert installed("train") == ["app"]
 
 
 IMPORT = """
