@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
@@ -146,6 +147,11 @@ class RingStrategy(DDPStrategy):
             if device.type not in ("cpu", "cuda"):
                 raise ValueError(
                     f"RingStrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'"
+                )
+            if device.type == "cuda" and find_spec("triton") is None:
+                raise ValueError(
+                    "on GPUs RingStrategy needs triton, which torch's CUDA builds bring along, and it is not installed "
+                    "here: python -m pip install triton"
                 )
         super()._configure_launcher()
         if self._start_method != "popen":

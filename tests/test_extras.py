@@ -1,4 +1,4 @@
-"""Without the extra `app`: what needs none of it works, and what does says so in one line, before it computes."""
+"""Without extras: what needs none works, and what needs `app` says so in one line, before it computes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 APP = ("matplotlib", "plotly", "rich", "sklearn", "tensorboard")  # and numpy, which lightning needs
+TRITON = "triton"  # which only tests ask for
 CURE = "in a clone of ringstrategy run python -m pip install '.[app]'"
 
 RUNNER = """
@@ -74,7 +75,7 @@ def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, End
     packages.mkdir()
     for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(installed).iterdir():
-            if re.split(r"[-.]", entry.name)[0].replace("scikit_learn", "sklearn") not in APP:
+            if re.split(r"[-.]", entry.name)[0].replace("scikit_learn", "sklearn") not in (*APP, TRITON):
                 (packages / entry.name).symlink_to(entry)
     commands = {**WORKS, **NEEDS}
     done = subprocess.run(  # -S: without the packages that Python would find by itself
@@ -87,7 +88,7 @@ def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, End
     )
     assert done.returncode == 0, done.stderr
     ended, imported = json.loads(done.stdout)
-    assert not set(APP) & set(imported)
+    assert not {*APP, TRITON} & set(imported)
     assert "torch" in imported
     return {name: Ended(*how) for name, how in zip(commands, ended, strict=True)}, folder
 

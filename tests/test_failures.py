@@ -577,6 +577,13 @@ def test_a_gpu_of_apple_is_refused() -> None:
         L.Trainer(strategy=RingStrategy(parallel_devices=[torch.device("mps")]), barebones=True)
 
 
+def test_a_gpu_without_triton_is_refused_and_a_cpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ringstrategy.strategy.find_spec", lambda name: None if name == "triton" else object())
+    with pytest.raises(ValueError, match=r"needs triton.* python -m pip install triton"):  # a Trainer calls it at birth
+        RingStrategy(parallel_devices=[torch.device("cuda", 0)])._configure_launcher()
+    L.Trainer(strategy="ring_int8", accelerator="cpu", devices=2, barebones=True)
+
+
 class Newton(Net):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters(), max_iter=2)

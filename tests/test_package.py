@@ -78,6 +78,13 @@ def test_versions_agree(wheel):
     assert re.search(rf"^## \[?{re.escape(ringstrategy.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
+def test_only_tests_ask_for_triton():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asking = {extra for extra, needs in project["optional-dependencies"].items() if any("triton" in n for n in needs)}
+    assert asking == {"test"}, "a gigabyte; where there is a GPU, torch brings it"
+    assert not any("triton" in need for need in project["dependencies"])
+
+
 @pytest.mark.parametrize("folder", MAPPED)
 def test_every_folder_with_files_is_a_listed_package(folder):
     for directory in {path.parent for path in source_files(folder)}:
