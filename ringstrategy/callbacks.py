@@ -17,8 +17,8 @@ class CommunicationMonitor(Callback):
     """Log what each step sent, how long it waited, and how far replicas are apart, to the trainer's loggers.
 
     Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
-    `communication/bytes_sent` (this rank's), `communication/exposed_ms` (training waited) and
-    `communication/communication_ms` (hidden or not).
+    `communication/bytes_sent` (this rank's, without what `ring_auto` measures with), `communication/exposed_ms`
+    (training waited) and `communication/communication_ms` (hidden or not).
 
     Args:
         consensus_every_n_steps: with gossip, after so many steps it logs `communication/consensus_distance` too: the

@@ -134,6 +134,7 @@ class RunReport(L.Callback):
             # an exchange may go on while data are loaded: nothing of the step's is hidden by that
             hidden = max(0.0, min(communication, step) - exposed)
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        stats = _stats_now(trainer)
         folders = {type(logger): logger.log_dir for logger in trainer.loggers}
         csv_folder = folders.get(CSVLogger)
         return {
@@ -150,6 +151,8 @@ class RunReport(L.Callback):
             "bytes_sent_per_step": None if total_sent is None else total_sent / steps,
             "exposed_ms_per_step": None if exposed is None else 1000 * exposed,
             "hidden_ms_per_step": None if hidden is None else 1000 * hidden,
+            "probe_seconds": None if stats is None else stats.probe_seconds,
+            "probe_bytes_sent": None if stats is None else stats.probe_bytes_sent,
             "checkpoint": checkpoint or None,
             "csv": None if csv_folder is None else str(Path(csv_folder) / "metrics.csv"),
             "tensorboard": folders.get(TensorBoardLogger),
@@ -182,6 +185,10 @@ def print_summary(summary: Summary) -> None:
     )
     table.add_row("exposed communication", f"{number(summary['exposed_ms_per_step'])} ms a step")
     table.add_row("hidden communication", f"{number(summary['hidden_ms_per_step'])} ms a step")
+    if summary["probe_seconds"]:
+        table.add_row(
+            "measuring, choosing", f"{summary['probe_seconds']:.2f} s, {byte_count(summary['probe_bytes_sent'])}"
+        )
     console = Console()
     console.print(table)
     for name in ("checkpoint", "csv", "tensorboard", "curves"):

@@ -27,6 +27,7 @@ from ringstrategy import (
     PlanMismatchError,
     Ring,
     RingStrategy,
+    Stats,
     TopK,
 )
 from ringstrategy.algorithms import auto
@@ -130,6 +131,30 @@ def test_the_process_that_started_the_ranks_knows_what_was_chosen(slow: None) ->
     there.take_outcome(Auto().outcome())
     with pytest.raises(ValueError, match="has not chosen yet"):
         _ = there.chosen
+
+
+@pytest.mark.parametrize("tune", [False, True])
+def test_what_measuring_and_choosing_send_is_counted_apart(slow: None, tune: bool) -> None:
+    def train(peers: FakePeers, algorithm: Auto | AllReduce) -> Stats:
+        parameters = module()
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        for step in range(60):
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+        algorithm.close()
+        stats = peers.stats
+        assert stats.bytes_sent is not None
+        assert sum(peers.sent_to.values()) == stats.bytes_sent + stats.probe_bytes_sent
+        return stats
+
+    # all its candidates send alike
+    [ours, *_] = on_all_ranks(3, lambda peers: train(peers, Auto(allow=[Identity()], tune=tune)))
+    [plain, *_] = on_all_ranks(3, lambda peers: train(peers, AllReduce()))
+    assert ours.bytes_sent == plain.bytes_sent
+    assert ours.bytes_received == plain.bytes_received
+    assert (ours.steps, ours.values_averaged) == (plain.steps, plain.values_averaged) == (60, 60 * 3000)
+    assert ours.probe_bytes_sent == ours.probe_bytes_received > 100
+    assert ours.probe_seconds > 0
+    assert (plain.probe_bytes_sent, plain.probe_bytes_received, plain.probe_seconds) == (0, 0, 0)
 
 
 def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:

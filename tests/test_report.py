@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
-from ringstrategy.report import RunReport, read_summary, write_summary
+from ringstrategy.report import RunReport, print_summary, read_summary, write_summary
 from ringstrategy.sweep_report import main
 from ringstrategy.sweep_table import job_folders, print_table, read_row
 
@@ -166,7 +166,7 @@ def lines(plot):
 
 
 @pytest.mark.timeout(60)
-def test_a_run_writes_every_step(tmp_path):
+def test_a_run_writes_every_step(tmp_path, capsys):
     held = []
 
     class Watch(L.Callback):
@@ -187,6 +187,11 @@ def test_a_run_writes_every_step(tmp_path):
     assert summary["seconds"] == pytest.approx(sum(curves.step_seconds))
     assert summary["seconds_per_step"] == pytest.approx(sum(curves.step_seconds[1:]) / 3)
     assert (summary["exposed_ms_per_step"], summary["hidden_ms_per_step"]) == (0, 0)
+    assert (summary["probe_seconds"], summary["probe_bytes_sent"]) == (0, 0)
+    print_summary(summary)
+    assert "measuring" not in capsys.readouterr().out
+    print_summary({**summary, "probe_seconds": 0.814, "probe_bytes_sent": 280_000})
+    assert re.search(r"measuring, choosing\W+0\.81 s, 280 kB", capsys.readouterr().out)
 
 
 @pytest.mark.timeout(60)

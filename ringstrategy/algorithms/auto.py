@@ -156,25 +156,27 @@ class Auto(Algorithm):
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
-        compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks measure together
-        self._peers, self._hosts = peers, tuple(peers.hosts)
-        self._parameters, self._sparse = dict(parameters), sparse
-        self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
-        self._postponed, self._gave_up = 0, False
-        self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-        begin = time.perf_counter()
-        self._machines = measure(peers, [(codec, self._inner.feeds_back(codec)) for codec in self.allow], self._device)
-        took = time.perf_counter() - begin
-        self._candidates = eligible(self.allow, self._hosts, **self._common)
-        self._tuned = not self.tune
-        predictions = self._predict(Profile(rest=0.0, backward=0.0))
+        with peers.stats.probe():
+            compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks measure together
+            self._peers, self._hosts = peers, tuple(peers.hosts)
+            self._parameters, self._sparse = dict(parameters), sparse
+            self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
+            self._postponed, self._gave_up = 0, False
+            self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+            codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
+            begin = time.perf_counter()
+            self._machines = measure(peers, codecs, self._device)
+            took = time.perf_counter() - begin
+            self._candidates = eligible(self.allow, self._hosts, **self._common)
+            self._tuned = not self.tune
+            predictions = self._predict(Profile(rest=0.0, backward=0.0))
         best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
             f"ring_auto measured for {took:.2f} s: {_told(self._machines)}. "
             f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best]:.1f} ms"
             + self._next_best(best, predictions)
         )
-        self._take(best)
+        self._take(best, deliver=False)
 
     def _predict(self, profile: Profile) -> dict[int, float]:
         """Seconds with each candidate, as rank 0 predicts them; of those that come to the same only the first."""
@@ -351,7 +353,9 @@ class Auto(Algorithm):
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:
-            self._turn()
+            if not self._tuned or self._inner.delivers:
+                with self._peers.stats.probe():
+                    self._turn()
             self._begin = self._now()
         self._inner.before_backward(loss, sync=sync, scale=scale)
 

@@ -226,7 +226,7 @@ class GlooPeers(Peers):
             except TransportError as error:
                 raise self.explain(error, where) from error
             finally:
-                if self._timed:
+                if self._timed and not self.stats.probing:
                     self.stats.communication_seconds += time.perf_counter() - begin
 
         def look_around() -> None:
@@ -467,7 +467,8 @@ class NcclPeers(Peers):
         while self._spans and self._spans[0][2].query():
             name, begin, done = self._spans.pop(0)
             setattr(self.stats, name, getattr(self.stats, name) + begin.elapsed_time(done) / 1000)
-        self._spans.extend(new)
+        if not self.stats.probing:
+            self._spans.extend(new)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """As gloo's."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _counting = threading.Lock()  # over NCCL, control messages are counted in another thread than gradients
@@ -13,13 +16,16 @@ class Stats:
     """Totals of one rank since its strategy was built.
 
     Attributes:
-        bytes_sent: bytes handed to the transport, control messages and what `ring_auto` measures with included; None
-            once a collective was used whose bytes cannot be counted (`Native`).
+        bytes_sent: bytes that training handed to the transport, control messages included; None once a collective was
+            used whose bytes cannot be counted (`Native`).
         bytes_received: likewise.
         values_averaged: gradient elements averaged.
         exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
         steps: backward passes whose gradients were averaged.
+        probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose.
+        probe_bytes_received: likewise.
+        probe_seconds: training waited this long for it to measure and to choose.
     """
 
     bytes_sent: int | None = 0
@@ -28,14 +34,32 @@ class Stats:
     exposed_seconds: float = 0.0
     communication_seconds: float = 0.0
     steps: int = 0
+    probe_bytes_sent: int = 0
+    probe_bytes_received: int = 0
+    probe_seconds: float = 0.0
+
+    probing = False  # no field: it is no total
 
     def count(self, sent: int, received: int) -> None:
-        """Add bytes handed to the transport."""
+        """Add bytes handed to the transport: to the probe's while it probes, else to training's."""
         with _counting:
-            if self.bytes_sent is not None and self.bytes_received is not None:
+            if self.probing:
+                self.probe_bytes_sent += sent
+                self.probe_bytes_received += received
+            elif self.bytes_sent is not None and self.bytes_received is not None:
                 self.bytes_sent += sent
                 self.bytes_received += received
 
     def uncountable(self) -> None:
         """A collective ran whose bytes nobody can count: say None rather than a wrong number."""
         self.bytes_sent = self.bytes_received = None
+
+    @contextmanager
+    def probe(self) -> Iterator[None]:
+        """What is counted in here is the probe's. Of training, nothing may be under way."""
+        begin, self.probing = time.perf_counter(), True
+        try:
+            yield
+        finally:
+            self.probing = False
+            self.probe_seconds += time.perf_counter() - begin
