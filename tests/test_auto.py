@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -41,7 +42,7 @@ NETWORKS = {"slow": Link(1e-4, 1e-7), "fast": Link(1e-6, 1e-12)}
 def told(network: str) -> Any:
     """Instead of measuring: a codec of 1 GB/s, and this network."""
 
-    def measure(peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device) -> Machines:
+    def measure(peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device, longest: float) -> Machines:
         work = Work(1e-6, 4e-9)
         costs = {key: CodecCost(work, work, work, Work(0.0, 0.0)) for key in codecs}
         free = CodecCost(Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 1e-12), Work(0.0, 0.0))
@@ -527,6 +528,19 @@ def test_a_resumed_run_goes_on_with_what_was_chosen(ranks: Pool, tmp_path: Path,
         assert torch.equal(again["weights"], and_again["weights"])
         assert not torch.equal(first["weights"], again["weights"])
     assert len({results[0]["chosen"] for results in every_rank}) == 1
+
+
+def _fit_another_model() -> None:
+    model = _Model()
+    if os.environ["RANK"] == "1":
+        model.layers.append(nn.Linear(4, 4))
+    trainer = L.Trainer(strategy="ring_auto", accelerator="cpu", devices=2, barebones=True, max_steps=1)
+    with pytest.raises(PlanMismatchError, match="rank 1 has 'bucket 0: 2040"):
+        trainer.fit(model, _rows())
+
+
+def test_models_that_differ_measure_by_messages_of_one_size_and_are_then_refused(ranks: Pool) -> None:
+    ranks(2, _fit_another_model)
 
 
 def test_fields_of_a_frozen_choice_are_shown_short() -> None:

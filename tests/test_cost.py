@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +30,7 @@ from ringstrategy import (
     Rotated,
     TopK,
 )
-from ringstrategy.collectives import connect, mean_
+from ringstrategy.collectives import Stats, connect, mean_
 from ringstrategy.cost import CodecCost, Cost, Link, Machines, Profile, Work, exchange_cost, predict, probe
 from ringstrategy.cost.probe import measure
 
@@ -227,24 +228,34 @@ def test_nothing_to_average_takes_no_time() -> None:
     assert predict(AllReduce(), {}, machines("ab"), Profile(0.1, 0.2)).seconds == pytest.approx(0.3)
 
 
-def _measure() -> tuple[Machines, float]:
+def _measure(longest: float) -> tuple[Machines, Stats]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     peers = connect(torch.device("cpu"), timedelta(seconds=60))
     peers.hosts = ("a", "a", "b")
     random = torch.get_rng_state()
-    begin = time.perf_counter()
-    measured = measure(peers, [(Identity(), False), (BlockInt(8), True)], torch.device("cpu"))
-    took = time.perf_counter() - begin
+    with peers.stats.probe():
+        measured = measure(peers, [(Identity(), False), (BlockInt(8), True)], torch.device("cpu"), longest)
     assert torch.equal(torch.get_rng_state(), random), "seeds are the user's"
     peers.close()
-    return measured, took
+    return measured, peers.stats
 
 
-def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
-    measured = ranks(3, _measure)
-    first, took = measured[0]
+@pytest.mark.parametrize("longest", [40_000, math.inf])
+def test_ranks_measure_together_and_agree(ranks: Pool, longest: float) -> None:
+    measured = ranks(3, _measure, longest)
+    first, stats = measured[0]
     assert all(other == first for other, _ in measured)
-    assert took < 10, "the promise is a second; this machine may be busy"
+    assert 0 < stats.probe_seconds < 10, "about a second; this machine may be busy"
+    assert first.longest == longest
+    if longest == 40_000:
+        assert 40_000 < stats.probe_bytes_sent < 2 * 5 * 40_000, "of two kinds of links, each a few times"
+    else:
+        assert stats.probe_bytes_sent > 1 << 18
+    assert stats == Stats(
+        probe_bytes_sent=stats.probe_bytes_sent,
+        probe_bytes_received=stats.probe_bytes_received,
+        probe_seconds=stats.probe_seconds,
+    ), "nothing of it is training's"
     assert first.hosts == ("a", "a", "b")
     assert 1e-6 < first.across.alpha < 1
     assert 1e-12 < first.across.beta < 1e-6
@@ -285,9 +296,53 @@ def test_a_post_that_lost_its_core_counts_as_latency(monkeypatch: pytest.MonkeyP
         return probe._Lap(posts[-1], 2.5e-3 - posts[-1], 0.0)
 
     monkeypatch.setattr(probe, "_lap", lap)
-    for found in on_all_ranks(2, lambda peers: probe._link(peers, [0, 1], torch.device("cpu"))):
+    for found in on_all_ranks(2, lambda peers: probe._link(peers, [0, 1], math.inf, torch.device("cpu"))):
         assert 2 * found.post == pytest.approx(1e-5)
         assert 2 * found.post + found.alpha == pytest.approx(2.5e-3)
+
+
+class Wire:
+    """Instead of laps: what each would take on links of so many bytes a second, and the sizes that were asked for."""
+
+    def __init__(self, rate: float, burst: int = 0, held_up: int = -1) -> None:
+        self.rate, self.left, self.held_up = rate, float(burst), held_up
+        self.sizes: list[int] = []
+
+    def lap(self, peers: FakePeers, members: list[int], nbytes: int, device: torch.device) -> probe._Lap:
+        if nbytes != 8:
+            self.sizes.append(nbytes)
+        passed = min(self.left, nbytes)
+        self.left -= passed
+        held_up = 0.3 if len(self.sizes) == self.held_up else 0.0
+        return probe._Lap(1e-5, 1e-4 + (nbytes - passed) / self.rate + held_up, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("wire", "longest", "largest", "known"),
+    [
+        (Wire(1.2e7), math.inf, 1 << 18, True),
+        (Wire(1.2e8), math.inf, 1 << 22, True),
+        (Wire(1e12), math.inf, 1 << 24, True),  # so fast that no message says more
+        (Wire(1e12), 1 << 25, 1 << 24, True),
+        (Wire(1e12), 3_000_000, 3_000_000, False),
+        (Wire(1.2e7), 40_000, 40_000, False),
+        (Wire(1.2e7), 3_000_000, 1 << 18, True),
+        (Wire(1.2e7), 0, 1, False),  # nothing is trained yet
+        (Wire(1.2e7, burst=600_000), math.inf, 1 << 20, True),
+        (Wire(1.2e8, held_up=1), math.inf, 1 << 22, True),
+    ],
+)
+def test_messages_grow_until_they_take_long_enough_or_are_as_long_as_an_exchange(
+    monkeypatch: pytest.MonkeyPatch, wire: Wire, longest: float, largest: int, known: bool
+) -> None:
+    monkeypatch.setattr(probe, "_lap", wire.lap)
+    [found] = on_all_ranks(1, lambda peers: probe._link(peers, [0], longest, torch.device("cpu")))
+    assert max(wire.sizes) == largest
+    assert sum(wire.sizes) < 6 * largest + 5 * (1 << 16)
+    assert found.longest == (math.inf if known else longest)
+    if largest > 1:
+        assert found.beta == pytest.approx(1 / wire.rate, rel=0.01)
+    assert found.alpha == pytest.approx(1e-4, rel=0.01)
 
 
 def test_who_has_no_laps_computes_until_the_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:

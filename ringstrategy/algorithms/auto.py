@@ -29,7 +29,7 @@ from ringstrategy.collectives.peers import Peers
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.cost.model import Machines
 from ringstrategy.cost.probe import measure, of_all
-from ringstrategy.cost.step import Profile, predict
+from ringstrategy.cost.step import Profile, largest_wire, predict
 
 _BUCKETS_MB = (25.0, 5.0, 100.0)
 _WARM_UP = 3  # passes before the true gradients are timed, and
@@ -58,8 +58,8 @@ class _Trial:
 class Auto(Algorithm):
     """`AllReduce` with what is fastest here, of what it is allowed.
 
-    At `setup` it measures latency, bandwidth and codecs among the ranks (under a second), predicts for each candidate
-    how long the exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
+    At `setup` it measures latency, bandwidth and codecs among the ranks, predicts for each candidate how long the
+    exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
     knows when gradients are ready, predicts again, tries the few best candidates in turn, those that stay near the best
     up to four times, and keeps the fastest: from 12 to about 100 passes, more with more codecs, all of them ordinary
     training steps. All ranks decide by the same figures.
@@ -163,12 +163,13 @@ class Auto(Algorithm):
             self._inner = AllReduce(**self._common)  # type: ignore[arg-type] # nothing is left of an earlier training
             self._postponed, self._gave_up = 0, False
             self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
-            codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
-            begin = time.perf_counter()
-            self._machines = measure(peers, codecs, self._device)
-            took = time.perf_counter() - begin
             self._candidates = eligible(self.allow, self._hosts, **self._common)
             self._tuned = not self.tune
+            codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
+            longest = self._longest(peers)
+            begin = time.perf_counter()
+            self._machines = measure(peers, codecs, self._device, longest)
+            took = time.perf_counter() - begin
             predictions = self._predict(Profile(rest=0.0, backward=0.0))
         best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
@@ -178,15 +179,19 @@ class Auto(Algorithm):
         )
         self._take(best, deliver=False)
 
+    def _longest(self, peers: Peers) -> float:
+        """Bytes of a message that is worth sending to measure: the largest candidate's largest wire, on any rank."""
+        dense, refused = self._dense(), self._refused()
+        largest = {made.codec: made for made in self._candidates if made.bucket_mb == max(_BUCKETS_MB)}
+        wire = max(largest_wire(made, dense) for codec, made in largest.items() if codec not in refused)
+        # the largest of all: ranks that differ would else send messages of other sizes than their neighbours await
+        return max(row[0] for row in of_all(peers, [float(wire)]))
+
     def _predict(self, profile: Profile) -> dict[int, float]:
         """Seconds with each candidate, as rank 0 predicts them; of those that come to the same only the first."""
         assert self._peers is not None
         assert self._machines is not None
-        shared, _ = split(self._parameters, self._inner.local)
-        dense = {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
-        refused = _refused(self.allow, {sums_dtype(parameter.dtype) for parameter in dense.values()})
-        if len(refused) == len(self.allow):
-            raise refused[self.allow[0]]
+        dense, refused = self._dense(), self._refused()
         seconds, seen = [], set()
         for candidate in self._candidates:
             if candidate.codec in refused:
@@ -198,6 +203,25 @@ class Auto(Algorithm):
             seen.add(same)
         first = of_all(self._peers, seconds)[0]
         return {place: seconds for place, seconds in enumerate(first) if seconds < math.inf}
+
+    def _dense(self) -> dict[str, Parameter]:
+        """The parameters whose gradients travel in buckets."""
+        shared, _ = split(self._parameters, self._inner.local)
+        return {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
+
+    def _refused(self) -> Collection[Codec]:
+        """Those that cannot carry all of these; a TypeError if none can."""
+        dtypes = {sums_dtype(parameter.dtype) for parameter in self._dense().values()}
+        refused = {}
+        for codec in self.allow:
+            try:
+                for dtype in dtypes:
+                    codec.check(dtype)
+            except TypeError as error:
+                refused[codec] = error
+        if len(refused) == len(self.allow):
+            raise refused[self.allow[0]]
+        return refused.keys()
 
     def _next_best(self, best: int, seconds: Mapping[int, float]) -> str:
         """Of those that differ from what is taken in more than sizes."""
@@ -422,18 +446,6 @@ class Auto(Algorithm):
         self._trial, self._begin = None, None
 
 
-def _refused(codecs: Iterable[Codec], dtypes: Collection[torch.dtype]) -> dict[Codec, TypeError]:
-    """Those that cannot carry all of these, and what they say to it."""
-    refused = {}
-    for codec in codecs:
-        try:
-            for dtype in dtypes:
-                codec.check(dtype)
-        except TypeError as error:
-            refused[codec] = error
-    return refused
-
-
 def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> list[AllReduce]:
     """Every combination of codec, collective, segments and bucket size that makes sense, the usual ones first.
 
@@ -482,6 +494,9 @@ def _told(machines: Machines) -> str:
     hosts = len(set(machines.hosts))
     link = machines.across if hosts > 1 else machines.inside
     where = f"{hosts} hosts" if hosts > 1 else "one host"
+    rate = f"{1e-6 / link.beta if link.beta else float('inf'):.1f} MB/s"
+    if machines.longest < math.inf:
+        rate += f" in messages of {1e-3 * machines.longest:.1f} kB"
     codecs = [
         f"{_brief(codec)} {4e-9 / cost.encode.per_value:.1f} GB/s"
         for (codec, _), cost in machines.codecs.items()
@@ -491,7 +506,7 @@ def _told(machines: Machines) -> str:
         [
             f"{len(machines.hosts)} ranks on {where}",
             f"latency {1e6 * link.alpha:.0f} us",
-            f"{1e-6 / link.beta if link.beta else float('inf'):.1f} MB/s",
+            rate,
             *codecs,
         ]
     )

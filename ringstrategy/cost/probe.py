@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -17,27 +18,31 @@ from ringstrategy.collectives.peers import Peers
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 
 _LAPS = 15
-_SMALLEST, _LARGEST = 1 << 16, 1 << 26  # bytes of a message
-_LONG_ENOUGH = 0.05  # seconds of a message from which a bandwidth is read
+_SMALLEST, _LARGEST = 1 << 16, 1 << 24  # bytes of a message; segments of buckets are about so long at most
+_LONG_ENOUGH = 0.01  # seconds of a message from which a bandwidth is read, if there are such messages
+_LONG_LAPS = 3  # with such messages
 _FEW, _MANY = 1 << 12, 1 << 20  # values, for a codec's fixed cost and its cost a value
 _REPEATS = 5  # and one before them that is not counted
 _CROWDING_SECONDS = 0.03
 
 
-def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.device) -> Machines:
-    """Measure under load, all ranks at the same time; takes less than a second, and all ranks return the same.
+def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.device, longest: float) -> Machines:
+    """Measure under load, all ranks at the same time; all ranks return the same.
 
-    Every rank calls it, with the same arguments and with nothing under way.
+    Every rank calls it, with the same arguments and with nothing under way. Messages grow until one takes long enough
+    to read a bandwidth from.
 
     Args:
         peers: who exchanges.
         codecs: which to measure, without or with feedback.
         device: where gradients live.
+        longest: bytes of a message, at most: what will be exchanged at once. Smaller: fewer bytes sent, and the
+            figures hold for exchanges of so many bytes.
     """
     codecs = list(codecs)
     leaders = [rank for rank, host in enumerate(peers.hosts) if peers.hosts.index(host) == rank]
     neighbours = [rank for rank, host in enumerate(peers.hosts) if host == peers.hosts[peers.rank]]
-    across, inside = _link(peers, leaders, device), _link(peers, neighbours, device)
+    across, inside = (_link(peers, members, longest, device) for members in (leaders, neighbours))
     costs = {key: codec_cost(*key, device, lambda work: peers.submit(work, "while measuring").wait()) for key in codecs}
     mine = [across.alpha, across.beta, inside.alpha, inside.beta, max(across.post, inside.post)]
     mine += [max(across.transport, inside.transport), pack_seconds(device)]
@@ -48,6 +53,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _lap_beside_computing(peers, ring, device)])
     crowding = statistics.median(row[0] for row in crowded)
     wake = statistics.median(crowded[rank][1] for rank in ring) - alpha - 2 * slowest[4]
+    peers.forget_scratch()
     figures = iter(slowest[7:])
 
     def work() -> Work:
@@ -63,6 +69,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
         transport=slowest[5] * crowding,
         wake=max(0.0, wake),
         pack=Work(0.0, slowest[6]),
+        longest=min(across.longest, inside.longest),
     )
 
 
@@ -85,6 +92,7 @@ class _Measured(NamedTuple):
     beta: float = 0.0
     post: float = 0.0
     transport: float = 0.0
+    longest: float = math.inf  # bytes of an exchange for which it holds
 
 
 class _Lap(NamedTuple):
@@ -94,25 +102,43 @@ class _Lap(NamedTuple):
     wait: float
     processor: float  # seconds of this process's threads, all of which only carry
 
+    @property
+    def seconds(self) -> float:
+        """Both. Posting a long message hands the system its first part, which leaves before the rest is posted."""
+        return self.post + self.wait
 
-def _link(peers: Peers, members: Sequence[int], device: torch.device) -> _Measured:
-    """In a ring of these ranks.
+
+def _link(peers: Peers, members: Sequence[int], longest: float, device: torch.device) -> _Measured:
+    """In a ring of these ranks, by messages of at most `longest` bytes.
 
     All ranks call it, for they agree on how long to go on; zeros on a rank that is no member, or the only one.
     """
-    laps = [_lap(peers, members, 8, device) for _ in range(_LAPS)]
-    post = min(lap.post for lap in laps)  # in others, whom the message woke had the core before the post returned
-    alpha = statistics.median(lap.post + lap.wait for lap in laps) - post
-    nbytes = _SMALLEST
+    short = [_lap(peers, members, 8, device) for _ in range(_LAPS)]
+    post = min(lap.post for lap in short)  # in others, whom the message woke had the core before the post returned
+    alpha = statistics.median(lap.seconds for lap in short) - post
+    most = int(max(1, min(_LARGEST, longest)))
+    nbytes = min(_SMALLEST, most)
+
+    def laps(count: int) -> tuple[list[_Lap], float]:
+        """And what they took on the slowest rank."""
+        taken = [_lap(peers, members, nbytes, device) for _ in range(count)]
+        return taken, max(row[0] for row in of_all(peers, [statistics.median(lap.seconds for lap in taken)]))
+
     while True:
-        _lap(peers, members, nbytes, device)  # a link that was idle may let a burst pass
-        last = _lap(peers, members, nbytes, device)
-        longest = max(row[0] for row in of_all(peers, [last.wait]))
-        if longest == 0.0:
+        _, seconds = laps(1)
+        if seconds == 0.0:
             return _Measured()
-        if longest >= _LONG_ENOUGH or nbytes >= _LARGEST:
-            return _Measured(alpha, max(last.wait - alpha, 0.0) / nbytes, post / 2, last.processor / (2 * nbytes))
-        nbytes *= 4
+        if seconds >= _LONG_ENOUGH or nbytes == most:
+            # again, for that one may have been held up, or a link that was idle may have let a burst pass
+            long, seconds = laps(_LONG_LAPS)
+            if seconds >= _LONG_ENOUGH / 2 or nbytes == most:
+                break
+        nbytes = min(4 * nbytes, most)
+    # less the least of the short ones: where cores are short of time, others may have taken longer than a long one
+    beta = statistics.median(lap.seconds for lap in long) - min(lap.seconds for lap in short)
+    transport = statistics.median(lap.processor for lap in long) / 2
+    known = seconds >= _LONG_ENOUGH / 2 or nbytes == _LARGEST
+    return _Measured(alpha, max(beta, 0.0) / nbytes, post / 2, transport / nbytes, math.inf if known else longest)
 
 
 def _lap(peers: Peers, members: Sequence[int], nbytes: int, device: torch.device) -> _Lap:
@@ -124,7 +150,7 @@ def _lap(peers: Peers, members: Sequence[int], nbytes: int, device: torch.device
     times: list[float] = []
 
     def work() -> None:
-        leaving, filling = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+        leaving, filling = (peers.scratch(f"probe.{way}", nbytes, device)[:nbytes] for way in ("leaving", "filling"))
         _synchronise(device)
         times.extend([time.process_time(), time.perf_counter()])
         handle = peers.post({after: leaving}, {before: filling})
@@ -261,8 +287,7 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     computing.start()
     try:
         for _ in range(_LAPS):
-            lap = _lap(peers, members, 8, device)
-            took.append(lap.post + lap.wait)
+            took.append(_lap(peers, members, 8, device).seconds)
         of_all(peers, [0.0])  # who is no member has had no laps, and computes as long as the others
     finally:
         done.set()

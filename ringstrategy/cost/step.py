@@ -70,11 +70,7 @@ def predict(
 
     Sparse gradients, and the few bytes by which ranks agree at each step, are left out.
     """
-    ghosts = {
-        name: Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        for name, parameter in parameters.items()
-    }
-    buckets = [bucket for bucket in algorithm.plan(ghosts, frozenset(), 0) if isinstance(bucket, DenseBucket)]
+    buckets = _buckets(algorithm, parameters)
     total = sum(bucket.numel for bucket in buckets)
     filled, parts = 0, []
     for bucket in buckets:
@@ -115,3 +111,18 @@ def predict(
         bytes_sent=sum(cost.bytes_sent for cost in costs),
         bytes_across=sum(cost.bytes_across for cost in costs),
     )
+
+
+def largest_wire(algorithm: AllReduce, parameters: Mapping[str, Parameter]) -> int:
+    """Bytes of the largest bucket of `algorithm` (not set up) as it travels: one exchange sends as many or more."""
+    buckets = _buckets(algorithm, parameters)
+    return max((bucket.codec.nbytes(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in buckets), default=0)
+
+
+def _buckets(algorithm: AllReduce, parameters: Mapping[str, Parameter]) -> list[DenseBucket]:
+    """Those that `algorithm` would make, without memory."""
+    ghosts = {
+        name: Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        for name, parameter in parameters.items()
+    }
+    return [bucket for bucket in algorithm.plan(ghosts, frozenset(), 0) if isinstance(bucket, DenseBucket)]
