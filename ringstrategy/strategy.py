@@ -6,6 +6,7 @@ import atexit
 import copy
 import difflib
 import inspect
+import pickle
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -646,13 +647,14 @@ class _StatsLauncher(_MultiProcessingLauncher):
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         has_residuals = next(self._ring.algorithm.residuals(), None) is not None
         mine = {"ringstrategy_stats": self._ring.stats, "ringstrategy_residuals": has_residuals}
-        mine["ringstrategy_outcome"] = self._ring.algorithm.outcome()
+        # as bytes, since Lightning looks for tensors in what is brought back, and refuses frozen dataclasses there
+        mine["ringstrategy_outcome"] = pickle.dumps(self._ring.algorithm.outcome())
         return {**super().get_extra_results(trainer), **mine}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
         self._ring.stats = extra.pop("ringstrategy_stats")
         self._ring._left_with_children = extra.pop("ringstrategy_residuals")
-        self._ring.algorithm.take_outcome(extra.pop("ringstrategy_outcome"))
+        self._ring.algorithm.take_outcome(pickle.loads(extra.pop("ringstrategy_outcome")))
         super().update_main_process_results(trainer, extra)
 
 

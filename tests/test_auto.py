@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
+import pickle
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +136,101 @@ def test_the_process_that_started_the_ranks_knows_what_was_chosen(slow: None) ->
     there.take_outcome(Auto().outcome())
     with pytest.raises(ValueError, match="has not chosen yet"):
         _ = there.chosen
+
+
+class Probe:
+    """Instead of measuring: for messages of how many bytes each rank was to measure, and `told` figures."""
+
+    def __init__(self, known: bool = True) -> None:
+        self.known = known
+        self.asked: list[float] = []
+
+    def __call__(self, peers: Peers, codecs: Any, device: torch.device, longest: float) -> Machines:
+        self.asked.append(longest)
+        return replace(told("slow")(peers, codecs, device, longest), longest=math.inf if self.known else longest)
+
+
+def trains(size: int, algorithms: list[Auto], numel: int = 1000, hosts: str = "") -> list[str]:
+    """Each rank has its own algorithm; the first line in the log of each, and that they are fit to go on."""
+
+    def train(peers: FakePeers) -> str:
+        peers.hosts = tuple(hosts) or peers.hosts
+        algorithm = algorithms[peers.rank]
+        parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel))])
+        algorithm.setup(dict(parameters.named_parameters()), peers)
+        one_pass(algorithm, parameters, torch.randn(1, numel))
+        algorithm.close()
+        return algorithm.news()[0]
+
+    return on_all_ranks(size, train)
+
+
+def after(algorithms: list[Auto], size: int) -> list[Auto]:
+    """As many in new processes, each a copy of the one that has heard from rank 0."""
+    there = Auto(tune=False)
+    there.take_outcome(pickle.loads(pickle.dumps(algorithms[0].outcome())))
+    return [copy.deepcopy(there) for _ in range(size)]
+
+
+def test_what_was_measured_is_kept_for_the_next_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Probe()
+    monkeypatch.setattr(auto, "measure", probe)
+    algorithms = [Auto(tune=False) for _ in range(2)]
+    assert all("measured for" in line for line in trains(2, algorithms))
+    assert probe.asked == [4 * 1000] * 2, "the largest wire, which is that of fp32"
+    for numel in (1000, 10, 10**6):  # whatever its size, for the bandwidth is known
+        assert all("goes by what it measured before" in line for line in trains(2, algorithms, numel))
+    assert all("before" in line for line in trains(2, after(algorithms, 2)))
+    assert len(probe.asked) == 2
+
+
+def test_it_is_measured_again_where_what_was_measured_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Probe(known=False)
+    monkeypatch.setattr(auto, "measure", probe)
+
+    def again(change: Callable[[list[Auto]], list[str]], size: int = 2) -> bool:
+        algorithms = [Auto(tune=False) for _ in range(2)]
+        trains(2, algorithms, hosts="ab")
+        assert all("before" in line for line in trains(2, algorithms, hosts="ab"))
+        probe.asked.clear()
+        lines = change(algorithms)
+        assert len(lines) == size
+        assert len({"before" in line for line in lines}) == 1, "all ranks or none"
+        assert len(probe.asked) == (0 if "before" in lines[0] else size)
+        return bool(probe.asked)
+
+    def other_codecs(algorithms: list[Auto]) -> list[str]:
+        for algorithm in algorithms:
+            algorithm.allow = (Identity(), BlockInt(4))
+        return trains(2, algorithms, hosts="ab")
+
+    def one_knows_nothing(algorithms: list[Auto]) -> list[str]:
+        return trains(2, [algorithms[0], Auto(tune=False)], hosts="ab")
+
+    def one_knows_otherwise(algorithms: list[Auto]) -> list[str]:
+        kept = algorithms[1]._kept
+        assert kept is not None
+        algorithms[1]._kept = kept._replace(machines=replace(kept.machines, wake=1e-9))
+        return trains(2, algorithms, hosts="ab")
+
+    def measured(by: dict[str, Any]) -> Callable[[list[Auto]], list[str]]:
+        def change(algorithms: list[Auto]) -> list[str]:
+            for algorithm in algorithms:
+                assert algorithm._kept is not None
+                algorithm._kept = algorithm._kept._replace(**by)
+            return trains(2, algorithms, hosts="ab")
+
+        return change
+
+    assert not again(lambda algorithms: trains(2, algorithms, numel=10, hosts="ab")), "a smaller model"
+    assert again(lambda algorithms: trains(2, algorithms, numel=10**4, hosts="ab")), "a larger one"
+    assert again(lambda algorithms: trains(2, algorithms, hosts="aa"))
+    assert again(lambda algorithms: trains(3, after(algorithms, 3), hosts="abc"), size=3)
+    assert again(measured(by={"device": "cuda"}))
+    assert again(measured(by={"transport": Peers}))
+    assert again(other_codecs)
+    assert again(one_knows_nothing)
+    assert again(one_knows_otherwise)
 
 
 @pytest.mark.parametrize("tune", [False, True])
@@ -572,8 +671,8 @@ def test_ranks_that_saw_other_times_predict_from_the_same(slow: None) -> None:
         algorithm = Auto()
         algorithm.setup(dict(module().named_parameters()), peers)
         later = 1 + peers.rank
-        assert algorithm._machines is not None
-        algorithm._machines = replace(algorithm._machines, pack=Work(0.0, 0.25e-3))
+        assert algorithm._kept is not None
+        algorithm._kept = algorithm._kept._replace(machines=replace(algorithm._machines, pack=Work(0.0, 0.25e-3)))
         warm_up = [0.0] * 3
         algorithm._seconds = [*warm_up, 5.0 * later, 4.0 * later, 9.0]
         algorithm._waited = [*warm_up, 1.0, 1.0 * later, 2.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib.util
 import json
 import os
@@ -204,6 +205,7 @@ def said(output: str) -> list[Any]:
 
 SPAWN = """
 import dataclasses, json, multiprocessing
+from ringstrategy import RingStrategy
 from test_strategy import Net, fit
 
 if __name__ == "__main__":
@@ -212,6 +214,8 @@ if __name__ == "__main__":
         assert not multiprocessing.active_children()
         if name == "ring_auto_fork":
             assert trainer.strategy.algorithm.chosen.bucket_mb == 25, "all sizes come to the same here"
+            again = fit(RingStrategy(trainer.strategy.algorithm, start_method="fork"), Net(), devices=2)
+            print(json.dumps([made.strategy.stats.probe_bytes_sent for made in (trainer, again)]))
             continue
         print(json.dumps(dataclasses.asdict(trainer.strategy.stats)))
 """
@@ -220,7 +224,11 @@ if __name__ == "__main__":
 def test_spawn_and_fork_bring_the_statistics_back(tmp_path: Path) -> None:
     done = run_script(tmp_path, SPAWN)
     assert done.returncode == 0, done.stderr
-    fork, spawn = said(done.stdout)
+    assert done.stderr.count("ring_auto measured for") == 1
+    assert done.stderr.count("ring_auto goes by what it measured before") == 1
+    fork, (measured, kept), spawn = said(done.stdout)
+    assert 0 < kept < measured / 2, "only what it takes to find out that all ranks have it, and to choose"
+    assert measured < 100_000, "for a model of 692 bytes"
     for stats in (fork, spawn):
         assert stats["steps"] == 12
         assert stats["values_averaged"] == 12 * (6 * 17 + 17 + 17 * 3 + 3)
@@ -502,6 +510,24 @@ def _fit_again(name: Any) -> L.Trainer:
 
 def _second_fit() -> None:
     check_equal(_fit_again(several_buckets()), _fit_again("ddp"))
+
+
+def _choose_again() -> list[int]:
+    trainer = fit("ring_auto", Net())
+    first = dataclasses.replace(trainer.strategy.stats)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(trainer.lightning_module, rows())
+    check_replicas(trainer)
+    second = trainer.strategy.stats
+    assert second.steps == 2 * first.steps
+    assert first.bytes_sent < second.bytes_sent < 3 * first.bytes_sent
+    return [first.probe_bytes_sent, second.probe_bytes_sent - first.probe_bytes_sent]
+
+
+def test_a_second_fit_goes_by_what_the_first_measured(ranks: Pool) -> None:
+    for measured, kept in ranks(2, _choose_again):
+        assert 0 < kept < measured / 2
+        assert measured < 100_000, "for a model of 692 bytes"
 
 
 def test_a_second_fit_and_a_new_trainer_go_on_averaging(ranks: Pool) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import statistics
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +56,24 @@ class _Trial:
     rounds: int = 1
 
 
+class _Kept(NamedTuple):
+    """A measurement, and by what it was made."""
+
+    device: str  # its type
+    transport: type[Peers]
+    machines: Machines
+
+    def holds(self, peers: Peers, codecs: Sequence[tuple[Codec, bool]], device: torch.device) -> bool:
+        """Was it made on the same hosts, by the same means, of the same codecs?"""
+        same = (self.device, self.transport, self.machines.hosts) == (device.type, type(peers), peers.hosts)
+        return same and self.machines.codecs.keys() == set(codecs)
+
+    @property
+    def digest(self) -> float:
+        """Of the figures; not 0."""
+        return 1.0 + int.from_bytes(hashlib.sha256(repr(self.machines).encode()).digest()[:6], "little")
+
+
 class Auto(Algorithm):
     """`AllReduce` with what is fastest here, of what it is allowed.
 
@@ -63,6 +82,11 @@ class Auto(Algorithm):
     knows when gradients are ready, predicts again, tries the few best candidates in turn, those that stay near the best
     up to four times, and keeps the fastest: from 12 to about 100 passes, more with more codecs, all of them ordinary
     training steps. All ranks decide by the same figures.
+
+    What was measured is kept for the next training: it is measured again with another number of ranks, on other hosts
+    or another kind of device, over another transport, with other codecs, or if the largest bucket is larger than the
+    messages were, unless these took long enough to know the bandwidth. A copy of this object takes it along; a new one
+    measures. `Stats` counts what is sent for this apart.
 
     What is chosen depends on times, so a run with lossy codecs repeats bit for bit only if the same is chosen; a
     checkpoint holds the choice, and a run of as many ranks goes on with it. What one candidate's error feedback holds
@@ -110,7 +134,7 @@ class Auto(Algorithm):
         self._device = torch.device("cpu")
         self._parameters: dict[str, Parameter] = {}
         self._sparse: frozenset[str] = frozenset()
-        self._machines: Machines | None = None
+        self._kept: _Kept | None = None
         self._candidates: list[AllReduce] = []
         self._chosen = 0
         self._tuned = False
@@ -139,12 +163,12 @@ class Auto(Algorithm):
         return self._candidates[self._chosen]
 
     def outcome(self) -> Any:
-        """See `Algorithm.outcome`: what was chosen."""
-        return self._hosts, self._chosen
+        """See `Algorithm.outcome`: what was chosen, and what was measured, for the next training's processes."""
+        return self._hosts, self._chosen, self._kept
 
     def take_outcome(self, outcome: Any) -> None:
         """See `Algorithm.take_outcome`."""
-        self._hosts, self._chosen = outcome
+        self._hosts, self._chosen, self._kept = outcome
         self._candidates = eligible(self.allow, self._hosts, **self._common) if self._hosts else []
 
     def news(self) -> list[str]:
@@ -165,32 +189,41 @@ class Auto(Algorithm):
             self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
             self._candidates = eligible(self.allow, self._hosts, **self._common)
             self._tuned = not self.tune
-            codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
-            longest = self._longest(peers)
-            begin = time.perf_counter()
-            self._machines = measure(peers, codecs, self._device, longest)
-            took = time.perf_counter() - begin
+            source = self._measure(peers)
             predictions = self._predict(Profile(rest=0.0, backward=0.0))
         best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
-            f"ring_auto measured for {took:.2f} s: {_told(self._machines)}. "
+            f"ring_auto {source}: {_told(self._machines)}. "
             f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best]:.1f} ms"
             + self._next_best(best, predictions)
         )
         self._take(best, deliver=False)
 
-    def _longest(self, peers: Peers) -> float:
-        """Bytes of a message that is worth sending to measure: the largest candidate's largest wire, on any rank."""
+    @property
+    def _machines(self) -> Machines:
+        assert self._kept is not None
+        return self._kept.machines
+
+    def _measure(self, peers: Peers) -> str:
+        """Unless all ranks still have figures that hold; returns which, in words."""
+        codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
         dense, refused = self._dense(), self._refused()
         largest = {made.codec: made for made in self._candidates if made.bucket_mb == max(_BUCKETS_MB)}
         wire = max(largest_wire(made, dense) for codec, made in largest.items() if codec not in refused)
-        # the largest of all: ranks that differ would else send messages of other sizes than their neighbours await
-        return max(row[0] for row in of_all(peers, [float(wire)]))
+        kept = self._kept if self._kept is not None and self._kept.holds(peers, codecs, self._device) else None
+        mine = [float(wire), 0.0 if kept is None else kept.digest]
+        everyone = of_all(peers, mine)
+        # one decision and one size for all: a rank that went on alone would leave the others waiting for its messages
+        longest = max(row[0] for row in everyone)
+        if kept is not None and longest <= kept.machines.longest and all(row[1] == kept.digest for row in everyone):
+            return "goes by what it measured before"
+        begin = time.perf_counter()
+        self._kept = _Kept(self._device.type, type(peers), measure(peers, codecs, self._device, longest))
+        return f"measured for {time.perf_counter() - begin:.2f} s"
 
     def _predict(self, profile: Profile) -> dict[int, float]:
         """Seconds with each candidate, as rank 0 predicts them; of those that come to the same only the first."""
         assert self._peers is not None
-        assert self._machines is not None
         dense, refused = self._dense(), self._refused()
         seconds, seen = [], set()
         for candidate in self._candidates:
@@ -318,7 +351,6 @@ class Auto(Algorithm):
     def _profile(self) -> Profile:
         """Of the passes so far: the slowest rank's backward, and when rank 0's gradients were complete in the last."""
         assert self._peers is not None
-        assert self._machines is not None
         timed = list(zip(self._seconds, self._waited, strict=True))[_WARM_UP:]
         mine = [statistics.median(seconds - waited for seconds, waited in timed)]
         mine += [x for numel, seconds in self._inner.launches for x in (float(numel), seconds)]
