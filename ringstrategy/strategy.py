@@ -187,6 +187,11 @@ class RingStrategy(DDPStrategy):
         assert module is not None
         if self.world_size > 1:
             self._attach(module)
+        elif self.stats.steps == 0:  # once, not again at the next fit
+            rank_zero_info(
+                "RingStrategy: there is one process, so nothing is averaged and nothing is sent. For more pass "
+                "Trainer(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
+            )
         own = None if self._resume is None or self._resume.own is None else _copied(module.state_dict())
         _sync_module_states(module)
         if own is not None:
@@ -285,6 +290,8 @@ class RingStrategy(DDPStrategy):
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._peers is not None:
             self.algorithm.after_backward()
+        elif self.world_size == 1 and not self._accumulating:
+            self.stats.steps += 1
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import pickle
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -23,6 +20,7 @@ from fakes import FakePeers, Toy, on_all_ranks
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from listening import listening
 from pool import Pool
 from test_allreduce import backward, start
 from test_strategy import (
@@ -118,26 +116,6 @@ class Remembers(L.Callback):
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         self.history.append(residuals(trainer.strategy.algorithm))
-
-
-@contextmanager
-def listening() -> Iterator[list[str]]:
-    """What is logged and warned."""
-    heard: list[str] = []
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            heard.append(record.getMessage())
-
-    handler, logger = Handler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield heard
-            heard += [str(warning.message) for warning in caught]
-    finally:
-        logger.removeHandler(handler)
 
 
 def about_residuals(heard: list[str]) -> list[str]:

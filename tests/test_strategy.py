@@ -29,6 +29,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from listening import listening
 from pool import Pool
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -335,7 +336,7 @@ def _equals_plain_training() -> None:
         theirs = fit("auto", Net(), **options)
         assert ours.world_size == 1
         assert isinstance(ours.strategy, RingStrategy)
-        assert ours.strategy.stats == Stats()
+        assert ours.strategy.stats == Stats(steps=ours.global_step), "nothing was sent or waited for"
         assert ours.global_step == theirs.global_step > 0
         for mine, reference in zip(
             ours.lightning_module.parameters(), theirs.lightning_module.parameters(), strict=True
@@ -345,6 +346,40 @@ def _equals_plain_training() -> None:
 
 def test_one_process_is_plain_training_bit_for_bit(ranks: Pool) -> None:
     ranks(1, _equals_plain_training)
+
+
+def _counts_steps(kind: str) -> int:
+    model = {"manual": Manual, "gan": Gan}.get(kind, Net)()
+    options: dict[str, Any] = {"accumulate_grad_batches": 4} if kind == "accumulating" else {}
+    trainer = fit("gossip" if kind == "gossip" else "ring", model, data=rows(48 * world()), **options)
+    return trainer.strategy.stats.steps
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [("", 24), ("gossip", 24), ("accumulating", 6), ("manual", 24), ("gan", 48)]
+)
+def test_one_process_counts_the_steps_that_several_count(ranks: Pool, kind: str, steps: int) -> None:
+    assert ranks(1, _counts_steps, kind) == [steps]
+    assert ranks(2, _counts_steps, kind) == [steps] * 2
+
+
+def _tells_of_one_process() -> list[list[str]]:
+    trainer, model = trainer_with("ring"), Net()
+    heard = []
+    for loop in (trainer.validate, trainer.test, trainer.fit, trainer.fit):
+        trainer.fit_loop.max_epochs = 1 + trainer.current_epoch
+        with listening() as lines:
+            loop(model, rows())
+        heard.append([line for line in lines if "nothing is averaged" in line])
+    return heard
+
+
+def test_one_process_is_told_how_to_get_more(ranks: Pool) -> None:
+    [[validated, tested, [line], again]] = ranks(1, _tells_of_one_process)
+    assert validated == tested == again == []
+    assert "devices=2" in line
+    assert "torchrun" in line
+    assert ranks(2, _tells_of_one_process) == [[[], [], [], []]] * 2
 
 
 # Manual optimization

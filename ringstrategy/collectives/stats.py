@@ -22,7 +22,8 @@ class Stats:
         values_averaged: gradient elements averaged.
         exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
-        steps: backward passes whose gradients were averaged.
+        steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings.
+            With one process, where nothing is averaged: backward passes that do not only accumulate.
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose.
         probe_bytes_received: likewise.
         probe_seconds: training waited this long for it to measure and to choose.

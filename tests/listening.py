@@ -1,0 +1,28 @@
+"""What training says: log lines and warnings, in the process that listens."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def listening() -> Iterator[list[str]]:
+    """What is logged and warned."""
+    heard: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield heard
+            heard += [str(warning.message) for warning in caught]
+    finally:
+        logger.removeHandler(handler)
