@@ -7,6 +7,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -211,6 +212,60 @@ def test_only_what_gets_smaller_is_compressed() -> None:
     assert "40 + 50" in said
     larger = PowerSGD(9).plan(_parameters({"a": (30, 40)}), frozenset(), 0)  # 630 of 1200 elements
     assert [type(bucket) for bucket in larger] == [DenseBucket]
+
+
+def told(rank: int, shapes: Mapping[str, tuple[int, ...]], frozen: frozenset[str] = frozenset()) -> list[str]:
+    """What is in the log after setup."""
+
+    def setup(peers: FakePeers) -> list[str]:
+        algorithm = PowerSGD(rank)
+        parameters = {name: nn.Parameter(torch.zeros(shape), name not in frozen) for name, shape in shapes.items()}
+        algorithm.setup(parameters, peers)
+        news = algorithm.news()
+        assert algorithm.news() == [], "once"
+        algorithm.close()
+        return news
+
+    first, second = on_all_ranks(2, setup)
+    assert len(first) == len(second), "as many on all ranks"
+    return first
+
+
+def test_the_log_says_how_much_is_compressed() -> None:
+    # 8 x 9 has (8 + 9) * 2 = 34 elements in its factors, and 72 in all
+    shapes = {"large": (40, 30), "bias": (40,), "small": (8, 9), "convolution": (24, 3, 3, 3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [line] = told(1, shapes)
+        assert "3 of 4 parameters travel as factors of rank 1" in line
+        assert "1,920 elements as 138" in line
+        assert "40 elements travel whole" in line
+        [line] = told(3, shapes)
+        assert "2 of 4 parameters travel as factors of rank 3" in line
+        assert "1,848 elements as 363" in line
+        assert "112 elements travel whole" in line
+        assert told(1, {"large": (40, 30)}) == [], "all are"
+        assert told(1, {}) == told(1, {"bias": (40,)}, frozenset({"bias"})) == [], "nothing to send"
+
+
+@pytest.mark.parametrize(
+    ("rank", "shapes", "cure"),
+    [
+        (1000, SHAPES, "The largest rank that compresses one is 8$"),
+        (9, SHAPES, "The largest rank that compresses one is 8$"),
+        (1, {"bias": (40,), "tiny": (3, 4)}, "No rank compresses one: try 'ring_int8'"),
+    ],
+)
+def test_a_warning_says_that_nothing_is_compressed(rank: int, shapes: Any, cure: str) -> None:
+    with pytest.warns(UserWarning, match=rf"PowerSGD\(rank={rank}\) compresses none of .* {cure}") as caught:
+        assert told(rank, shapes) == []
+    assert len(caught) == 1, "on the first rank"
+    assert told(8, SHAPES), "which does"
+
+
+def test_a_frozen_matrix_is_not_compressed_yet() -> None:
+    with pytest.warns(UserWarning, match=r"trained now \(1\).* No rank compresses one: try 'ring_int8'"):
+        told(1, {"large": (40, 30), "bias": (40,)}, frozenset({"large"}))
 
 
 def test_buckets_are_in_the_order_in_which_backward_fills_them() -> None:

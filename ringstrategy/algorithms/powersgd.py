@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -33,8 +34,12 @@ class PowerSGD(Synchronous):
     one stated order. A NaN or an infinity on any rank makes that matrix NaN on all of them, and leaves its
     residuals and its q as they were.
 
+    The log says at `setup` how much travels as factors, if not all does. That nothing does is a warning, which says the
+    largest rank at which something would; no error, since the mean is right, and matrices may unfreeze later.
+
     Args:
-        rank: columns of p and of q. Larger: closer, more bytes, more time in matrix products.
+        rank: columns of p and of q. Larger: closer, more bytes, more time in matrix products, and fewer matrices whose
+            factors pay.
         codec: what travels instead of the factors' float32. Nothing that it loses is lost for good: feedback is
             taken from the mean that is delivered. Gradients that travel whole are never rounded.
         collective: how factors and whole gradients travel.
@@ -65,6 +70,7 @@ class PowerSGD(Synchronous):
             raise TypeError(f"error_feedback is True or False, got {error_feedback!r}")
         self.collective.check(self.codec)
         self.error_feedback = error_feedback
+        self._news: list[str] = []
 
     def __repr__(self) -> str:
         """The arguments."""
@@ -74,6 +80,21 @@ class PowerSGD(Synchronous):
             f"find_unused_parameters={self.find_unused_parameters}, "
             f"local={told(self.local)})"
         )
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        super().setup(parameters, peers, sparse=sparse)
+        factored = [slot.parameter for b in self._buckets if isinstance(b, LowRankBucket) for slot in b.slots]
+        whole = [slot.parameter for b in self._buckets if isinstance(b, DenseBucket) for slot in b.slots]
+        if whole and factored:
+            self._news.append(_how_much(self.rank, factored, whole))
+        elif whole and peers.rank == 0:
+            warnings.warn(_nothing(self.rank, whole), stacklevel=2)
+
+    def news(self) -> list[str]:
+        """See `Algorithm.news`: how much is compressed."""
+        news, self._news = self._news, []
+        return news
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""
@@ -287,8 +308,36 @@ def _subtract(matrix: Tensor, left: Tensor, right: Tensor, share: float, *, out:
 
 
 def _is_worthwhile(parameter: Parameter, rank: int) -> bool:
+    return rank <= _largest_rank(parameter)
+
+
+def _largest_rank(parameter: Parameter) -> int:
+    """At which the parameter would be compressed; 0: at none."""
     rows, columns = _matrix_shape(parameter)
-    return parameter.dtype.is_floating_point and _WORTHWHILE * rank * (rows + columns) <= rows * columns
+    return rows * columns // (_WORTHWHILE * (rows + columns)) if parameter.dtype.is_floating_point else 0
+
+
+def _how_much(rank: int, factored: Sequence[Parameter], whole: Sequence[Parameter]) -> str:
+    """In words."""
+    elements, kept = (sum(parameter.numel() for parameter in some) for some in (factored, whole))
+    travel = sum(rank * sum(_matrix_shape(parameter)) for parameter in factored)
+    return (
+        f"PowerSGD: {len(factored)} of {len(factored) + len(whole)} parameters travel as factors of rank {rank}, "
+        f"{elements:,} elements as {travel:,}. The other {kept:,} elements travel whole, for factors would "
+        "have more than half of each such parameter's elements"
+    )
+
+
+def _nothing(rank: int, whole: Sequence[Parameter]) -> str:
+    """What to do about it, in words."""
+    largest = max(_largest_rank(parameter) for parameter in whole)
+    cure = (
+        f"The largest rank that compresses one is {largest}" if largest else "No rank compresses one: try 'ring_int8'"
+    )
+    return (
+        f"PowerSGD(rank={rank}) compresses none of the parameters that are trained now ({len(whole)}): factors would "
+        f"have more than half of each one's elements. All travel whole, as with the strategy 'ring'. {cure}"
+    )
 
 
 def _matrix_shape(parameter: Parameter) -> tuple[int, int]:
