@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH, ReduceOp
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -162,6 +162,13 @@ class RingStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
+        module = self.lightning_module
+        assert module is not None
+        if any(isinstance(callback, BatchSizeFinder) for callback in _callbacks(module.trainer)):
+            raise ValueError(
+                "BatchSizeFinder works with one process and without a strategy for several: find the size in a run of "
+                "its own with Trainer(strategy='auto', devices=1), and train with that size for each process"
+            )
         super().setup_environment()
         self._has_met = self._has_told = False
         if self.world_size > 1:
@@ -185,6 +192,7 @@ class RingStrategy(DDPStrategy):
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
         module = self.lightning_module
         assert module is not None
+        self._refuse_sync_batch_norm(module)
         if self.world_size > 1:
             self._attach(module)
         elif self.stats.steps == 0:  # once, not again at the next fit
@@ -199,6 +207,19 @@ class RingStrategy(DDPStrategy):
         self._buffers_due = True
         if self._resume is not None:
             self._carried = restore(self, self._resume)
+
+    def _refuse_sync_batch_norm(self, module: LightningModule) -> None:
+        """On a CPU, where the first forward in training would fail."""
+        names = [name for name, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)]
+        if names and self.root_device.type == "cpu":
+            cure = (
+                "leave out sync_batchnorm=True" if self._layer_sync else "use nn.BatchNorm1d, 2d or 3d in their place"
+            )
+            raise ValueError(
+                f"SyncBatchNorm works only on GPUs, and here {names[0]} ({len(names)} in all) would train on a CPU: "
+                f"{cure}, then each process takes the statistics of its own batches; or use a norm without any, such "
+                "as nn.GroupNorm"
+            )
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None

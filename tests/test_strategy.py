@@ -21,14 +21,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import LayerSync, MixedPrecision
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.tuner import Tuner
 from listening import listening
 from pool import Pool
 from torch import Tensor, nn
@@ -606,6 +608,64 @@ def test_a_resumed_run_equals_the_uninterrupted_one(ranks: Pool, tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"half.ckpt", "by_hand.ckpt"}
 
 
+# Tuners
+
+
+class Sized(Net):
+    """Its batch size can be found."""
+
+    batch_size = 2
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return rows(batch_size=self.batch_size)
+
+    val_dataloader = train_dataloader  # the finder asks for both
+
+
+def _find_batch_size() -> list[str]:
+    said = []
+    for name in ("ring", "ddp"):
+        with pytest.raises(ValueError, match="not supported with distributed strategies") as tuned:
+            Tuner(trainer_with(name)).scale_batch_size(Sized(), max_trials=1)
+        said.append(str(tuned.value))
+    assert said[0] == said[1], "Lightning's, before it asks any strategy"
+    with pytest.raises(ValueError, match="BatchSizeFinder") as caught:
+        trainer_with("ring", callbacks=[BatchSizeFinder(max_trials=1)]).fit(Sized())
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_finding_a_batch_size_is_refused_with_the_cure(ranks: Pool, size: int) -> None:
+    for said in ranks(size, _find_batch_size):
+        assert "Trainer(strategy='auto', devices=1)" in said[0]
+
+
+def _find_alone() -> int:
+    trainer = L.Trainer(strategy="auto", accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    found = Tuner(trainer).scale_batch_size(Sized(), max_trials=2, steps_per_trial=1)
+    assert isinstance(found, int)
+    return found
+
+
+def test_a_batch_size_is_found_as_the_cure_says(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ranks(1, _find_alone) == [4]
+
+
+def _find_learning_rate() -> float | None:
+    model = Net()
+    found = Tuner(trainer_with("ring")).lr_find(model, rows(400), num_training=20)
+    assert found is not None
+    assert same_everywhere(model.layers[0].weight)
+    return found.suggestion()
+
+
+def test_a_learning_rate_is_found(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = ranks(2, _find_learning_rate)
+    assert first == second is not None
+
+
 # Callbacks
 
 
@@ -687,27 +747,66 @@ def test_batch_norm_statistics_are_rank_zeros_as_under_ddp(ranks: Pool) -> None:
     ranks(2, _buffers)
 
 
-class Unsynchronizable(Net):
-    """A batch norm that no forward meets: SyncBatchNorm cannot run on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(5)
-
-    def on_train_start(self) -> None:
-        assert isinstance(self.norm, nn.SyncBatchNorm)
+class BatchNormed(Net):
+    def __init__(self, kind: type[nn.Module] = nn.BatchNorm1d) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 5), kind(5), nn.Linear(5, 3)))
 
 
-def _sync_batch_norm() -> None:
-    model = Unsynchronizable()
-    trainer = fit("ring", model, sync_batchnorm=True)
+class Marked(nn.BatchNorm1d):
+    """What a user's own layer sync puts in."""
+
+
+class Marks(LayerSync):
+    def apply(self, model: nn.Module) -> nn.Module:
+        return self._swap(model, Marked)
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        return self._swap(model, nn.BatchNorm1d)
+
+    def _swap(self, model: nn.Module, kind: type[nn.BatchNorm1d]) -> nn.Module:
+        model.layers[1].__class__ = kind
+        return model
+
+
+def _layer_sync() -> None:
+    model, marked = BatchNormed(), []
+
+    class Watch(L.Callback):
+        def on_train_start(self, *_: Any) -> None:
+            marked.append(type(model.layers[1]))
+
+    trainer = fit("ring", model, plugins=[Marks()], callbacks=[Watch()])
     check_replicas(trainer)
-    assert not isinstance(model.norm, nn.SyncBatchNorm)
-    assert model.norm.weight.grad is None
+    assert marked == [Marked]
+    assert type(model.layers[1]) is nn.BatchNorm1d
 
 
-def test_sync_batch_norm_is_put_in_and_taken_out(ranks: Pool) -> None:
-    ranks(2, _sync_batch_norm)
+def test_a_layer_sync_is_put_in_and_taken_out(ranks: Pool) -> None:
+    ranks(2, _layer_sync)
+
+
+def _sync_batch_norm() -> list[str]:
+    model, said = BatchNormed(), []
+    trainer = trainer_with("ring", sync_batchnorm=True)
+    trainer.validate(model, rows(), verbose=False)  # nothing is synchronized there
+    with pytest.raises(ValueError, match="only on GPUs") as caught:
+        trainer.fit(model, rows())
+    said.append(str(caught.value))
+    assert not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()), "it was taken out again"
+    with pytest.raises(ValueError, match="only on GPUs") as caught:
+        fit("ring", BatchNormed(nn.SyncBatchNorm))
+    said.append(str(caught.value))
+    with pytest.raises(ValueError, match="only work with GPU"):
+        fit("ddp", BatchNormed(nn.SyncBatchNorm))  # DDP refuses them too
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_sync_batch_norm_on_a_cpu_is_refused_before_training(ranks: Pool, size: int) -> None:
+    for flag, own in ranks(size, _sync_batch_norm):
+        assert "leave out sync_batchnorm=True" in flag
+        assert "layers.1" in own
+        assert "nn.BatchNorm" in own
 
 
 # What changes the graph
