@@ -300,11 +300,11 @@ def _lightnings_ema(folder: str) -> None:
     def run(**options: Any) -> tuple[Net, SeesMean, EMAWeightAveraging]:
         model, sees, ema = normed(), SeesMean(), EMAWeightAveraging(decay=0.8)
         callbacks: list[Callback] = [ema, sees]
-        if "ckpt_path" not in options:
-            callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
         path = options.pop("ckpt_path", None)
+        if path is None:
+            callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
         trainer = trainer_with(
-            RingStrategy(Gossip(Star(), interval=2)), callbacks=callbacks, enable_checkpointing=True, **options
+            RingStrategy(Gossip(Star(), interval=2)), callbacks=callbacks, enable_checkpointing=path is None, **options
         )
         trainer.fit(model, rows(), rows(24), ckpt_path=path)
         return model, sees, ema

@@ -424,7 +424,8 @@ def _train(hosts: str, algorithm: AllReduce, stops: tuple[int, ...] = ()) -> tup
             module.zero_grad()
             backward(algorithm, module(batch(peers.rank, step)))
             history.append({name: grad for name, grad in gradients(module).items() if grad is not None})
-        residuals = {name: value.clone() for name, value in algorithm.residuals() if value is not None}
+            algorithm.after_step(set(module.parameters()))
+        residuals = {name: value.clone() for name, value in algorithm.residuals()}
         state = algorithm.state_dict(), residuals
         algorithm.close()
         peers.close()

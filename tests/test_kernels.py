@@ -487,10 +487,13 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
                 slot.view.copy_(slot.parameter.grad)
                 slot.parameter.grad = slot.view
         bucket.pack(3)
+        assert packs.call_count == kernels
+        packs.reset_mock()  # it holds the gradients, and who is held does not move into the bucket
+        bucket.take_gradients()
         views = [slot.holds_gradient() for slot in bucket.slots]
         packed = bucket.buffer.clone()
         bucket.unpack(lambda slot: slot.name != "p1")
-        assert (packs.call_count, unpacks.call_count) == (kernels, kernels and dtype != torch.float32)
+        assert unpacks.call_count == (kernels and dtype != torch.float32)
         gradients = [slot.parameter.grad for slot in bucket.slots]
         results.append((packed, views, gradients))
     assert_same(results[0][0], results[1][0])

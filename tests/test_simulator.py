@@ -44,19 +44,19 @@ def really(algorithm: Decentralized) -> tuple[np.ndarray, np.ndarray, int]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     peers = connect(torch.device("cpu"), timedelta(seconds=30))
     assert peers.size == SIZE
-    parameter = nn.Parameter(start()[peers.rank], requires_grad=False)
+    parameter = nn.Parameter(start()[peers.rank])
     try:
         algorithm.setup({NAME: parameter}, peers)
         for step in range(STEPS):
-            parameter += change(parameter, peers.rank)
+            parameter.data += change(parameter.data, peers.rank)
             algorithm.after_step({parameter})
             algorithm.settle()
             if step + 1 == algorithm.interval:
                 before = peers.stats.bytes_sent
         sent = peers.stats.bytes_sent - before
-        own = parameter.numpy().copy()
+        own = parameter.detach().numpy().copy()
         algorithm.enter_consensus()
-        return own, parameter.numpy().copy(), sent
+        return own, parameter.detach().numpy().copy(), sent
     finally:
         algorithm.close()
         peers.close()

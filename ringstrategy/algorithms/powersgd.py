@@ -70,7 +70,6 @@ class PowerSGD(Synchronous):
             raise TypeError(f"error_feedback is True or False, got {error_feedback!r}")
         self.collective.check(self.codec)
         self.error_feedback = error_feedback
-        self._news: list[str] = []
 
     def __repr__(self) -> str:
         """The arguments."""
@@ -90,11 +89,6 @@ class PowerSGD(Synchronous):
             self._news.append(_how_much(self.rank, factored, whole))
         elif whole and peers.rank == 0:
             warnings.warn(_nothing(self.rank, whole), stacklevel=2)
-
-    def news(self) -> list[str]:
-        """See `Algorithm.news`: how much is compressed."""
-        news, self._news = self._news, []
-        return news
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""

@@ -132,7 +132,7 @@ class Simulation:
         self.algorithm = copy.deepcopy(algorithm)
         self.algorithm.exchange = AllInOne(size)
         self._peers = _Everyone(0, size)
-        self._parameter = Parameter(start.clone(), requires_grad=False)
+        self._parameter = Parameter(start.clone())
         self.algorithm.setup({NAME: self._parameter}, self._peers)
 
     @property
