@@ -657,7 +657,7 @@ class _Looks(Callback):
         module = self._strategy.lightning_module
         assert module is not None
         tensors = [*_shared_parameters(module).values(), *_shared_buffers(module)]
-        return [sample(tensor.detach()).nan_to_num() for tensor in tensors if tensor.numel()]
+        return [sample(tensor.detach()).nan_to_num() for tensor in tensors]
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -37,7 +37,7 @@ class Shown:
         self._shown += new  # at once: what follows may fail
         for shown, (tensor, value) in zip(new, pairs, strict=True):
             tensor.copy_(value)
-            shown.seen = sample(tensor) if tensor.numel() else None
+            shown.seen = sample(tensor)
 
     @torch.no_grad()
     def end(self) -> None:

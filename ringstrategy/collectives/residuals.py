@@ -42,7 +42,7 @@ class Residuals:
     """
 
     def __init__(self, slots: list[Slot], whole: Tensor | None = None) -> None:
-        self._held = [(s, s.residual) for s in slots if s.residual is not None and s.residual.numel()]
+        self._held = [(slot, slot.residual) for slot in slots if slot.residual is not None]
         self._whole = whole
         self._whole_before: Tensor | None = None
         self._before: dict[str, Tensor] = {}
