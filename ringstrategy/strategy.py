@@ -38,13 +38,14 @@ from ringstrategy.collectives.sample import sample
 from ringstrategy.collectives.stats import Stats
 from ringstrategy.collectives.watch import Watch
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.new_parts import NewParts
 from ringstrategy.optimizer_steps import OptimizerSteps, announces_steps, any_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
 
-_BUFFER_BUCKET_BYTES = 250 * 2**20
+_BROADCAST_BYTES = 250 * 2**20
 _FROM_DDP = {
     "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
     "ddp_comm_state": "here a codec does that, RingStrategy(AllReduce(codec=...))",
@@ -129,6 +130,7 @@ class RingStrategy(DDPStrategy):
         self._has_met = self._has_told = False
         self._run = 0
         self._steps: OptimizerSteps | None = None
+        self._new_parts: NewParts | None = None
         self._steps_before = self._steps_noticed = 0  # of automatic optimization: before this fit, and since
         self._looks = _Looks(self)
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
@@ -235,6 +237,7 @@ class RingStrategy(DDPStrategy):
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
         self._steps = OptimizerSteps(self._before_step, self._after_step)
+        self._new_parts = NewParts()
         self._steps_before, self._steps_noticed = -1, 0
         self._log_news()
 
@@ -263,12 +266,19 @@ class RingStrategy(DDPStrategy):
             self._steps.forget()
         self._notice_dropped_steps()
         module = self.lightning_module
-        if batch_idx == 0 and self._peers is not None:
+        if self._peers is not None and self._new_parts is not None:
             assert module is not None
-            self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
-            for optimizer in self.optimizers if module.trainer.current_epoch else ():
+            if self._new_parts.any_since():
+                self._adopt(module)
+            for optimizer in self.optimizers if batch_idx == 0 and module.trainer.current_epoch else ():
                 self.algorithm.after_epoch(_stepped(optimizer))
         self._log_news()
+
+    def _adopt(self, module: LightningModule) -> None:
+        """Parameters that the model has got since: with rank 0's values, as those had that it began with."""
+        new = self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
+        if new:
+            self._from_rank_0([parameter.detach() for parameter in new if parameter.numel()])
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
@@ -284,12 +294,14 @@ class RingStrategy(DDPStrategy):
 
     def _send_buffers(self) -> None:
         assert self.lightning_module is not None
-        buffers = [buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()]
-        if buffers:
+        self._from_rank_0([buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()])
+
+    def _from_rank_0(self, tensors: list[Tensor]) -> None:
+        if tensors:
             with self._naming_lost_peers():
                 world = dist.group.WORLD
                 assert world is not None
-                dist._broadcast_coalesced(world, buffers, _BUFFER_BUCKET_BYTES, 0)
+                dist._broadcast_coalesced(world, tensors, _BROADCAST_BYTES, 0)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
@@ -575,8 +587,10 @@ class RingStrategy(DDPStrategy):
         if watch is not None:
             watch.close()
         steps, self._steps = self._steps, None
-        if steps is not None:
-            steps.close()
+        new_parts, self._new_parts = self._new_parts, None
+        for watching in (steps, new_parts):
+            if watching is not None:
+                watching.close()
         self.algorithm.close()
         peers, self._peers = self._peers, None
         try:

@@ -356,4 +356,4 @@ def test_who_has_no_laps_computes_until_the_others_have_theirs(monkeypatch: pyte
         return time.perf_counter() - begin
 
     monkeypatch.setattr(probe, "_lap", lap)
-    assert min(on_all_ranks(2, seconds)) > 0.02 * probe._LAPS
+    assert min(on_all_ranks(2, seconds)) > 0.9 * 0.02 * probe._LAPS

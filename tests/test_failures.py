@@ -531,7 +531,7 @@ def _differing(what: str) -> tuple[str, float]:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("model", "rank 1 has 'bucket 0: 183 x torch.float32"),
+        ("model", "rank 1 has 'layers.2.weight: (3, 18) torch.float32"),
         ("codec", "rank 1 has 'AllReduce(codec=Cast("),
         ("bucket", "bucket_mb=1.0"),
     ],

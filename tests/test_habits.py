@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import sys
+import time
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from pool import Pool
 from test_strategy import (
@@ -22,6 +29,7 @@ from test_strategy import (
     gathered,
     net,
     rows,
+    run_script,
     same_everywhere,
     several_buckets,
     trainer_with,
@@ -30,7 +38,21 @@ from test_strategy import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, PowerSGD, PushSum, RingStrategy, TopK
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Choco,
+    Direct,
+    Gossip,
+    PlanMismatchError,
+    PowerSGD,
+    PushSum,
+    RingStrategy,
+    SmallExact,
+    TopK,
+)
+from ringstrategy.collectives.peers import connect
 from ringstrategy.topologies import Complete, Star
 
 pytestmark = pytest.mark.timeout(120)
@@ -712,3 +734,348 @@ def _before_the_first_step(folder: str, algorithm: Any) -> None:
 )
 def test_saving_before_the_first_step_after_a_resume_loses_nothing(ranks: Pool, tmp_path: Path, algorithm: Any) -> None:
     ranks(3, _before_the_first_step, str(tmp_path), algorithm)
+
+
+class NumpyState(torch.optim.SGD):
+    """Keeps a numpy scalar in its state, as some optimizers do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        output = super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["scale"] = np.float32(0.5)
+        return output
+
+
+class WithNumpyState(Net):
+    def configure_optimizers(self) -> Any:
+        return NumpyState(self.parameters(), 0.05, momentum=0.9)
+
+
+def _numpy_state(folder: str) -> None:
+    def strategy() -> RingStrategy:
+        return RingStrategy(Gossip(Star(), consensus=False))
+
+    save = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    whole = fit(strategy(), WithNumpyState(), callbacks=[save], enable_checkpointing=True)
+    trainer, model = trainer_with(strategy()), WithNumpyState()
+    with pytest.raises(pickle.UnpicklingError):
+        trainer.fit(model, rows(), ckpt_path=f"{folder}/epoch=0.ckpt", weights_only=True)
+    trainer, model = trainer_with(strategy()), WithNumpyState()
+    trainer.fit(model, rows(), ckpt_path=f"{folder}/epoch=0.ckpt", weights_only=False)
+    assert torch.equal(flat(model), flat(whole.lightning_module))
+    assert not same_everywhere(flat(model))
+
+
+def test_who_trusts_a_checkpoint_gets_what_each_rank_had(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _numpy_state, str(tmp_path))
+
+
+class Plateau(Net):
+    """A scheduler that follows each rank's own loss: learning rates differ."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        worse = float(self.trainer.current_epoch) * (-1) ** self.global_rank  # for the even ranks
+        self.log("own", worse, on_step=False, on_epoch=True, sync_dist=False)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
+
+
+class Schedule(Callback):
+    """What the scheduler knows when a checkpoint is saved, and when training starts."""
+
+    def __init__(self) -> None:
+        self.saved: list[dict[str, Any]] = []
+        self.begun: list[dict[str, Any]] = []
+
+    def _now(self, trainer: L.Trainer) -> dict[str, Any]:
+        state = trainer.lr_scheduler_configs[0].scheduler.state_dict()
+        return {**state, "rate": float(trainer.optimizers[0].param_groups[0]["lr"])}
+
+    def on_save_checkpoint(self, trainer: L.Trainer, *_: Any) -> None:
+        self.saved.append(self._now(trainer))
+
+    def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.begun.append(self._now(trainer))
+
+
+def _plateau(folder: str) -> float:
+    schedule, save = Schedule(), ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    options: dict[str, Any] = {"max_epochs": 5, "enable_checkpointing": True}
+    fit(RingStrategy(Gossip(Star())), Plateau(), callbacks=[save, schedule], **options)
+    again = Schedule()
+    fit(RingStrategy(Gossip(Star())), Plateau(), callbacks=[again], ckpt_path=f"{folder}/epoch=3.ckpt", max_epochs=5)
+    assert again.begun == [schedule.saved[3]]
+    return float(again.begun[0]["rate"])
+
+
+def test_each_rank_resumes_its_own_scheduler(ranks: Pool, tmp_path: Path) -> None:
+    rates = ranks(3, _plateau, str(tmp_path))
+    assert rates[0] == rates[2] < rates[1] == 0.05
+
+
+class PlainStateDict(Net):
+    """Overrides `state_dict` without keyword arguments."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"renamed." + name: value for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any], strict: bool = True) -> Any:
+        return super().load_state_dict({name.removeprefix("renamed."): v for name, v in state.items()}, strict)
+
+
+def _plain_state_dict(folder: str) -> None:
+    save = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    whole = fit(RingStrategy(Gossip(Star())), PlainStateDict(), callbacks=[save], enable_checkpointing=True)
+    again = fit(RingStrategy(Gossip(Star())), PlainStateDict(), ckpt_path=f"{folder}/epoch=0.ckpt")
+    saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("renamed.layers") for name in saved)
+    for one, other in zip(again.lightning_module.parameters(), whole.lightning_module.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_state_dict_of_the_users_own_is_saved_and_resumed(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _plain_state_dict, str(tmp_path))
+
+
+class Many(Net):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.many = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(count))
+
+
+def _saves_many(folder: str, count: int) -> float:
+    class Times(Callback):
+        seconds = 0.0
+
+        def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+            begin = time.perf_counter()
+            trainer.save_checkpoint(f"{folder}/{count}.ckpt")
+            self.seconds = time.perf_counter() - begin
+
+    times = Times()
+    fit(RingStrategy(Gossip()), Many(count), max_steps=1, callbacks=[times])
+    return times.seconds
+
+
+def test_a_checkpoint_takes_time_in_proportion_to_the_parameters(ranks: Pool, tmp_path: Path) -> None:
+    """With 10,000 of them it took 18 s."""
+    for seconds in ranks(2, _saves_many, str(tmp_path), 10_000):
+        assert 0 < seconds < 6
+
+
+# Parameters that nobody averages, and new ones
+
+
+class WithWholeNumbers(Net):
+    """Whole numbers and booleans among the parameters, frozen, one of them given to the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+
+
+def _whole_numbers(algorithm: Any) -> None:
+    model = WithWholeNumbers()
+    trainer = trainer_with(RingStrategy(algorithm))
+    trainer.fit(model, rows(), rows(12))
+    check_replicas(trainer)
+    assert torch.equal(model.table, torch.arange(5))
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), AllReduce(BlockInt(8)), Gossip(Complete()), Choco(Complete())], ids=str
+)
+def test_whole_numbers_among_the_parameters_are_left_alone(ranks: Pool, algorithm: Any) -> None:
+    ranks(2, _whole_numbers, algorithm)
+
+
+class Grows(Net):
+    """Gets a part of its own, drawn by each rank, when `when` says so; the optimizer gets it too."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when = when
+        self.added: nn.Linear | None = None
+        self.at_first: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = super().forward(x)
+        if self.added is None:
+            return seen
+        if not self.at_first:
+            self.at_first = [p.detach().clone() for p in self.added.parameters()]
+        return seen + self.added(x)
+
+    def grow(self) -> None:
+        generator = torch.Generator().manual_seed(self.global_rank)
+        self.added = nn.Linear(6, 3)
+        with torch.no_grad():
+            for parameter in self.added.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.optimizers().optimizer.add_param_group({"params": list(self.added.parameters())})
+
+    def on_train_start(self) -> None:
+        if self.when == "on_train_start":
+            self.grow()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.when == "in mid-epoch" and self.trainer.global_step == 2:
+            self.grow()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def _grows(algorithm: Any, when: str) -> None:
+    trainer = fit(RingStrategy(algorithm), Grows(when))
+    check_replicas(trainer)
+    model = trainer.lightning_module
+    for first, now in zip(model.at_first, model.added.parameters(), strict=True):
+        assert same_everywhere(first)
+        assert not torch.equal(first, now)
+
+
+@pytest.mark.parametrize("when", ["on_train_start", "in mid-epoch"])
+@pytest.mark.parametrize("algorithm", [AllReduce(), AllReduce(BlockInt(8)), Gossip(), Auto()], ids=str)
+def test_parameters_that_join_begin_with_the_same_values(ranks: Pool, algorithm: Any, when: str) -> None:
+    ranks(3, _grows, algorithm, when)
+
+
+class GrowsAlone(Grows):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 2 and self.global_rank == 1:
+            self.grow()
+
+
+def _grows_alone() -> str:
+    with pytest.raises(PlanMismatchError) as caught:
+        fit("ring", GrowsAlone(""))
+    return str(caught.value)
+
+
+def test_a_parameter_that_only_one_rank_gets_is_named(ranks: Pool) -> None:
+    for message in ranks(2, _grows_alone):
+        assert "rank 1 has 'added.weight: (3, 6) torch.float32, new' where rank 0 has nothing of that name" in message
+
+
+# Arguments that are the same on all ranks, although they do not look alike
+
+
+class Marks:
+    """A function that is an object: its `repr` holds an address."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = set(names)
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> bool:
+        return name in self.names
+
+
+def named(names: set[str], name: str, parameter: nn.Parameter) -> bool:
+    return name in names
+
+
+def codec_for(codecs: set[Any], name: str, parameter: nn.Parameter) -> Any:
+    return BlockInt(8) if parameter.dim() > 1 else BlockInt(4)
+
+
+def _alike() -> None:
+    bias = "layers.0.bias"
+    for algorithm in (
+        AllReduce(local=partial(named, {bias, "other", "third"})),
+        AllReduce(local=Marks(bias, "other", "third")),
+        PowerSGD(local=Marks(bias)),
+        Gossip(local=partial(named, {bias})),
+        AllReduce(SmallExact(BlockInt(8), names={"a*", "b*", "c*", "d*", "e*"})),
+        AllReduce(partial(codec_for, {BlockInt(8), BlockInt(4)})),
+        Auto(local=Marks(bias)),
+    ):
+        model = Net()
+        fit(RingStrategy(algorithm), model, max_epochs=1)
+        local = "local=None" not in repr(algorithm)
+        assert same_everywhere(model.layers[0].bias) != local, algorithm
+
+
+ALIKE = """
+import torch.distributed as dist
+from test_habits import _alike
+
+_alike()
+"""
+
+
+def test_functions_and_sets_that_print_differently_are_the_same(tmp_path: Path) -> None:
+    """Real processes, each with a hash seed of its own."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    done = run_script(tmp_path, ALIKE, *torchrun)
+    assert done.returncode == 0, done.stderr
+
+
+def _frozen_on_one() -> str:
+    class Frozen(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2].bias.requires_grad_(os.environ["LOCAL_RANK"] != "1")
+
+        def on_train_start(self) -> None:
+            self.layers[2].bias.requires_grad_(True)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if self.trainer.global_step == 1:
+                self.layers[0].weight.requires_grad_(self.global_rank != 1)
+
+    with pytest.raises(PlanMismatchError) as first:
+        fit("ring", Frozen())
+    model = Frozen()
+    model.layers[2].bias.requires_grad_(True)
+    with pytest.raises(PlanMismatchError) as second:
+        fit("ring", model)
+    return f"{first.value}\n{second.value}"
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks: Pool) -> None:
+    for message in ranks(2, _frozen_on_one):
+        first, second = message.splitlines()
+        assert "rank 1 has nothing where rank 0 has 'layers.2.bias: (3,)" in first, first
+        assert "rank 1 has 'layers.0.weight: frozen at step 1' where rank 0 has 'layers.0.weight: trained" in second
+
+
+# 16 bits
+
+
+def _sixteen_bits(dtype: torch.dtype) -> tuple[float, float, float]:
+    """How far parameters of about 1 are apart after mixing alone, and how far their mean has moved."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    generator = torch.Generator().manual_seed(peers.rank)
+    parameter = nn.Parameter((1 + torch.randn(2000, generator=generator) / 10).to(dtype))
+    mean = mean_of(parameter.detach().float())
+    algorithm = Gossip(overlap=False)
+    algorithm.setup({"parameter": parameter}, peers)
+    for _ in range(100):
+        algorithm.after_step({parameter})
+    value = parameter.detach().float()
+    now = mean_of(value)
+    algorithm.close()
+    peers.close()
+    return float((value - now).abs().max()), float((now - mean).abs().max()), float((now - mean).mean())
+
+
+def test_in_16_bits_small_corrections_round_away(ranks: Pool) -> None:
+    """Replicas agree to about a rounding and no better, and the mean moves by less than that: docs/design.md."""
+    rounding = 2.0**-8  # of bfloat16 between 1 and 2
+    apart, moved, _ = ranks(5, _sixteen_bits, torch.float32)[0]
+    assert apart < 1e-6
+    assert moved < 1e-6
+    apart, moved, drift = ranks(5, _sixteen_bits, torch.bfloat16)[0]
+    assert rounding / 4 < apart < 2 * rounding
+    assert rounding / 20 < moved < 2 * rounding
+    assert abs(drift) < rounding / 20  # in no direction

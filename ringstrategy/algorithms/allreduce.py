@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.local import Local, told
+from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.policy import Policy, described
 from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.codecs.base import Codec
@@ -68,7 +68,7 @@ class AllReduce(Synchronous):
             f"AllReduce(codec={described(self.codec)}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={told(self.local)}, residual_dtype={self.residual_dtype})"
+            f"local={described(self.local)}, residual_dtype={self.residual_dtype})"
         )
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:

@@ -17,7 +17,8 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.local import Local, split, told
+from ringstrategy.algorithms.local import Local, split
+from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity
@@ -151,7 +152,7 @@ class Auto(Algorithm):
         """The arguments."""
         return (
             f"Auto(allow={list(self.allow)}, error_feedback={self.error_feedback}, tune={self.tune}, "
-            f"find_unused_parameters={self._inner.find_unused_parameters}, local={told(self._inner.local)}, "
+            f"find_unused_parameters={self._inner.find_unused_parameters}, local={described(self._inner.local)}, "
             f"residual_dtype={self._inner.residual_dtype})"
         )
 
@@ -193,7 +194,7 @@ class Auto(Algorithm):
             predictions = self._predict(Profile(rest=0.0, backward=0.0))
         best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
-            f"ring_auto {source}: {_told(self._machines)}. "
+            f"ring_auto {source}: {_described(self._machines)}. "
             f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best]:.1f} ms"
             + self._next_best(best, predictions)
         )
@@ -400,11 +401,11 @@ class Auto(Algorithm):
         """See `Algorithm.check`."""
         self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`."""
         self._parameters |= parameters
         self._sparse |= sparse
-        self._inner.adopt(parameters, sparse=sparse)
+        return self._inner.adopt(parameters, sparse=sparse)
 
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`."""
@@ -521,7 +522,7 @@ def _brief(part: object) -> str:
     return f"{type(part).__name__}({', '.join(shown)})"
 
 
-def _told(machines: Machines) -> str:
+def _described(machines: Machines) -> str:
     """The figures that matter, in words."""
     hosts = len(set(machines.hosts))
     link = machines.across if hosts > 1 else machines.inside

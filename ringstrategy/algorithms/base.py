@@ -61,8 +61,12 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
-        """Take in parameters that the model has got since `setup`; those known already are passed over."""
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
+        """Take in parameters that the model has got since `setup`; those known already are passed over.
+
+        Returns the new ones, which do not have the same values on all ranks yet. If there are any, all ranks compare
+        them: PlanMismatchError on every rank unless all have got the same ones at the same time.
+        """
 
     @abstractmethod
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:

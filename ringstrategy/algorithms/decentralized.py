@@ -16,9 +16,10 @@ from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.consensus import Shown, differing
 from ringstrategy.algorithms.exchange import Exchange, Piece
 from ringstrategy.algorithms.flats import Flat, Group, Vector, by_kind, cut_like, row_of
-from ringstrategy.algorithms.local import Local, check_local, split, told
+from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.agree import compare_plans
+from ringstrategy.collectives.agree import INDENT, compare_plans, new_parameters
 from ringstrategy.collectives.buckets import sums_dtype
 from ringstrategy.collectives.peers import Peers
 from ringstrategy.topologies.base import Topology
@@ -88,7 +89,8 @@ class Decentralized(Algorithm):
 
         self.exchange = Exchange()
         self._peers: Peers | None = None
-        self._known: dict[str, Parameter] = {}
+        self._all: dict[str, Parameter] = {}
+        self._known: dict[str, Parameter] = {}  # those that are averaged
         self._groups: list[Group] = []
         self._shown: Shown | None = None  # where the mean is
         self._awaited: Mapping[str, Any] = {}  # of a checkpoint: `own_state`
@@ -98,7 +100,7 @@ class Decentralized(Algorithm):
         """The arguments."""
         names = [name for name in inspect.signature(type(self).__init__).parameters if name not in ("self", "local")]
         said = [f"{name}={getattr(self, name)}" for name in names]
-        return f"{type(self).__name__}({', '.join(said)}, local={told(self.local)})"
+        return f"{type(self).__name__}({', '.join(said)}, local={described(self.local)})"
 
     @property
     def late(self) -> int:
@@ -155,13 +157,23 @@ class Decentralized(Algorithm):
         assert self._peers is None, "close() first"
         self.topology.check(peers.size)
         self._peers, self._counts, self._awaited = peers, {}, {}
-        self.adopt(parameters, sparse=sparse)
+        self._learn(parameters)
         self._agree(self._known)
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`."""
-        shared, _ = split(parameters, self.local)
+        new = self._learn(parameters)
+        if new and self._peers is not None:
+            compare_plans(self._peers, "\n".join(new_parameters(new)))
+        return list(new.values())
+
+    def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        known = set(self._all.values())
+        new = {name: parameter for name, parameter in parameters.items() if parameter not in known}
+        shared, _ = split(new, self.local)
+        self._all |= new
         self._known |= shared
+        return new
 
     def bind(self, parameters: Collection[Parameter]) -> None:
         """See `Algorithm.bind`."""
@@ -264,7 +276,7 @@ class Decentralized(Algorithm):
 
     def _agree(self, parameters: Mapping[str, Parameter]) -> None:
         assert self._peers is not None
-        lines = (f"{name} {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
+        lines = (f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
         compare_plans(self._peers, self.plan_text(self._peers.size, lines))
 
     # What people look at
@@ -404,7 +416,8 @@ class Decentralized(Algorithm):
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
         self._counts = self.state_dict()["counts"]
-        self._peers, self._known, self._groups, self._shown = None, {}, [], None
+        self._peers, self._groups, self._shown = None, [], None
+        self._all, self._known = {}, {}
 
 
 def row_of_parameters(flat: Flat) -> Tensor:

@@ -16,11 +16,6 @@ def check_local(local: Local | None) -> None:
         raise TypeError(f"local is a function (name, parameter) -> bool, got {local!r}")
 
 
-def told(local: Local | None) -> str:
-    """As `repr`, but the same in every process: without addresses."""
-    return str(getattr(local, "__qualname__", local))
-
-
 def split(parameters: Mapping[str, Parameter], local: Local | None) -> tuple[dict[str, Parameter], list[str]]:
     """Those to be averaged, and the names of the local ones."""
     shared, names = {}, []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 from torch.nn import Parameter
 
@@ -49,7 +49,7 @@ class SmallExact:
             raise ValueError(f"below is a number of elements >= 0, got {self.below!r}")
         if isinstance(self.names, str):
             raise TypeError(f"names is a list of patterns, got the one string {self.names!r}: pass [{self.names!r}]")
-        object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "names", tuple(sorted(set(self.names))))  # a set's order differs between processes
 
     def __call__(self, name: str, parameter: Parameter) -> Codec:
         """The codec for this parameter."""
@@ -62,5 +62,13 @@ class SmallExact:
 
 
 def described(value: object) -> str:
-    """As `repr`, but the same in every process: without addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    """What ranks compare: the `repr` of what is ours, the name of a function or another thing of the user's.
+
+    A `repr` of theirs may hold an address, or a set in the order of this process. Ranks whose functions do different
+    things differ in what comes of it, which they compare too.
+    """
+    if value is None or isinstance(value, Codec | SmallExact):
+        return repr(value)
+    if isinstance(value, partial):
+        return f"partial({described(value.func)})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

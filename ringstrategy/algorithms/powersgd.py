@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.local import Local, told
+from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.policy import described
 from ringstrategy.algorithms.synchronous import Synchronous
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
@@ -77,7 +78,7 @@ class PowerSGD(Synchronous):
             f"PowerSGD(rank={self.rank}, codec={self.codec}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={told(self.local)})"
+            f"local={described(self.local)})"
         )
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives.agree import agree, compare_plans, exchange
+from ringstrategy.collectives.agree import INDENT, agree, compare_plans, exchange, new_parameters
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.buckets import Bucket, Slot
 from ringstrategy.collectives.peers import Peers, Waitable
@@ -110,7 +110,7 @@ class Synchronous(Algorithm):
         self._peers, self._step = peers, 0
         self._left, self._left_state, self._stepped = {}, {}, {}
         self._unstepped, self._news = 0, []
-        self.adopt(parameters, sparse=sparse)
+        self._learn(parameters, sparse)
         self._append_unfrozen()
         compare_plans(peers, self._plan_text)
 
@@ -124,14 +124,22 @@ class Synchronous(Algorithm):
                 "value or only the shared parameters (in configure_gradient_clipping)"
             )
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> None:
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
+        new = self._learn(parameters, sparse)
+        if new and self._peers is not None:
+            compare_plans(self._peers, "\n".join([self._plan_text, *new_parameters(new)]))
+        return list(new.values())
+
+    def _learn(self, parameters: Mapping[str, Parameter], sparse: frozenset[str]) -> dict[str, Parameter]:
+        """Those that are new."""
         self._sparse = self._sparse | sparse
         new = {name: parameter for name, parameter in parameters.items() if parameter not in self._known}
         shared, local_names = split(new, self.local)
         self._known.update(new.values())
         self._frozen |= shared
         self._local_names += local_names
+        return new
 
     def _append_unfrozen(self) -> None:
         joining = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
@@ -329,11 +337,15 @@ class _Pass:
         self._collect: Callable[[], Tensor] | None = None
         self._used_anywhere: Tensor | None = None
         # Frozen parameters may differ from pass to pass (a GAN's toggling), but not from rank to rank.
-        trained = "".join("01"[s.parameter.requires_grad] for b in buckets for s in b.slots)
-        said = f"{plan_text}\ntrained at step {step}: {trained}"
-        self._agreed = peers.control.submit(
-            lambda: agree(peers.control, said), f"at step {step}, before its first bucket"
-        )
+        trained = {s.name: s.parameter.requires_grad for b in buckets for s in b.slots}
+        said = f"{plan_text}\n{step} " + "".join("01"[is_trained] for is_trained in trained.values())
+
+        def details() -> str:
+            lines = (f"{INDENT}{name}: {'trained' if on else 'frozen'} at step {step}" for name, on in trained.items())
+            return "\n".join([plan_text, f"step {step}", *lines])
+
+        where = f"at step {step}, before its first bucket"
+        self._agreed = peers.control.submit(lambda: agree(peers.control, said, details), where)
 
     def ready(self, parameter: Parameter, bucket: Bucket) -> None:
         """The gradient of `parameter` is complete, or will not come."""

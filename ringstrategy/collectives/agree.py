@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from itertools import zip_longest
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from ringstrategy.collectives.peers import Peers
 from ringstrategy.errors import PlanMismatchError
+
+INDENT = "  "  # of a line that says what a parameter is
+BUCKET = "bucket "  # begins a line that sums up those below it
 
 
 def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
@@ -30,24 +32,39 @@ def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
     return collect
 
 
-def agree(peers: Peers, text: str) -> None:
-    """Raise PlanMismatchError on every rank, naming who differs and in which line, unless all ranks have one `text`."""
-    said = text.encode()
-    digest = hashlib.sha256(said).digest() + len(said).to_bytes(8, "little")
+def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> None:
+    """Raise PlanMismatchError on every rank, naming who differs and in what, unless all ranks have one `text`.
+
+    Args:
+        peers: who compares.
+        text: lines; "name: what it is" where something has a name.
+        details: a longer text, for people, if the short ones differ.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
     table = exchange(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
     differing = [rank for rank in range(peers.size) if not torch.equal(table[rank], table[0])]
     if not differing:
         return
-    lengths = [int.from_bytes(bytes(row[-8:].tolist()), "little") for row in table]
-    padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-    texts = [
-        bytes(row[:length].tolist()).decode() for row, length in zip(exchange(peers, padded)(), lengths, strict=True)
-    ]
+    texts = _texts(peers, text if details is None else details())
     raise PlanMismatchError(
         "the ranks were not built alike, so their gradients cannot be averaged: "
-        + "; ".join(_first_difference(rank, texts[rank], texts[0]) for rank in differing)
+        + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
         + ". Give every rank the same model, the same strategy arguments and the same version of ringstrategy"
     )
+
+
+def _texts(peers: Peers, text: str) -> list[str]:
+    said = text.encode()
+    length = torch.tensor([len(said)]).view(torch.uint8)
+    lengths = exchange(peers, length)().view(torch.int64).view(-1).tolist()
+    padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = zip(exchange(peers, padded)(), lengths, strict=True)
+    return [bytes(row[:length].tolist()).decode() for row, length in rows]
+
+
+def new_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
+    """Lines about parameters that a model has got while it trains."""
+    return [f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in parameters.items()]
 
 
 def compare_plans(peers: Peers, text: str) -> None:
@@ -55,8 +72,23 @@ def compare_plans(peers: Peers, text: str) -> None:
     peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
 
 
-def _first_difference(rank: int, text: str, reference: str) -> str:
-    for mine, theirs in zip_longest(text.splitlines(), reference.splitlines(), fillvalue="(nothing)"):
-        if mine != theirs:
-            return f"rank {rank} has '{mine}' where rank 0 has '{theirs}'"
-    raise AssertionError("equal texts have equal digests")
+def _difference(text: str, reference: str) -> str:
+    """In the words of a line that only one of them has, and of the other's line of the same name.
+
+    Of a parameter, if only that differs: the lines about buckets differ then too, and say less.
+    """
+    mine, theirs = text.splitlines(), reference.splitlines()
+    only_mine = [line for line in mine if line not in set(theirs)]
+    only_theirs = [line for line in theirs if line not in set(mine)]
+    if all(line.startswith((INDENT, BUCKET)) for line in only_mine + only_theirs):
+        parameters = [[x for x in lines if x.startswith(INDENT)] for lines in (only_mine, only_theirs)]
+        if any(parameters):
+            only_mine, only_theirs = parameters
+    if not only_mine:
+        return f"nothing where rank 0 has '{only_theirs[0].strip()}'" if only_theirs else "another order than rank 0"
+    name = only_mine[0].partition(":")[0]
+    same_name = [line for line in only_theirs if line.partition(":")[0] == name]
+    if not same_name and not name.startswith(INDENT):
+        same_name = only_theirs
+    other = f"'{same_name[0].strip()}'" if same_name else "nothing of that name"
+    return f"'{only_mine[0].strip()}' where rank 0 has {other}"

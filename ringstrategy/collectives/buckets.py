@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.agree import exchange
+from ringstrategy.collectives.agree import BUCKET, INDENT, exchange
 from ringstrategy.collectives.aliases import gradient_is_held, references
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
@@ -177,9 +177,9 @@ class DenseBucket(Bucket):
 
     def describe(self) -> str:
         """The bucket's line, then one for each parameter."""
-        lines = [f"bucket {self.index}: {self.numel} x {self.buffer.dtype} through {self.codec}"]
+        lines = [f"{BUCKET}{self.index}: {self.numel} x {self.buffer.dtype} through {self.codec}"]
         lines += [
-            f"  {slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} strides {slot.view.stride()}"
+            f"{INDENT}{slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} strides {slot.view.stride()}"
             for slot in self.slots
         ]
         return "\n".join(lines)
@@ -308,7 +308,8 @@ class SparseBucket(Bucket):
     def describe(self) -> str:
         """One line."""
         slot = self.slots[0]
-        return f"bucket {self.index}: sparse\n  {slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype}"
+        parameter = f"{INDENT}{slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} sparse"
+        return f"{BUCKET}{self.index}: sparse\n{parameter}"
 
     @torch.no_grad()
     def pack(self, size: int) -> None:

@@ -11,7 +11,7 @@ _PLACES = 512
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """A copy of 512 of its values, the same ones each time; some of them twice where there are not so many, or zeros."""
+    """A copy of 512 of its values, the same ones each time; some twice where there are not so many, zeros of none."""
     if tensor.numel() == 0:
         return tensor.new_zeros(_PLACES)
     return torch.take(tensor, _places(tensor.numel(), tensor.device))
