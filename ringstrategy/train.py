@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.extras import require
+from ringstrategy.overrides import lengthened, shortened
 from ringstrategy.strategy import RingStrategy
 
 JOB_FLAG = "--job"
@@ -44,6 +45,7 @@ def main() -> None:
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)
+    sys.argv[1:] = map(lengthened, sys.argv[1:])
     try:
         run()
     except KeyboardInterrupt:
@@ -57,6 +59,7 @@ def run(cfg: DictConfig) -> float:
     A failed run ends this program with the job's exit code. A failed job of a sweep does not stop the others: the
     sweep's table shows it, and makes the exit code 1.
     """
+    cfg.run.overrides = [shortened(override) for override in cfg.run.overrides]
     folder = Path(cfg.output_dir)
     draft = folder / f"config.yaml.{os.getpid()}"
     OmegaConf.save(cfg, draft, resolve=True)

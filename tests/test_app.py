@@ -20,6 +20,7 @@ from hydra import compose, initialize_config_module
 from hydra.errors import ConfigCompositionException, MissingConfigException
 from hydra.utils import get_class, instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import OmegaConf
 from test_data_models import gradient_descent
 
 import ringstrategy
@@ -236,6 +237,24 @@ def test_a_sweep(tmp_path):
     by_bytes = {trace["name"]: trace for trace in json.loads(plots)[2]["data"] if trace["mode"] == "lines"}
     assert list(by_bytes) == ["0 ring", "1 ring_fp16"]
     assert by_bytes["0 ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
+
+
+@pytest.mark.timeout(300)
+def test_a_sweep_over_a_part_in_its_short_form(tmp_path):
+    few = ["trainer.max_steps=2", "trainer.enable_progress_bar=False"]
+    done = app(tmp_path, "-m", "strategy=gossip", "topology=torus,complete", "algorithm.interval=2", *few)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "multirun").glob("*/*")
+    for job, name in enumerate(("torus", "complete")):
+        cfg = OmegaConf.load(folder / str(job) / "config.yaml")
+        assert cfg.strategy.algorithm.topology._target_ == f"ringstrategy.topologies.{name.capitalize()}"
+        assert cfg.strategy.algorithm.interval == 2
+        summary = json.loads((folder / str(job) / "summary.json").read_text())
+        assert summary["processes"] == 2
+        assert summary["bytes_sent"] > 0
+        assert summary["overrides"] == ["strategy=gossip", f"topology={name}", "algorithm.interval=2", *few]
+    rows = [line.split()[:3] for line in done.stdout.splitlines() if "topology=" in line and "val_accuracy" in line]
+    assert rows == [["0", "gossip", "topology=torus"], ["1", "gossip", "topology=complete"]]
 
 
 @pytest.mark.timeout(300)

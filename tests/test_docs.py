@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ringstrategy.overrides import lengthened
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -87,7 +89,7 @@ def test_hydra_overrides_compose():
         for words in overrides:
             choices = [
                 [f"{key}={value}" for value in values.split(",")]
-                for key, values in (word.split("=", 1) for word in words if not word.startswith("-"))
+                for key, values in (lengthened(word).split("=", 1) for word in words if not word.startswith("-"))
             ]
             for job in itertools.product(*choices):
                 assert "_target_" in hydra.compose("train", list(job)).model

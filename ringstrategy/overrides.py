@@ -1,0 +1,33 @@
+"""Short forms of `ringstrategy-train`'s overrides: `topology=torus` instead of the path where Hydra keeps it."""
+
+import re
+
+PARTS = {  # of a strategy, and where the configuration holds them
+    "codec": "strategy.algorithm.codec",
+    "collective": "strategy.algorithm.collective",
+    "topology": "strategy.algorithm.topology",
+    "algorithm": "strategy.algorithm",  # last: the other paths begin with it
+}
+
+
+def lengthened(argument: str) -> str:
+    """`topology=torus` becomes `topology@strategy.algorithm.topology=torus`, `codec.bits=4` likewise.
+
+    Any other argument stays as it is, `+topology=torus` too.
+    """
+    for part, path in PARTS.items():
+        if argument.startswith(f"{part}="):
+            return f"{part}@{path}{argument.removeprefix(part)}"
+        if match := re.match(rf"([+~]*){part}(?=\.)", argument):
+            return f"{match[1]}{path}{argument[match.end() :]}"
+    return argument
+
+
+def shortened(override: str) -> str:
+    """The inverse of `lengthened`."""
+    for part, path in PARTS.items():
+        if override.startswith(f"{part}@{path}="):
+            return f"{part}{override.removeprefix(f'{part}@{path}')}"
+        if match := re.match(rf"([+~]*){re.escape(path)}(?=\.)", override):
+            return f"{match[1]}{part}{override[match.end() :]}"
+    return override
