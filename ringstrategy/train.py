@@ -21,13 +21,16 @@ from typing import NoReturn
 import hydra
 import lightning as L
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.extras import require
 from ringstrategy.overrides import lengthened, shortened
+from ringstrategy.refusals import check_arguments, check_keys, in_words, instantiate_strategy
 from ringstrategy.strategy import RingStrategy
 
 JOB_FLAG = "--job"
@@ -46,8 +49,14 @@ def main() -> None:
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)
     sys.argv[1:] = map(lengthened, sys.argv[1:])
+    full_errors = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors: by itself it prints them, with wrong advice
     try:
         run()
+    except (CompactHydraException, OmegaConfBaseException) as error:
+        if full_errors:
+            raise
+        sys.exit(f"ringstrategy-train: {in_words(error)}")
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 
@@ -60,6 +69,10 @@ def run(cfg: DictConfig) -> float:
     sweep's table shows it, and makes the exit code 1.
     """
     cfg.run.overrides = [shortened(override) for override in cfg.run.overrides]
+    try:
+        check_keys(cfg, cfg.run.overrides)
+    except ValueError as error:  # would fail every job of a sweep: end all
+        sys.exit(f"ringstrategy-train: {error}")
     folder = Path(cfg.output_dir)
     draft = folder / f"config.yaml.{os.getpid()}"
     OmegaConf.save(cfg, draft, resolve=True)
@@ -91,10 +104,14 @@ def train(folder: Path) -> None:
     warnings.filterwarnings("ignore", ".*treespec, LeafSpec.*")  # Lightning 2.6 under torch 2.13: nothing a user can do
     cfg = OmegaConf.load(folder / "config.yaml")
     assert isinstance(cfg, DictConfig)
+    try:
+        check_arguments(cfg)
+        strategy = instantiate_strategy(cfg)
+    except ValueError as error:
+        sys.exit(f"ringstrategy-train: {error}")
     L.seed_everything(cfg.seed, workers=True)
     data = instantiate(cfg.data, _convert_="all")
     model = instantiate(cfg.model, _convert_="all")
-    strategy = instantiate(cfg.strategy, _convert_="all")
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
     callbacks.append(RunReport(folder, cfg.run.strategy, cfg.run.overrides))
     if isinstance(strategy, RingStrategy):  # not under torch's DDP, which counts nothing

@@ -1,10 +1,38 @@
-"""Overrides of `ringstrategy-train`: short forms mean the long ones."""
+"""Overrides of `ringstrategy-train`: short forms mean the long ones; what is wrong is refused with the right form."""
+
+import re
 
 import pytest
+from hydra import compose, initialize_config_module
+from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
-from test_app import CONFIGS, composed, names
+from test_app import CONFIGS, app, composed, names
 
 from ringstrategy.overrides import PARTS, lengthened, shortened
+from ringstrategy.refusals import KEYS, check_arguments, check_keys, in_words, instantiate_strategy
+
+GOSSIP = "gossip, gossip_exponential, gossip_int8, push_sum"
+
+
+def words_about(*overrides):
+    """The error that `ringstrategy-train` ends with, or None if it would train."""
+    try:
+        with initialize_config_module("ringstrategy.configs", version_base="1.3"):
+            cfg = compose("train", ["output_dir=unused", *map(lengthened, overrides)])
+    except CompactHydraException as error:
+        return in_words(error)
+    cfg.run.overrides = [shortened(lengthened(override)) for override in overrides]
+    cfg.run.strategy = next((each[9:] for each in overrides if each.startswith("strategy=")), "ring")
+    try:
+        check_keys(cfg, cfg.run.overrides)
+        check_arguments(cfg)
+        instantiate_strategy(cfg)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+# --- short forms
 
 
 @pytest.mark.parametrize(
@@ -57,3 +85,125 @@ def test_every_option_of_a_part_is_chosen_by_its_short_form(part):
         assert OmegaConf.select(cfg, PARTS[part])._target_ == alone._target_
         chosen.add(str(OmegaConf.select(cfg, PARTS[part])))
     assert len(chosen) == len(names(part))
+
+
+@pytest.mark.timeout(60)
+def test_what_fits_is_not_refused():
+    assert words_about() is None
+    for name in names("strategy"):
+        assert words_about(f"strategy={name}") is None, name
+    for name in names("model"):
+        assert words_about(f"model={name}", *["model._target_=torch.nn.Identity"] * (name == "own")) is None
+    for name in names("data"):
+        assert words_about(f"data={name}", *["data._target_=torch.nn.Identity"] * (name == "own")) is None
+    assert words_about("strategy=ring", "codec=block_int", "codec.bits=4", "collective=direct") is None
+    assert words_about("strategy=ring_topk", "codec.k=4", "+trainer.fast_dev_run=true") is None
+    assert words_about("strategy=gossip", "topology@strategy.algorithm.topology=torus", "topology.rows=2") is None
+
+
+# --- refusals
+
+
+def test_the_known_keys_are_those_of_the_configuration():
+    assert set(composed()) == set(KEYS)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # nothing would read these
+        (["+topology=complete"], rf"Write topology=complete without the \+. These strategies have one: {GOSSIP}$"),
+        (
+            ["strategy=ring", "+codec=top_k"],
+            r"\+codec=top_k: .* no key 'codec', .*no effect. Write codec=top_k without",
+        ),
+        (["+max_epoch=3"], r"no key 'max_epoch', .*no effect. Did you mean trainer.max_epochs=3\?$"),
+        (["max_epochs=3"], r"no key 'max_epochs', .*no effect. Did you mean trainer.max_epochs=3\?$"),
+        (["+lr.x=3"], r"\+lr.x=3: the configuration has no key 'lr'"),
+        (["+zzz=3"], f"The keys are {', '.join(KEYS)}; ringstrategy-train --help has examples$"),
+        (["+trainer.strategy=ddp"], "trainer.strategy would be ignored: use strategy without `trainer.`"),
+        (["+trainer.callbacks=[]"], "trainer.callbacks would be ignored"),
+        # a part that the strategy has not
+        (["strategy=ring", "topology=torus"], f"has no topology. .* one: {GOSSIP}. .* strategy=gossip topology=torus$"),
+        (["strategy=ddp", "codec=top_k"], "has no codec. .*, ring_topk. For example: strategy=ring codec=top_k$"),
+        (["strategy=ddp", "codec.bits=4"], r"^codec.bits=4: the strategy has no codec. .*, ring_topk\.$"),
+        (["strategy=ring_auto", "collective=direct"], "has no collective. These strategies have one: ring, ring_bf16"),
+        (["strategy=ddp", "algorithm=gossip"], "strategy=ring algorithm=gossip$"),
+        # a name that does not exist
+        (["codec=int4"], r"(?s)Available options in 'codec':.*block_int.*Did you mean strategy=ring_int4\?$"),
+        (["codec=int5"], r"(?s)Available options in 'codec':.*top_k$"),
+        (["strategy=rong"], r"(?s)Available options in 'strategy':.*ring_topk$"),
+        (["codec.bits=4"], "^codec.bits=4: ringstrategy.Identity has nothing to set. .*: codec=NAME codec.bits=4$"),
+        (["strategy=ring_int8", "codec.bit=4"], r"codec has no 'bit'. Did you mean bits\? .*: \+codec.bit=4$"),
+        (["trainer.max_epoch=3"], r"trainer has no 'max_epoch'. Did you mean max_epochs\? .*: \+trainer.max_epoch=3$"),
+        (["trainer.max_epochs.x=3"], "max_epochs has no 'x'. It has none."),
+        (["data.zzz=3"], r"data has no 'zzz'. It has batch_size, validation_images, "),
+        (["model=own"], r"model._target_ is missing: add model._target_=my_module.MyClass"),
+        # an argument that no class takes
+        (["+trainer.max_epoch=3"], r"lightning.Trainer has no argument 'max_epoch'. Did you mean max_epochs\?$"),
+        (["+strategy.algorithm.codecs=3"], r"algorithm.codecs: .*AllReduce has no argument .* Did you mean codec\?$"),
+        (
+            ["+algorithm.zzz=3"],
+            r"^algorithm.zzz: ringstrategy.AllReduce has no argument 'zzz'. It has codec, collective,",
+        ),
+        (["+codec.zzz=3"], "ringstrategy.Identity has no argument 'zzz'. It has none.$"),
+        (["+model.optimizer.weight=1"], r"torch.optim.AdamW has no argument 'weight'. Did you mean weight_decay\?$"),
+        (["strategy=ring_auto", "algorithm.allow=[{_target_:ringstrategy.BlockInt,bit:4}]"], "Did you mean bits"),
+        (
+            ["strategy=ring", "algorithm=gossip"],
+            "Gossip has no argument 'collective'. .* comes with strategy=ring: use",
+        ),
+        (["strategy=ring_int2", "codec=sign"], "Sign has no argument 'codec'. .* comes with strategy=ring_int2: use"),
+        (["+strategy.codec=3"], r"belongs to the algorithm: RingStrategy\(AllReduce\(codec=...\)\)"),
+        # parts that do not fit each other
+        (["codec=top_k"], r"^TopK\(.*\) cannot be added hop by hop; .*\. On the command line: collective=direct$"),
+        (["strategy=ring_topk", "collective=ring"], "On the command line: collective=direct$"),
+        (
+            ["strategy=gossip", "codec=top_k"],
+            "codec=identity or codec=cast_bf16 or codec=cast_fp16 or algorithm=choco$",
+        ),
+        (
+            ["strategy=gossip_int8", "topology=exponential"],
+            "topology=ring_graph or topology=torus or topology=hypercube$",
+        ),
+        (["algorithm.bucket_mb=0"], r"^bucket_mb is a number of megabytes > 0, got 0$"),
+        # what Hydra says well
+        (["seed=["], "hydra.cc"),
+        (["strategy=ring,gossip"], "Ambiguous value for argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_refused_with_the_right_form(overrides, words):
+    said = words_about(*overrides)
+    assert re.search(words, said), said
+    assert "append" not in said  # Hydra's advice, which made runs that ignored the override
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]], ids=["run", "sweep"])
+def test_an_unknown_key_trains_nothing(tmp_path, sweep):
+    done = app(tmp_path, *sweep, "+topology=complete", "trainer.max_steps=1")
+    assert done.returncode == 1
+    assert "Write topology=complete without the +" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("config.yaml.*")) + list(tmp_path.rglob("summary.json"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["-m", "strategy=gossip,ring", "topology=torus,complete"], "the strategy has no topology"),
+        (["strategy=ring", "codec=top_k"], "On the command line: collective=direct"),
+        (["+trainer.max_epoch=3"], "Did you mean max_epochs?"),
+        (["trainer.max_epochs=${zzz}"], "Interpolation key 'zzz' not found"),
+    ],
+)
+def test_a_refusal_is_short(tmp_path, overrides, words):
+    done = app(tmp_path, *overrides)
+    assert done.returncode == 1
+    (line,) = (line for line in done.stderr.splitlines() if words in line)
+    assert line.startswith("ringstrategy-train: ")
+    assert "Traceback" not in done.stderr
+    assert "HYDRA_FULL_ERROR" not in done.stderr
