@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -20,6 +21,7 @@ from typing import NoReturn
 
 import hydra
 import lightning as L
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -35,6 +37,7 @@ from ringstrategy.strategy import RingStrategy
 
 JOB_FLAG = "--job"
 INTERRUPT_SECONDS = 10  # for a job to end by itself after Ctrl-C
+HELP_COLUMNS = 80
 LAST_RANK_SECONDS = 60  # for the other ranks to end after rank 0 has
 
 
@@ -49,6 +52,7 @@ def main() -> None:
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)
     sys.argv[1:] = map(lengthened, sys.argv[1:])
+    OmegaConf.register_new_resolver("options_by_group", options_by_group)
     full_errors = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors: by itself it prints them, with wrong advice
     try:
@@ -125,6 +129,22 @@ def train(folder: Path) -> None:
     if trainer.is_global_zero:
         print_summary(read_summary(folder))
     _wait_for_ranks(trainer.strategy.launcher)
+
+
+def options_by_group() -> str:
+    """The groups of the configuration and their options, for the help text."""
+    loader = GlobalHydra.instance().config_loader()
+    groups = [group for group in loader.list_groups("") if group != "hydra"]
+    wide = max(map(len, groups)) + 2
+    return "\n".join(
+        textwrap.fill(
+            ", ".join(loader.get_group_options(group)),
+            HELP_COLUMNS,
+            initial_indent=f"  {group.ljust(wide)}",
+            subsequent_indent=" " * (wide + 2),
+        )
+        for group in groups
+    )
 
 
 def _job_command(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """`ringstrategy-train` as people use it: composed, run with 2 processes, swept, interrupted, misused."""
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from test_data_models import gradient_descent
 
 import ringstrategy
 from ringstrategy.data.regression import Regression
+from ringstrategy.overrides import lengthened
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
@@ -62,6 +64,11 @@ def environment():
 
 def app(folder, *overrides):
     return subprocess.run([PROGRAM, *overrides], cwd=folder, env=environment(), capture_output=True, text=True)
+
+
+def each_value(override):
+    key, values = override.split("=", 1)
+    return [f"{key}={value}" for value in values.split(",")]
 
 
 def check_files(summary):
@@ -255,6 +262,34 @@ def test_a_sweep_over_a_part_in_its_short_form(tmp_path):
         assert summary["overrides"] == ["strategy=gossip", f"topology={name}", "algorithm.interval=2", *few]
     rows = [line.split()[:3] for line in done.stdout.splitlines() if "topology=" in line and "val_accuracy" in line]
     assert rows == [["0", "gossip", "topology=torus"], ["1", "gossip", "topology=complete"]]
+
+
+@pytest.mark.timeout(60)
+def test_the_help_fits_a_terminal_and_its_examples_compose(tmp_path):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "my_net.yaml").write_text("_target_: my_module.Net")
+    done = app(tmp_path, "--config-dir", "mine", "--help")
+    assert done.returncode == 0, done.stderr
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    options, name = {}, ""  # by group; a line without one goes on with the last
+    for group, rest in re.findall(r"^  (\w*) +(\w+(?:, \w+)*,?)$", done.stdout, re.MULTILINE):
+        name = group or name
+        options.setdefault(name, []).extend(re.findall(r"\w+", rest))
+    for group in ("algorithm", "codec", "collective", "data", "experiment", "strategy", "topology", "trainer"):
+        assert options[group] == names(group), group
+    assert options["model"] == sorted([*names("model"), "my_net"])
+
+    examples = re.findall(r"^  ringstrategy-train (.*)", done.stdout, re.MULTILINE)
+    common = re.findall(r"^  ([\w.]+=\S+)", done.stdout, re.MULTILINE)
+    assert len(examples) > 5
+    assert len(common) > 10
+    with_part = {"algorithm.interval": "strategy=gossip", "codec.bits": "strategy=ring_int8"}
+    commands = [example.split() for example in examples]
+    commands += [[with_part.get(each.split("=")[0], "strategy=ring"), each] for each in common if "hydra." not in each]
+    for command in commands:
+        overrides = [lengthened(each) for each in command if each != "-m"]
+        for job in itertools.product(*map(each_value, overrides)):
+            assert composed(*job).strategy._target_
 
 
 @pytest.mark.timeout(300)
