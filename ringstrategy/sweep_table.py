@@ -17,6 +17,7 @@ COLUMNS = (
     "status",
     "strategy",
     "overrides",
+    "processes",
     "metric",
     "final_metric",
     "steps",

@@ -15,8 +15,9 @@ import torch
 
 from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
 from ringstrategy.report import RunReport, print_summary, read_summary, write_summary
+from ringstrategy.sweep_compare import groups, times_ddp
 from ringstrategy.sweep_report import main
-from ringstrategy.sweep_table import job_folders, print_table, read_row
+from ringstrategy.sweep_table import COLUMNS, job_folders, print_table, read_row
 
 EVIL = "data.title=</script><img src=http://x.example/a.png onerror=alert()>[bold]&amp;<b>%{x}"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -97,6 +98,7 @@ def a_job(folder, strategy, curves, *overrides):
         "status": "finished",
         "strategy": strategy,
         "overrides": overrides,
+        "processes": 2,
         "metric": "val_loss",
         "final_metric": curves.validation_losses[-1][1],
         "steps": len(curves.steps),
@@ -275,6 +277,65 @@ def test_the_printed_table_loses_nothing(sweep, monkeypatch, capsys, width):
     if width == 160:
         assert "[bold]&amp;<b>" in printed  # no markup
     assert "max_epochs" not in printed  # the same for all
+
+
+# --- comparisons
+
+
+def a_row(job, strategy, *overrides, seconds=0.01, **other):
+    """As a job's summary is read."""
+    row = dict.fromkeys(COLUMNS) | {"job": job, "strategy": strategy, "overrides": [f"strategy={strategy}", *overrides]}
+    row |= {"status": "finished", "processes": 2, "metric": "val_accuracy", "final_metric": 0.9, "steps": 1200}
+    row |= {"seconds": 12.5, "seconds_per_step": seconds, "bytes_sent_per_step": 123456}
+    return row | {"exposed_ms_per_step": 1.25, "hidden_ms_per_step": 3.75} | other
+
+
+def test_a_job_is_compared_with_the_ddp_job_of_its_settings():
+    ddp = a_row("0", "ddp", "seed=0", "model=cnn", seconds=0.02)
+    ring = a_row("1", "ring_int8", "seed=0", "model=cnn", seconds=0.005)
+    assert times_ddp(ring, [ddp, ring]) == 4
+    assert times_ddp(ddp, [ddp, ring]) == 1
+    own = [
+        "codec=block_int",
+        "+algorithm.local=null",
+        "collective@strategy.algorithm.collective=ring",
+        "topology.rows=2",
+    ]
+    assert times_ddp(a_row("2", "ring", "model=cnn", "seed=0", *own, seconds=0.01), [ddp]) == 2
+    for other in (
+        a_row("3", "ring", "seed=1", "model=cnn"),
+        a_row("3", "ring", "seed=0", "model=mlp"),
+        a_row("3", "ring", "seed=0", "model=cnn", "trainer.max_steps=9"),
+        a_row("3", "ring", "seed=0", "model=cnn", processes=4),
+        a_row("3", "ring", "seed=0", "model=cnn", seconds=None),
+        a_row("3", "ring", "seed=0", "model=cnn", status="failed", seconds=None),
+    ):
+        assert times_ddp(other, [ddp, ring, other]) is None
+    assert times_ddp(ring, [ring, ddp | {"status": "failed", "seconds_per_step": None}]) is None
+    assert times_ddp(ring, [ddp, ring, ddp | {"job": "4", "seconds_per_step": 0.04}]) == pytest.approx(6)
+
+
+def test_means_are_over_jobs_that_differ_in_the_seed_alone():
+    seconds, metrics = [0.01, 0.02, 0.06], [0.5, 0.7, 0.9]
+    rows = [a_row("0", "ddp", "seed=7", seconds=0.06), a_row("1", "ring", "seed=3", status="failed", seconds=None)]
+    rows += [
+        a_row(str(2 + seed), "ring", f"seed={seed}", seconds=seconds[seed], final_metric=metrics[seed])
+        for seed in range(3)
+    ]
+    rows += [a_row("5", "ring", "seed=0", "model=cnn"), a_row("6", "ring", "seed=0", processes=4)]
+    rows += [a_row("7", "ring", "data.seed=0"), a_row("8", "ring", "seed=9", metric="val_loss")]
+    ddp, ring, *others = groups(rows)
+    assert (ddp.strategy, ddp.runs, ddp.final_metric.deviation, ddp.times_ddp) == ("ddp", 1, None, 1)
+    assert (ring.strategy, ring.runs, ring.overrides) == ("ring", 3, ["strategy=ring"])
+    assert ring.final_metric == pytest.approx((0.7, 0.2))
+    assert ring.seconds_per_step == pytest.approx((0.03, math.sqrt(0.0007)))
+    assert ring.times_ddp == pytest.approx(2)  # of the means, though no ddp job has one of their seeds
+    assert [group.runs for group in others] == [1, 1, 1, 1]
+    assert [group.times_ddp for group in others] == [None, None, None, pytest.approx(6)]
+    (diverged,) = groups([a_row("0", "ring", final_metric=math.nan), a_row("1", "ring", "seed=1")])
+    assert all(map(math.isnan, diverged.final_metric))
+    (gone,) = groups([a_row("0", "ring", "seed=0"), a_row("1", "ring", "seed=1", bytes_sent_per_step=None)])
+    assert gone.bytes_sent_per_step is None
 
 
 # --- the page
