@@ -10,7 +10,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ringstrategy.sweep_table import COLUMNS, job_folders, print_table, read_row
+from ringstrategy.sweep_print import print_tables
+from ringstrategy.sweep_table import COLUMNS, job_folders, read_row
 
 
 class SweepTable(Callback):
@@ -33,7 +34,7 @@ class SweepTable(Callback):
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows({**row, "overrides": " ".join(row["overrides"])} for row in rows)
-        print_table(rows, folder)
+        print_tables(rows, folder)
         print(f"to see the curves of all jobs: ringstrategy-report {folder}")
         if any(row["status"] == "failed" for row in rows):
             sys.exit(1)

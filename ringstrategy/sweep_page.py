@@ -7,9 +7,8 @@ from html import escape
 
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from ringstrategy.report import Summary
 from ringstrategy.sweep_plots import Job, Plot, line_style, shortened
-from ringstrategy.sweep_table import CAPTION, HEADINGS, NUMBERS, Cell, cells, common_overrides
+from ringstrategy.sweep_table import Cell, Column, Grid, common_overrides, grids
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #222; --faint: #667; --line: #dde; --hover: #f3f4f8; }
@@ -97,20 +96,23 @@ if (all) all.onclick = () => press(() => true);
 dark.onchange = draw;
 draw();
 
-const table = document.querySelector("table"), headings = [...table.querySelectorAll("th")];
-headings.forEach((heading, column) => heading.firstChild.onclick = () => {
-  const down = heading.ariaSort === "ascending";
-  headings.forEach(other => other.removeAttribute("aria-sort"));
-  heading.ariaSort = down ? "descending" : "ascending";
-  const key = row => JSON.parse(row.cells[column].dataset.value);
-  const compare = (a, b) => typeof a === "string" ? a.localeCompare(b, undefined, {numeric: true}) : a - b;
-  const rows = [...table.tBodies[0].rows].sort((one, other) => {
-    const [a, b] = [key(one), key(other)];
-    if (a === null || b === null) return (a === null) - (b === null);  // what was not measured comes last
-    return (down ? -1 : 1) * compare(a, b);
+function sortable(table) {
+  const headings = [...table.querySelectorAll("th")];
+  headings.forEach((heading, column) => heading.firstChild.onclick = () => {
+    const down = heading.ariaSort === "ascending";
+    headings.forEach(other => other.removeAttribute("aria-sort"));
+    heading.ariaSort = down ? "descending" : "ascending";
+    const key = row => JSON.parse(row.cells[column].dataset.value);
+    const compare = (a, b) => typeof a === "string" ? a.localeCompare(b, undefined, {numeric: true}) : a - b;
+    const rows = [...table.tBodies[0].rows].sort((one, other) => {
+      const [a, b] = [key(one), key(other)];
+      if (a === null || b === null) return (a === null) - (b === null);  // what was not measured comes last
+      return (down ? -1 : 1) * compare(a, b);
+    });
+    table.tBodies[0].append(...rows);
   });
-  table.tBodies[0].append(...rows);
-});
+}
+document.querySelectorAll("table").forEach(sortable);
 """
 
 
@@ -121,6 +123,7 @@ def page(title: str, jobs: Sequence[Job], plots: Sequence[Plot]) -> str:
     about = f"{len(rows)} {'job' if len(rows) == 1 else 'jobs'}" + (f", {failed} failed" if failed else "")
     if common := common_overrides(rows):
         about += f"; {'in all of them' if len(rows) > 1 else 'with'} <code>{escape(' '.join(common))}</code>"
+    tables = grids(rows)
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -132,13 +135,7 @@ def page(title: str, jobs: Sequence[Job], plots: Sequence[Plot]) -> str:
 <body>
 <h1>{escape(title)}</h1>
 <p>{about}</p>
-<div class="wide"><table>
-<thead><tr>{"".join(map(_heading, HEADINGS))}</tr></thead>
-<tbody>
-{"".join(_row(job, rows) for job in jobs)}</tbody>
-</table></div>
-<p>{escape(CAPTION)}</p>
-<div class="jobs">{_chips(jobs)}</div>
+{"".join(map(_table, tables))}<div class="jobs">{_chips(jobs)}</div>
 <div class="plots">
 {"".join(_figure(place, plot) for place, plot in enumerate(plots))}</div>
 <script type="application/json" id="plots">{_json(plots)}</script>
@@ -149,18 +146,28 @@ def page(title: str, jobs: Sequence[Job], plots: Sequence[Plot]) -> str:
 """
 
 
-def _heading(heading: str) -> str:
-    kind = ' class="number"' if heading in NUMBERS else ""
-    return f'<th{kind} scope="col"><button title="sort">{escape(heading)}</button></th>'
+def _table(grid: Grid) -> str:
+    rows = [
+        f"<tr{' class=failed' if failed else ''}>{''.join(map(_cell, grid.columns, row))}</tr>\n"
+        for row, failed in zip(grid.rows, grid.failed, strict=True)
+    ]
+    return f"""<h2>{escape(grid.title)}</h2>
+<div class="wide"><table>
+<thead><tr>{"".join(map(_heading, grid.columns))}</tr></thead>
+<tbody>
+{"".join(rows)}</tbody>
+</table></div>
+<p>{escape(grid.caption)}</p>
+"""
 
 
-def _row(job: Job, rows: Sequence[Summary]) -> str:
-    failed = ' class="failed"' if job.row["status"] == "failed" else ""
-    return f"<tr{failed}>{''.join(map(_cell, HEADINGS, cells(job.row, rows)))}</tr>\n"
+def _heading(column: Column) -> str:
+    kind = ' class="number"' if column.is_number else ""
+    return f'<th{kind} scope="col"><button title="sort">{escape(column.heading)}</button></th>'
 
 
-def _cell(heading: str, cell: Cell) -> str:
-    kind = ' class="number"' if heading in NUMBERS else ' class="long"' if heading == "overrides" else ""
+def _cell(column: Column, cell: Cell) -> str:
+    kind = ' class="number"' if column.is_number else ' class="long"' if column.heading == "overrides" else ""
     value = None if isinstance(cell.value, float) and not math.isfinite(cell.value) else cell.value
     return f'<td{kind} data-value="{escape(json.dumps(value))}">{escape(cell.text)}</td>'
 

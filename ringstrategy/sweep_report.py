@@ -32,7 +32,8 @@ def report(folder: Path, out: Path) -> Path:
     from ringstrategy.curves import STEPS_FILE, read_curves
     from ringstrategy.sweep_page import page
     from ringstrategy.sweep_plots import Job, plots
-    from ringstrategy.sweep_table import job_folders, own_overrides, print_table, read_row
+    from ringstrategy.sweep_print import print_tables
+    from ringstrategy.sweep_table import job_folders, own_overrides, read_row, shared_folder
 
     folders = job_folders(folder)
     if not folders:
@@ -47,6 +48,6 @@ def report(folder: Path, out: Path) -> Path:
         # a failed job may stand where an earlier one left its steps
         has_steps = row["status"] != "failed" and (job / STEPS_FILE).exists()
         jobs.append(Job(label, row, read_curves(job) if has_steps else None))
-    out.write_text(page(f"jobs in {folder.resolve()}", jobs, plots(jobs)), encoding="utf-8")
-    print_table(rows, folder)
+    out.write_text(page(f"jobs in {folder.resolve() / shared_folder(rows)}", jobs, plots(jobs)), encoding="utf-8")
+    print_tables(rows, folder)
     return out

@@ -1,16 +1,13 @@
-"""The jobs below a folder as rows of one table: found by their summaries, put into words, printed."""
+"""The jobs below a folder as tables: found by their summaries, put into words; one row a job, one a group of seeds."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich import box
-from rich.console import Console, JustifyMethod
-from rich.table import Table
-from rich.text import Text
-
 from ringstrategy.report import Summary, byte_count, number, read_summary
+from ringstrategy.sweep_compare import Spread, groups, times_ddp
 
 COLUMNS = (
     "job",
@@ -27,23 +24,24 @@ COLUMNS = (
     "exposed_ms_per_step",
     "hidden_ms_per_step",
 )
-HEADINGS = (
-    "job",
-    "strategy",
-    "overrides",
-    "final metric",
-    "steps",
-    "ms\na step",
-    "bytes\na step",
-    "total\ns",
-    "exposed\nms\na step",
-    "hidden\nms\na step",
-)
-WORDS, NUMBERS = HEADINGS[1:4], HEADINGS[4:]  # on a narrow screen words are folded, numbers stay in one piece
 CAPTION = (
-    "Time and bytes are those of rank 0. Exposed: communication that a step waited for; hidden: what went on while it "
-    "computed. Times a step are means without the first tenth of the steps, which warm up."
+    "Time and bytes are those of rank 0. Times a step are means without the first tenth of the steps, which warm up; "
+    "loading data and validation are not in them. x ddp: such a time of the ddp job with the same seed and other "
+    "settings, divided by this job's; it says nothing about the loss. Exposed: communication that a step waited for; "
+    "hidden: what went on while it computed."
 )
+MEANS_CAPTION = (
+    "Finished jobs that differ in nothing but the seed: mean ± sample standard deviation. x ddp: mean time a step of "
+    "ddp with the same other settings, over its seeds, divided by this one."
+)
+
+
+class Column(NamedTuple):
+    """Of a table."""
+
+    heading: str  # may have several lines
+    is_number: bool = True  # aligned to the right
+    spare: int = 0  # where there is no room, columns with more are left out first; 0: never
 
 
 class Cell(NamedTuple):
@@ -51,6 +49,16 @@ class Cell(NamedTuple):
 
     text: str
     value: float | str | None
+
+
+class Grid(NamedTuple):
+    """A table of cells, whoever shows it."""
+
+    title: str
+    columns: list[Column]
+    rows: list[list[Cell]]
+    failed: list[bool]  # by row
+    caption: str
 
 
 def job_folders(folder: Path, since: float = 0.0) -> list[Path]:
@@ -73,6 +81,16 @@ def read_row(job: Path, folder: Path) -> Summary:
     return {column: summary.get(column) for column in COLUMNS} | {"job": name}
 
 
+def shared_folder(rows: Sequence[Summary]) -> str:
+    """Where all jobs lie, below the folder that was asked for; "" if nowhere deeper."""
+    return os.path.commonpath([os.path.dirname(row["job"]) for row in rows]) if rows else ""
+
+
+def job_name(row: Summary, rows: Sequence[Summary]) -> str:
+    """The job's folder below the shared one."""
+    return str(row["job"]).removeprefix(f"{shared_folder(rows)}/")
+
+
 def common_overrides(rows: Sequence[Summary]) -> list[str]:
     """Those that all jobs have."""
     return [text for text in rows[0]["overrides"] if all(text in row["overrides"] for row in rows)]
@@ -80,38 +98,103 @@ def common_overrides(rows: Sequence[Summary]) -> list[str]:
 
 def own_overrides(row: Summary, rows: Sequence[Summary]) -> list[str]:
     """Those that tell the job from the others; its strategy is a column of its own."""
+    return _own(row["overrides"], rows)
+
+
+def _own(overrides: Sequence[str], rows: Sequence[Summary]) -> list[str]:
     common = common_overrides(rows)
-    return [text for text in row["overrides"] if text not in common and not text.startswith("strategy=")]
+    return [text for text in overrides if text not in common and not text.startswith("strategy=")]
 
 
-def cells(row: Summary, rows: Sequence[Summary]) -> list[Cell]:
-    """One a heading."""
+def grids(rows: Sequence[Summary]) -> list[Grid]:
+    """The table of all jobs; and if some differ in nothing but the seed, that of the means over seeds."""
+    tables = [_jobs(rows)]
+    if any(group.runs > 1 for group in groups(rows)):
+        tables.append(_means(rows))
+    return tables
+
+
+def _jobs(rows: Sequence[Summary]) -> Grid:
+    metric = _shared_metric(rows)
+    columns = [
+        Column("job", is_number=False),
+        Column("strategy", is_number=False),
+        Column("overrides", is_number=False),
+        Column(f"final\n{metric or 'metric'}"),
+        Column("x ddp\na step"),
+        Column("ms\na step"),
+        Column("bytes\na step"),
+        Column("steps", spare=3),
+        Column("total\ns", spare=4),
+        Column("exposed\nms\na step", spare=1),
+        Column("hidden\nms\na step", spare=2),
+    ]
+    failed = [row["status"] == "failed" for row in rows]
+    return Grid("jobs", columns, [_job_cells(row, rows, metric) for row in rows], failed, CAPTION)
+
+
+def _job_cells(row: Summary, rows: Sequence[Summary], metric: str | None) -> list[Cell]:
     failed = row["status"] == "failed"
     seconds, total, steps = row["seconds_per_step"], row["seconds"], row["steps"]
     milliseconds = None if seconds is None else 1000 * seconds
-    overrides = " ".join(own_overrides(row, rows))
+    final = number(row["final_metric"]) if metric else f"{row['metric']} {number(row['final_metric'])}"
     return [
-        Cell(row["job"], row["job"]),
+        Cell(job_name(row, rows), row["job"]),
         Cell(row["strategy"], row["strategy"]),
-        Cell(overrides, overrides),
-        Cell("FAILED" if failed else f"{row['metric']} {number(row['final_metric'])}", row["final_metric"]),
-        Cell("-" if steps is None else str(steps), steps),
+        _words(own_overrides(row, rows)),
+        Cell("FAILED" if failed else final, row["final_metric"]),
+        _speed(times_ddp(row, rows)),
         Cell(number(milliseconds), milliseconds),
         Cell(byte_count(row["bytes_sent_per_step"]), row["bytes_sent_per_step"]),
+        Cell("-" if steps is None else str(steps), steps),
         Cell("-" if total is None else f"{total:.1f}", total),
         Cell(number(row["exposed_ms_per_step"]), row["exposed_ms_per_step"]),
         Cell(number(row["hidden_ms_per_step"]), row["hidden_ms_per_step"]),
     ]
 
 
-def print_table(rows: Sequence[Summary], folder: Path) -> None:
-    """On the screen, failed jobs in red."""
-    # Text, since in a string the brackets of an override would be taken for markup
-    table = Table(title=Text(f"jobs in {folder}"), caption=CAPTION, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in HEADINGS:
-        justify: JustifyMethod = "right" if heading in NUMBERS else "left"
-        table.add_column(heading, no_wrap=heading not in WORDS, overflow="fold", justify=justify)
-    for row in rows:
-        style = "red" if row["status"] == "failed" else None
-        table.add_row(*(Text(cell.text) for cell in cells(row, rows)), style=style)
-    Console().print(table)
+def _means(rows: Sequence[Summary]) -> Grid:
+    metric = _shared_metric(rows)
+    columns = [
+        Column("strategy", is_number=False),
+        Column("overrides", is_number=False),
+        Column("runs"),
+        Column(f"final\n{metric or 'metric'}"),
+        Column("x ddp\na step"),
+        Column("ms\na step"),
+        Column("bytes\na step", spare=1),
+    ]
+    cells = [
+        [
+            Cell(group.strategy, group.strategy),
+            _words(_own(group.overrides, rows)),
+            Cell(str(group.runs), group.runs),
+            _mean(group.final_metric, prefix="" if metric else f"{group.metric} "),
+            _speed(group.times_ddp),
+            _mean(group.seconds_per_step, scale=1000),
+            Cell(byte_count(sent := group.bytes_sent_per_step and group.bytes_sent_per_step.mean), sent),
+        ]
+        for group in groups(rows)
+    ]
+    return Grid("means over seeds", columns, cells, [False] * len(cells), MEANS_CAPTION)
+
+
+def _shared_metric(rows: Sequence[Summary]) -> str | None:
+    metrics = {row["metric"] for row in rows if row["status"] != "failed"}
+    return metrics.pop() if len(metrics) == 1 else None
+
+
+def _words(overrides: Sequence[str]) -> Cell:
+    return Cell(" ".join(overrides), " ".join(overrides))
+
+
+def _speed(times: float | None) -> Cell:
+    return Cell("" if times is None else f"{times:.3g}", times)
+
+
+def _mean(spread: Spread | None, prefix: str = "", scale: float = 1) -> Cell:
+    if spread is None:
+        return Cell("-", None)
+    deviation = scale * (spread.deviation or 0)
+    around = "" if spread.deviation is None else f" ± {deviation:.0f}" if deviation >= 10 else f" ± {deviation:.2g}"
+    return Cell(f"{prefix}{number(scale * spread.mean)}{around}", scale * spread.mean)

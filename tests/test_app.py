@@ -71,6 +71,10 @@ def each_value(override):
     return [f"{key}={value}" for value in values.split(",")]
 
 
+def table_lines(printed):
+    return [line for line in printed.splitlines() if re.match(r"\d+ ", line)]
+
+
 def check_files(summary):
     assert summary["status"] == "finished"
     for name in ("checkpoint", "csv", "curves"):
@@ -230,14 +234,15 @@ def test_a_sweep(tmp_path):
     with open(folder / "sweep.csv") as file:
         assert [row["strategy"] for row in csv.DictReader(file)] == ["ring", "ring_fp16"]
     printed = done.stdout[done.stdout.index("jobs in") :]
-    table = [line for line in printed.splitlines() if "val_accuracy" in line]
-    assert len(table) == 2
+    table = table_lines(printed)
+    assert [line.split()[:2] for line in table] == [["0", "ring"], ["1", "ring_fp16"]]
+    assert "val_accuracy" in printed
     assert f"ringstrategy-report {folder.relative_to(tmp_path)}" in printed
 
     command = [REPORT, folder.relative_to(tmp_path)]
     reported = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert reported.returncode == 0, reported.stderr
-    assert [line for line in reported.stdout.splitlines() if "val_accuracy" in line] == table
+    assert table_lines(reported.stdout) == table
     (plots,) = re.findall(
         r'<script type="application/json" id="plots">(.*)</script>', (folder / "report.html").read_text()
     )
@@ -260,7 +265,7 @@ def test_a_sweep_over_a_part_in_its_short_form(tmp_path):
         assert summary["processes"] == 2
         assert summary["bytes_sent"] > 0
         assert summary["overrides"] == ["strategy=gossip", f"topology={name}", "algorithm.interval=2", *few]
-    rows = [line.split()[:3] for line in done.stdout.splitlines() if "topology=" in line and "val_accuracy" in line]
+    rows = [line.split()[:3] for line in table_lines(done.stdout[done.stdout.index("jobs in") :])]
     assert rows == [["0", "gossip", "topology=torus"], ["1", "gossip", "topology=complete"]]
 
 

@@ -1,13 +1,19 @@
 """What a run and a sweep leave to read: steps as CSV, one table, one page that a browser draws without a network."""
 
+import contextlib
+import fcntl
 import json
 import math
 import os
 import re
 import shutil
+import struct
 import subprocess
+import sys
+import termios
 from html import unescape
 from html.parser import HTMLParser
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -16,8 +22,9 @@ import torch
 from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
 from ringstrategy.report import RunReport, print_summary, read_summary, write_summary
 from ringstrategy.sweep_compare import groups, times_ddp
+from ringstrategy.sweep_print import print_tables
 from ringstrategy.sweep_report import main
-from ringstrategy.sweep_table import COLUMNS, job_folders, print_table, read_row
+from ringstrategy.sweep_table import COLUMNS, grids, job_folders, read_row
 
 EVIL = "data.title=</script><img src=http://x.example/a.png onerror=alert()>[bold]&amp;<b>%{x}"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -262,32 +269,114 @@ def test_jobs_are_found_wherever_they_are_and_counted_as_people_count(sweep):
     assert [job.name for job in job_folders(sweep, since=2)] == ["1", "2", "9", "10"]
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_the_printed_table_loses_nothing(sweep, monkeypatch, capsys, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    print_table([read_row(job, sweep) for job in job_folders(sweep)], sweep)
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= width
-    (failed,) = (line.split() for line in printed.splitlines() if "FAILED" in line)
-    assert failed == ["9", "ring", "seed=9", "FAILED", *"------"]
-    for text in ("1200", "10.5", "1 kB", " 17.6 ", " 2 ", " 3 ", "0 B"):
-        assert text in printed
-    (name,) = {line.split()[0] for line in printed.splitlines() if " 1200 " in line}
-    assert name == "0"
-    if width == 160:
-        assert "[bold]&amp;<b>" in printed  # no markup
-    assert "max_epochs" not in printed  # the same for all
-
-
-# --- comparisons
-
-
 def a_row(job, strategy, *overrides, seconds=0.01, **other):
     """As a job's summary is read."""
     row = dict.fromkeys(COLUMNS) | {"job": job, "strategy": strategy, "overrides": [f"strategy={strategy}", *overrides]}
     row |= {"status": "finished", "processes": 2, "metric": "val_accuracy", "final_metric": 0.9, "steps": 1200}
     row |= {"seconds": 12.5, "seconds_per_step": seconds, "bytes_sent_per_step": 123456}
     return row | {"exposed_ms_per_step": 1.25, "hidden_ms_per_step": 3.75} | other
+
+
+def long_names():
+    """Rows as long as they usually get: from several sweeps, with long names and overrides."""
+    common = ["trainer.max_epochs=3", "trainer.enable_progress_bar=False"]
+    return [
+        a_row(f"2026-11-{day}/00-09-53/{job}", strategy, *common, f"seed={seed}", "codec.block=1024", seconds=0.0123)
+        for day in (22, 23)
+        for job, (strategy, seed) in enumerate(
+            (name, seed) for name in ("ddp", "gossip_exponential") for seed in (0, 1)
+        )
+    ]
+
+
+def width(text):
+    """Of the widest line that names no folder."""
+    return max(len(line) for line in text.splitlines() if "/" not in line or line.startswith("2026"))
+
+
+def printed(rows, capsys, monkeypatch, folder, columns):
+    if columns is None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+    else:
+        monkeypatch.setenv("COLUMNS", str(columns))
+    print_tables(rows, folder)
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", [80, 160, None])
+def test_the_printed_table_fits_and_squeezes_nothing(sweep, monkeypatch, capsys, columns):
+    rows = [read_row(job, sweep) for job in job_folders(sweep)]
+    text = printed(rows, capsys, monkeypatch, sweep, columns)
+    table = text[: text.index("means over seeds")]
+    if columns is not None:
+        assert width(text) <= columns
+    (failed,) = (line.split() for line in table.splitlines() if "FAILED" in line)
+    assert failed[:4] == ["9", "ring", "seed=9", "FAILED"]
+    (job,) = (line.split() for line in table.splitlines() if line.startswith("2 "))
+    assert job[:7] == ["2", "gossip", "seed=2", "2.5", "10.5", "1", "kB"]  # x ddp is blank
+    assert ("Left out here: steps, total s;" in " ".join(table.split())) == (columns == 80)
+    assert job[7:] == (["2", "3"] if columns == 80 else ["7", "5.1", "2", "3"])
+    assert ("[bold]&amp;<b>" in table) == (columns != 80)  # no markup; folded where it is narrow
+    assert "max_epochs" not in text  # the same for all
+    (mean,) = (line.split() for line in text[len(table) :].splitlines() if line.startswith("gossip "))
+    assert mean[:3] == ["gossip", "2", "2.5"]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, None])
+def test_strategies_and_metrics_stay_in_one_piece(tmp_path, monkeypatch, capsys, columns):
+    rows = long_names()
+    text = printed(rows, capsys, monkeypatch, tmp_path, columns)
+    jobs, means = text.split("means over seeds in ")
+    assert sum(line.startswith("2026-11-2") for line in jobs.splitlines()) == len(rows)
+    assert len(re.findall(r"\bgossip_exponential +seed=[01] +0\.9 +1 +12\.3 +123\.5 kB", jobs)) == 4
+    assert len(re.findall(r"\bddp +seed=[01] +0\.9 +1 +12\.3 +123\.5 kB", jobs)) == 4
+    assert len(re.findall(r"^ddp +4 +0\.9 ± 0 +1 +12\.3 ± 0", means, re.MULTILINE)) == 1
+    if columns is None:
+        assert len(re.findall(r"^2026-11-2[23]/00-09-53/[0-3] .* 3\.75$", jobs, re.MULTILINE)) == len(rows)
+    elif columns > 60:
+        assert len(re.findall(r"^2026-11-2[23]/ .*\n00-09-53/[0-3] *$", jobs, re.MULTILINE)) == len(rows) * (
+            columns == 80
+        )
+        assert width(text) <= columns
+
+
+def test_a_prefix_that_all_jobs_share_is_said_once(tmp_path, monkeypatch, capsys):
+    rows = long_names()[:4]
+    text = printed(rows, capsys, monkeypatch, tmp_path, 80)
+    assert text.count("2026-11-22") == 2  # in the titles
+    assert f"jobs in {tmp_path}/2026-11-22/00-09-53\n" in text
+    assert [line.split()[0] for line in text.splitlines() if "seed=" in line] == ["0", "1", "2", "3"]
+    assert printed([a_row("run", "ring")], capsys, monkeypatch, tmp_path, 80).startswith(f"\njobs in {tmp_path}\n")
+    assert "trainer" not in text
+    assert "jobs in" in printed([], capsys, monkeypatch, tmp_path, 20)  # a launcher may have run them elsewhere
+
+
+@pytest.mark.timeout(120)
+def test_the_command_fits_a_terminal_and_fills_a_pipe(sweep):
+    """As people call it: on a terminal of 80 columns, and with its output in a pipe."""
+    environment = {key: value for key, value in os.environ.items() if key not in {"COLUMNS", "LINES", "FORCE_COLOR"}}
+    command = [Path(sys.executable).with_name("ringstrategy-report"), sweep]
+    piped = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    process = subprocess.Popen(command, env=environment | {"TERM": "xterm"}, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while chunk := os.read(ours, 4096):
+            seen += chunk
+    os.close(ours)
+    assert process.wait() == 0
+    screen = re.sub(r"\x1b\[[0-9;]*m", "", seen.decode()).replace("\r", "")
+    for text in (piped, screen):
+        assert re.search(r"^2 +gossip +seed=2 +2\.5 +10\.5 +1 kB", text, re.MULTILINE)
+    assert width(screen) <= 80
+    assert "Left out here: steps, total s;" in " ".join(screen.split())
+    assert EVIL.replace("data.title", "") in piped  # in one line
+    assert "Left out here" not in piped
+
+
+# --- comparisons
 
 
 def test_a_job_is_compared_with_the_ddp_job_of_its_settings():
@@ -338,6 +427,17 @@ def test_means_are_over_jobs_that_differ_in_the_seed_alone():
     assert gone.bytes_sent_per_step is None
 
 
+def test_one_job_a_setting_has_no_table_of_means(sweep):
+    assert [grid.title for grid in grids([a_row("0", "ddp", "seed=0"), a_row("1", "ring", "seed=0")])] == ["jobs"]
+    _, means = grids([a_row("0", "ring", "seed=0", final_metric=0.5), a_row("1", "ring", "seed=1", final_metric=0.9)])
+    assert [cell.text for cell in means.rows[0]] == ["ring", "", "2", "0.7 ± 0.28", "", "10 ± 0", "123.5 kB"]
+    _, diverged = grids([a_row("0", "ring", final_metric=math.inf), a_row("1", "ring", "seed=1", seconds=0.0371)])
+    assert [cell.text for cell in diverged.rows[0]][3:6] == ["inf ± nan", "", "23.55 ± 19"]
+    mixed = [a_row("0", "ring"), a_row("1", "ring", metric="val_loss")]
+    assert [row[3].text for row in grids(mixed)[0].rows] == ["val_accuracy 0.9", "val_loss 0.9"]
+    assert "val_accuracy" in grids(mixed[:1])[0].columns[3].heading
+
+
 # --- the page
 
 
@@ -346,11 +446,16 @@ def test_the_page_has_the_table_and_needs_nothing_else(sweep):
     assert page.links == []
     assert page.tags.count("script") == 3
     assert {"img", "b", "link", "iframe"}.isdisjoint(page.tags)  # what the evil override asks for
-    assert [row[0] for row in page.rows[1:]] == ["0", "1", "2", "9", "10"]
-    assert page.rows[1][1:4] == ["ring", EVIL, "val_loss 2.5"]
-    assert page.rows[1][4:] == ["1200", "10.5", "1 kB", "17.6", "2", "3"]
-    assert page.rows[2][5:] == ["10.5", "-", "5.1", "-", "-"]
-    assert page.rows[4][1:] == ["ring", "seed=9", "FAILED", *"------"]
+    jobs, means = page.rows[1:6], page.rows[7:]
+    assert [row[0] for row in jobs] == ["0", "1", "2", "9", "10"]
+    assert jobs[0][1:4] == ["ring", EVIL, "2.5"]
+    assert jobs[0][4:] == ["", "10.5", "1 kB", "1200", "17.6", "2", "3"]
+    assert jobs[1][4:] == ["1", "10.5", "-", "7", "5.1", "-", "-"]
+    assert jobs[3][1:] == ["ring", "seed=9", "FAILED", "", *"------"]
+    assert means[1:] == [
+        ["ddp", "", "1", "2.5", "1", "10.5", "-"],
+        ["gossip", "", "2", "2.5 ± 0", "0.00419", "2505 ± 3528", "500 B"],
+    ]
     assert "5 jobs, 1 failed" in page.texts["p"]
     assert page.texts["code"].strip() == "trainer.max_epochs=3"
 
@@ -389,12 +494,10 @@ def test_a_bar_is_as_long_as_a_step(sweep):
 def test_what_is_left_out_is_said(sweep):
     (sweep / "2" / "steps.csv").unlink()
     notes = page_of(sweep).texts["figcaption"]
-    missing = "2 gossip (has no steps.csv)"
-    assert notes.count(f"Left out: {missing}; 9 ring (failed).") == 2
-    assert (
-        f"Left out: 1 ddp (its bytes are not counted); {missing}; 9 ring (failed); 10 gossip (sent nothing)." in notes
-    )
-    assert "nobody counts their communication: 1 ddp. Left out: 9 ring (failed)." in notes
+    missing, failed = "2 gossip (has no steps.csv)", "9 ring (failed)"
+    assert notes.count(f"Left out: {missing}; {failed}.") == 2
+    assert f"Left out: 1 ddp (its bytes are not counted); {missing}; {failed}; 10 gossip (sent nothing)." in notes
+    assert f"nobody counts their communication: 1 ddp. Left out: {failed}." in notes
 
 
 def test_one_run_and_another_file(sweep, tmp_path, capsys):
@@ -432,6 +535,17 @@ def test_missing_packages_are_named(sweep, monkeypatch):
 # --- in a browser
 
 
+def shown_by_browser(page, tmp_path):
+    """The JSON that the page has written into its body in the end."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-sync", "--dump-dom"]
+    options += ["--disable-background-networking", "--disable-component-update", "--virtual-time-budget=20000"]
+    command = [CHROMIUM, *options, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    body = re.search(r"<body>(.*)</body>", done.stdout, re.S)
+    assert body, f"exit code {done.returncode}\n{done.stderr}"
+    return json.loads(unescape(body[1]))
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome is installed")
 def test_a_browser_draws_it_sorts_it_and_hides_jobs(sweep, tmp_path):
@@ -451,7 +565,7 @@ def test_a_browser_draws_it_sorts_it_and_hides_jobs(sweep, tmp_path):
         bars: document.querySelectorAll("#plot3 .bars .point path").length,
         titles: [...document.querySelectorAll(".xtitle, .ytitle")].map(title => title.textContent),
         names: [...document.querySelectorAll("#plot3 .ytick")].map(tick => tick.textContent.trim()),
-        jobs: [...document.querySelectorAll("tbody tr")].map(row => row.cells[0].textContent),
+        jobs: [...document.querySelector("tbody").rows].map(row => row.cells[0].textContent),
       });
       const click = where => { document.querySelector(where).click(); seen.push(now()); };
       seen.push(now());
@@ -467,11 +581,7 @@ def test_a_browser_draws_it_sorts_it_and_hides_jobs(sweep, tmp_path):
     </script></body>"""
     watched = tmp_path / "watched.html"
     watched.write_text(text.replace("<head>", listen, 1).replace("</body>", look), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom"]
-    done = subprocess.run([CHROMIUM, *options, watched.as_uri()], capture_output=True, text=True, timeout=200)
-    body = re.search(r"<body>(.*)</body>", done.stdout, re.S)
-    assert body, f"exit code {done.returncode}\n{done.stderr}"
-    found = json.loads(unescape(body[1]))
+    found = shown_by_browser(watched, tmp_path)
     assert found["errors"] == []
     assert found["asked"] == []  # nothing from the network
     drawn, without, again, up, down, named = found["seen"]
