@@ -7,9 +7,10 @@ from html import escape
 
 from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
-from ringstrategy.sweep_plots import Job, Plot, line_style, shortened
+from ringstrategy.sweep_plots import Job, Plot, plots
 from ringstrategy.sweep_table import Cell, Column, Grid, common_overrides, grids
 
+_GAPS = {"solid": "", "dot": "3 3", "dash": "7 4", "dashdot": "7 3 2 3", "longdash": "11 4", "longdashdot": "11 3 2 3"}
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #222; --faint: #667; --line: #dde; --hover: #f3f4f8; }
 @media (prefers-color-scheme: dark) {
@@ -35,6 +36,8 @@ td.long { white-space: normal; overflow-wrap: anywhere; }
 td.long:not(:empty) { min-width: 16rem; }
 tbody tr:hover { background: var(--hover); }
 tr.failed td { color: #d9363e; }
+@media (max-width: 600px) { body { padding: 1rem; } th button, td { padding: .28rem .45rem; }
+  td.long:not(:empty) { min-width: 8rem; } }
 .jobs { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap: .4rem; max-height: 25vh;
   overflow-y: auto; margin: 1.2rem 0; padding: .6rem 0; background: var(--paper);
   border-bottom: 1px solid var(--line); }
@@ -116,19 +119,19 @@ document.querySelectorAll("table").forEach(sortable);
 """
 
 
-def page(title: str, jobs: Sequence[Job], plots: Sequence[Plot]) -> str:
+def page(title: str, jobs: Sequence[Job]) -> str:
     """The whole file. Whatever people wrote (overrides, names of folders) is shown as it is and never run."""
     rows = [job.row for job in jobs]
     failed = sum(row["status"] == "failed" for row in rows)
     about = f"{len(rows)} {'job' if len(rows) == 1 else 'jobs'}" + (f", {failed} failed" if failed else "")
     if common := common_overrides(rows):
         about += f"; {'in all of them' if len(rows) > 1 else 'with'} <code>{escape(' '.join(common))}</code>"
-    tables = grids(rows)
+    tables, drawn = grids(rows), plots(jobs)
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{escape(title)}</title>
 <style>{_STYLE}</style>
 </head>
@@ -137,8 +140,8 @@ def page(title: str, jobs: Sequence[Job], plots: Sequence[Plot]) -> str:
 <p>{about}</p>
 {"".join(map(_table, tables))}<div class="jobs">{_chips(jobs)}</div>
 <div class="plots">
-{"".join(_figure(place, plot) for place, plot in enumerate(plots))}</div>
-<script type="application/json" id="plots">{_json(plots)}</script>
+{"".join(_figure(place, plot) for place, plot in enumerate(drawn))}</div>
+<script type="application/json" id="plots">{_json(drawn)}</script>
 <script>{get_plotlyjs()}</script>
 <script>{_SCRIPT}</script>
 </body>
@@ -176,17 +179,15 @@ def _chips(jobs: Sequence[Job]) -> str:
     """A button a job with its line, which takes it out of all plots and back."""
     chips = [
         f'<button data-job="{place}" aria-pressed="true" title="click: hide or show; double click: this one alone">'
-        f"{_line(place)}{escape(shortened(job))}</button>"
+        f"{_line(job)}{escape(' '.join(job.words))}</button>"
         for place, job in enumerate(jobs)
         if job.row["status"] != "failed"
     ]
     return "".join(chips) + ('<button id="all">show all</button>' if len(chips) > 1 else "")
 
 
-def _line(place: int) -> str:
-    style = line_style(place)
-    gaps = {"solid": "", "dot": "3 3", "dash": "7 4", "dashdot": "7 3 2 3"}[style["dash"]]
-    stroke = f'stroke="{style["color"]}" stroke-width="3" stroke-dasharray="{gaps}"'
+def _line(job: Job) -> str:
+    stroke = f'stroke="{job.color}" stroke-width="3" stroke-dasharray="{_GAPS[job.dash]}"'
     return f'<svg aria-hidden="true" viewBox="0 0 26 8"><path d="M0 4H26" {stroke}/></svg>'
 
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ringstrategy.curves import MOST_POINTS, STEPS_FILE, Curves, thin
 from ringstrategy.report import Summary
+from ringstrategy.sweep_table import job_name, own_overrides
 
-COLORS = (
+COLORS = (  # of strategies; the second ten are paler
     "#1f77b4",
     "#ff7f0e",
     "#2ca02c",
@@ -21,10 +22,20 @@ COLORS = (
     "#7f7f7f",
     "#bcbd22",
     "#17becf",
+    "#aec7e8",
+    "#ffbb78",
+    "#98df8a",
+    "#ff9896",
+    "#c5b0d5",
+    "#c49c94",
+    "#f7b6d2",
+    "#c7c7c7",
+    "#dbdb8d",
+    "#9edae5",
 )
-DASHES = ("solid", "dot", "dash", "dashdot")  # the second ten jobs are dotted, and so on
-LABEL_LENGTH = 32  # characters of a job's label where room is short
-HEIGHT, BAR_HEIGHT, AROUND_BARS = 420, 34, 90  # pixels
+DASHES = ("solid", "dot", "dash", "dashdot", "longdash", "longdashdot")  # of the jobs of one strategy
+LABEL_LENGTH = 24  # characters of overrides where room is short
+HEIGHT, LINE_HEIGHT, AROUND_BARS = 420, 17, 90  # pixels
 PARTS = {  # of a step: words, color
     "alone": ("computing", "#8d99ae"),
     "hidden": ("computing and communicating (hidden)", "#2a9d8f"),
@@ -39,7 +50,10 @@ Trace = dict[str, Any]
 class Job:
     """A row of the table, and its steps."""
 
-    label: str  # as nobody else in the sweep is called
+    words: list[str]  # its strategy, what else tells it from the others (seed first, cut), and its folder if it must
+    label: str  # the same in full, on one line; as no other job in the report is called
+    color: str
+    dash: str
     row: Summary
     curves: Curves | None  # None: it failed, or has no steps.csv
 
@@ -80,15 +94,23 @@ def plots(jobs: Sequence[Job]) -> list[Plot]:
     ]
 
 
-def line_style(place: int) -> dict[str, str]:
-    """Color and dash of the job at this place in the table."""
-    return {"color": COLORS[place % len(COLORS)], "dash": DASHES[place // len(COLORS) % len(DASHES)]}
-
-
-def shortened(job: Job) -> str:
-    """The job's label, cut to about LABEL_LENGTH characters, but never within the job's name: that is unique."""
-    length = max(LABEL_LENGTH, len(job.row["job"]))
-    return job.label if len(job.label) <= length else job.label[:length] + "…"
+def jobs_of(rows: Sequence[Summary], curves: Sequence[Curves | None]) -> list[Job]:
+    """Jobs with labels that differ; those of one strategy have one color."""
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    settings = [
+        " ".join(sorted(own_overrides(row, rows), key=lambda text: not text.startswith("seed="))) for row in rows
+    ]
+    cut = [text if len(text) <= LABEL_LENGTH else text[:LABEL_LENGTH] + "…" for text in settings]
+    names = list(zip((row["strategy"] for row in rows), cut, strict=True))
+    jobs = []
+    for place, row in enumerate(rows):
+        strategy = row["strategy"]
+        folder = f"(job {job_name(row, rows)})" if names.count(names[place]) > 1 else ""
+        words, label = ([strategy, *filter(None, [text, folder])] for text in (cut[place], settings[place]))
+        color = COLORS[strategies.index(strategy) % len(COLORS)]
+        dash = DASHES[[row["strategy"] for row in rows[:place]].count(strategy) % len(DASHES)]
+        jobs.append(Job(words, " ".join(label), color, dash, row, curves[place]))
+    return jobs
 
 
 def _loss_plot(
@@ -107,17 +129,19 @@ def _loss_plot(
             continue
         so_far = total(job.curves)
         thinned |= len(so_far) > MOST_POINTS
-        style = line_style(place)
         trace = {"type": "scatter", "name": escape(job.label, quote=False), "meta": place}
         hover = f"<b>%{{fullData.name}}</b><br>{quantity} %{{x}}<br>%{{y:.4g}}"
         data.append(
             trace
             | {"mode": "lines", "x": _numbers(thin(so_far)), "y": _numbers(thin(job.curves.losses))}
-            | {"line": style | {"width": 1.6}, "hovertemplate": hover + " training<extra></extra>"}
+            | {
+                "line": {"color": job.color, "dash": job.dash, "width": 1.6},
+                "hovertemplate": hover + " training<extra></extra>",
+            }
         )
         if job.curves.validation_losses:
             steps, losses = zip(*job.curves.validation_losses, strict=True)
-            marker = {"symbol": "diamond", "size": 8, "color": style["color"], "line": {"width": 1, "color": "white"}}
+            marker = {"symbol": "diamond", "size": 8, "color": job.color, "line": {"width": 1, "color": "white"}}
             data.append(
                 trace
                 | {"mode": "markers", "x": _numbers(_at(steps, job.curves.steps, so_far)), "y": _numbers(losses)}
@@ -133,7 +157,8 @@ def _loss_plot(
 def _time_plot(jobs: Sequence[Job]) -> Plot:
     left_out = {place: reason for place, job in enumerate(jobs) if (reason := _no_time(job))}
     shown = [(place, job) for place, job in enumerate(jobs) if place not in left_out]
-    names = {place: escape(shortened(job), quote=False) for place, job in shown}
+    names = {place: "<br>".join(escape(text, quote=False) for text in job.words) for place, job in shown}
+    bar_height = LINE_HEIGHT * max((len(job.words) for _, job in shown), default=1)
     milliseconds: dict[str, dict[int, float]] = {part: {} for part in PARTS}
     for place, job in shown:
         step = 1000 * job.row["seconds_per_step"]
@@ -152,7 +177,7 @@ def _time_plot(jobs: Sequence[Job]) -> Plot:
             "meta": list(values),
             "x": _numbers(list(values.values())),
             "y": [names[place] for place in values],
-            "width": min(0.7, 1.2 * BAR_HEIGHT * len(shown) / (HEIGHT - AROUND_BARS)),  # a few bars are not a wall
+            "width": min(0.7, 1.2 * bar_height * len(shown) / (HEIGHT - AROUND_BARS)),  # a few bars are not a wall
             "marker": {"color": PARTS[part][1]},
             "hovertemplate": "<b>%{y}</b><br>%{x:.4g} ms a step<br>%{fullData.name}<extra></extra>",
         }
@@ -167,7 +192,7 @@ def _time_plot(jobs: Sequence[Job]) -> Plot:
     note = "Means, without the first tenth of the steps, which warm up. A bar is as long as a step takes."
     if milliseconds["undivided"]:
         note += f" Not told apart, as nobody counts their communication: {_names(milliseconds['undivided'], jobs)}."
-    height = max(HEIGHT, AROUND_BARS + BAR_HEIGHT * len(shown))
+    height = max(HEIGHT, AROUND_BARS + bar_height * len(shown))
     key = [PARTS[part] for part, values in milliseconds.items() if values]
     return Plot("Where a step's time goes", note + _in_words(left_out, jobs), data, layout, height, key)
 
@@ -209,7 +234,7 @@ def _in_words(left_out: dict[int, str], jobs: Sequence[Job]) -> str:
 
 
 def _names(places: Iterable[int], jobs: Sequence[Job]) -> str:
-    return ", ".join(f"{jobs[place].row['job']} {jobs[place].row['strategy']}" for place in places)
+    return ", ".join(" ".join(jobs[place].words) for place in places)
 
 
 def _at(validated: Sequence[int], steps: Sequence[int], so_far: Sequence[float]) -> list[float]:

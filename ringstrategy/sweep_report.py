@@ -31,9 +31,9 @@ def report(folder: Path, out: Path) -> Path:
     """
     from ringstrategy.curves import STEPS_FILE, read_curves
     from ringstrategy.sweep_page import page
-    from ringstrategy.sweep_plots import Job, plots
+    from ringstrategy.sweep_plots import jobs_of
     from ringstrategy.sweep_print import print_tables
-    from ringstrategy.sweep_table import job_folders, own_overrides, read_row, shared_folder
+    from ringstrategy.sweep_table import job_folders, read_row, shared_folder
 
     folders = job_folders(folder)
     if not folders:
@@ -42,12 +42,12 @@ def report(folder: Path, out: Path) -> Path:
             "writes one into a job's folder when the job ends"
         )
     rows = [read_row(job, folder) for job in folders]
-    jobs = []
-    for job, row in zip(folders, rows, strict=True):
-        label = " ".join([row["job"], row["strategy"], *own_overrides(row, rows)])
-        # a failed job may stand where an earlier one left its steps
-        has_steps = row["status"] != "failed" and (job / STEPS_FILE).exists()
-        jobs.append(Job(label, row, read_curves(job) if has_steps else None))
-    out.write_text(page(f"jobs in {folder.resolve() / shared_folder(rows)}", jobs, plots(jobs)), encoding="utf-8")
+    # a failed job may stand where an earlier one left its steps
+    has_steps = [
+        row["status"] != "failed" and (job / STEPS_FILE).exists() for job, row in zip(folders, rows, strict=True)
+    ]
+    curves = [read_curves(job) if steps else None for job, steps in zip(folders, has_steps, strict=True)]
+    title = f"jobs in {folder.resolve() / shared_folder(rows)}"
+    out.write_text(page(title, jobs_of(rows, curves)), encoding="utf-8")
     print_tables(rows, folder)
     return out

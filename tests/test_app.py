@@ -247,8 +247,8 @@ def test_a_sweep(tmp_path):
         r'<script type="application/json" id="plots">(.*)</script>', (folder / "report.html").read_text()
     )
     by_bytes = {trace["name"]: trace for trace in json.loads(plots)[2]["data"] if trace["mode"] == "lines"}
-    assert list(by_bytes) == ["0 ring", "1 ring_fp16"]
-    assert by_bytes["0 ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
+    assert list(by_bytes) == ["ring", "ring_fp16"]
+    assert by_bytes["ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
 
 
 @pytest.mark.timeout(300)

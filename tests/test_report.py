@@ -22,6 +22,7 @@ import torch
 from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
 from ringstrategy.report import RunReport, print_summary, read_summary, write_summary
 from ringstrategy.sweep_compare import groups, times_ddp
+from ringstrategy.sweep_plots import COLORS, DASHES, jobs_of
 from ringstrategy.sweep_print import print_tables
 from ringstrategy.sweep_report import main
 from ringstrategy.sweep_table import COLUMNS, grids, job_folders, read_row
@@ -438,6 +439,27 @@ def test_one_job_a_setting_has_no_table_of_means(sweep):
     assert "val_accuracy" in grids(mixed[:1])[0].columns[3].heading
 
 
+def test_labels_begin_with_strategy_and_seed_and_differ():
+    long = "trainer.accumulate_grad_batches="
+    rows = [
+        a_row("a/b/0", "ring", f"{long}4", "seed=0"),
+        a_row("a/b/1", "ring", f"{long}4", "seed=1"),
+        a_row("a/b/2", "ring", f"{long}8", "seed=1"),
+        a_row("a/b/3", "gossip", f"{long}4", "seed=0"),
+    ]
+    jobs = jobs_of(rows, [None] * 4)
+    assert [job.words for job in jobs] == [
+        ["ring", "seed=0 trainer.accumulat…"],
+        ["ring", "seed=1 trainer.accumulat…", "(job 1)"],
+        ["ring", "seed=1 trainer.accumulat…", "(job 2)"],
+        ["gossip", "seed=0 trainer.accumulat…"],
+    ]
+    assert jobs[2].label == f"ring seed=1 {long}8 (job 2)"
+    assert jobs[3].label == f"gossip seed=0 {long}4"
+    assert [job.color for job in jobs] == [COLORS[0]] * 3 + [COLORS[1]]
+    assert [job.dash for job in jobs] == [*DASHES[:3], DASHES[0]]
+
+
 # --- the page
 
 
@@ -471,7 +493,7 @@ def test_the_lines_are_the_runs(sweep):
     thinned = lines(by_step)[0]
     assert MOST_POINTS / 2 < len(thinned["x"]) == len(thinned["y"]) <= MOST_POINTS
     assert thinned["x"][:2] == [2, 5]
-    assert thinned["name"] == f"0 ring {EVIL}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    assert thinned["name"] == f"ring {EVIL}".replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     marks = [
         [t["x"] for t in plot["data"] if t["mode"] == "markers" and t["meta"] == 2] for plot in (by_step, by_bytes)
     ]
@@ -494,10 +516,13 @@ def test_a_bar_is_as_long_as_a_step(sweep):
 def test_what_is_left_out_is_said(sweep):
     (sweep / "2" / "steps.csv").unlink()
     notes = page_of(sweep).texts["figcaption"]
-    missing, failed = "2 gossip (has no steps.csv)", "9 ring (failed)"
+    missing, failed = "gossip seed=2 (has no steps.csv)", "ring seed=9 (failed)"
     assert notes.count(f"Left out: {missing}; {failed}.") == 2
-    assert f"Left out: 1 ddp (its bytes are not counted); {missing}; {failed}; 10 gossip (sent nothing)." in notes
-    assert f"nobody counts their communication: 1 ddp. Left out: {failed}." in notes
+    assert (
+        f"Left out: ddp seed=1 (its bytes are not counted); {missing}; {failed}; gossip seed=10 (sent nothing)."
+        in notes
+    )
+    assert f"nobody counts their communication: ddp seed=1. Left out: {failed}." in notes
 
 
 def test_one_run_and_another_file(sweep, tmp_path, capsys):
@@ -592,10 +617,48 @@ def test_a_browser_draws_it_sorts_it_and_hides_jobs(sweep, tmp_path):
     assert {"step", "seconds of training steps, rank 0", "bytes sent by rank 0", "ms a step, rank 0"} < set(
         drawn["titles"]
     )
-    assert drawn["names"][-1].startswith("0 ring data.title=</script>")
+    assert drawn["names"][-1].startswith("ringdata.title=</script>")  # in two lines
     assert without["lines"] == [3, 3, 1, 0]
     assert without["bars"] == 2 * 3 + 1
     assert len(without["names"]) == 3
     assert again == drawn
     assert up["jobs"][-1] == down["jobs"][-1] == "9"  # without a metric: last either way
     assert named["jobs"] == ["0", "1", "2", "9", "10"]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium or chrome is installed")
+def test_on_a_phone_nothing_is_cut_off(tmp_path):
+    for day in (22, 23):
+        for seed in (0, 1):
+            job = tmp_path / f"2026-11-{day}" / "00-09-53" / str(seed)
+            a_job(job, "gossip_exponential", a_curve(7), "trainer.accumulate_grad_batches=4", f"seed={day + seed}")
+    main([str(tmp_path)])
+    look = """<script>
+    window.addEventListener("load", () => {
+      const boxes = [...document.querySelectorAll(".main-svg, .xtitle, .ytitle, .ytick, figcaption, .jobs *")];
+      const edges = boxes.map(box => box.getBoundingClientRect());
+      parent.postMessage(JSON.stringify({
+        wide: [innerWidth, document.documentElement.scrollWidth],
+        left: Math.min(...edges.map(edge => edge.left)), right: Math.max(...edges.map(edge => edge.right)),
+        bars: document.querySelector("#plot3 .bglayer, #plot3 .plot").getBoundingClientRect().width,
+        names: [...document.querySelectorAll("#plot3 .ytick")].map(tick => tick.textContent.trim()),
+      }), "*");
+    });
+    </script></body>"""
+    report = (tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "watched.html").write_text(report.replace("</body>", look), encoding="utf-8")
+    phone = tmp_path / "phone.html"  # a frame, as windows of this browser are 500 pixels wide at least
+    phone.write_text(
+        """<html><body><iframe src="watched.html" style="width: 390px; height: 800px; border: 0"></iframe><script>
+        addEventListener("message", event => { document.body.innerHTML = ""; document.body.append(event.data); });
+        </script></body></html>"""
+    )
+    found = shown_by_browser(phone, tmp_path)
+    assert found["wide"][0] == 390
+    assert found["wide"][1] <= 390
+    assert found["left"] >= 0
+    assert found["right"] <= 390
+    assert found["bars"] > 100
+    twins = [f"gossip_exponentialseed=23(job 2026-11-{day}/00-09-53/{job})" for day, job in ((23, 0), (22, 1))]
+    assert found["names"] == ["gossip_exponentialseed=24", *twins, "gossip_exponentialseed=22"]
