@@ -2,6 +2,9 @@
 
 import re
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
 PARTS = {  # of a strategy, and where the configuration holds them
     "codec": "strategy.algorithm.codec",
     "collective": "strategy.algorithm.collective",
@@ -31,3 +34,19 @@ def shortened(override: str) -> str:
         if match := re.match(rf"([+~]*){re.escape(path)}(?=\.)", override):
             return f"{match[1]}{part}{override[match.end() :]}"
     return override
+
+
+def swept(argument: str) -> str:
+    """For `-m`: one value of a strategy's setting as a list of one, `strategy.algorithm.interval=choice(4)`.
+
+    Before its jobs Hydra composes a sweep without its lists. Without `strategy=gossip,push_sum` that is the default
+    strategy, which lacks the settings of those two.
+    """
+    key, equals, value = argument.partition("=")
+    if not equals or not re.match(r"\+*(\w+@)?strategy\.", key):
+        return argument
+    try:
+        parsed = OverridesParser.create().parse_override(argument)
+    except HydraException:  # Hydra parses it again, and says why
+        return argument
+    return argument if parsed.is_sweep_override() else f"{key}=choice({value})"

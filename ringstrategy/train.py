@@ -31,7 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ringstrategy.callbacks import CommunicationMonitor
 from ringstrategy.extras import require
-from ringstrategy.overrides import lengthened, shortened
+from ringstrategy.overrides import lengthened, shortened, swept
 from ringstrategy.refusals import check_arguments, check_keys, in_words, instantiate_strategy
 from ringstrategy.strategy import RingStrategy
 
@@ -52,6 +52,8 @@ def main() -> None:
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)
     sys.argv[1:] = map(lengthened, sys.argv[1:])
+    if {"-m", "--multirun"} & set(sys.argv):
+        sys.argv[1:] = map(swept, sys.argv[1:])
     OmegaConf.register_new_resolver("options_by_group", options_by_group)
     full_errors = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors: by itself it prints them, with wrong advice

@@ -8,7 +8,7 @@ from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 from test_app import CONFIGS, app, composed, names
 
-from ringstrategy.overrides import PARTS, lengthened, shortened
+from ringstrategy.overrides import PARTS, lengthened, shortened, swept
 from ringstrategy.refusals import KEYS, check_arguments, check_keys, in_words, instantiate_strategy
 
 GOSSIP = "gossip, gossip_exponential, gossip_int8, push_sum"
@@ -72,6 +72,22 @@ def test_a_short_form_is_a_long_one(short, long):
 )
 def test_other_arguments_stay(override):
     assert lengthened(override) == shortened(override) == override
+
+
+@pytest.mark.parametrize(
+    ("override", "listed"),
+    [
+        ("strategy.algorithm.interval=4", "strategy.algorithm.interval=choice(4)"),
+        ("topology@strategy.algorithm.topology=torus", "topology@strategy.algorithm.topology=choice(torus)"),
+        ("+strategy.algorithm.names=['a,b', c]", "+strategy.algorithm.names=choice(['a,b', c])"),
+        *((same, same) for same in ("-m", "strategy=ring", "strategy=ring,gossip", "seed=1", "~strategy.timeout")),
+        *((same, same) for same in ("strategy.algorithm.interval=4,8", "strategy.algorithm.interval=range(1,4)")),
+        ("strategy.algorithm.interval=[4", "strategy.algorithm.interval=[4"),
+    ],
+)
+def test_in_a_sweep_one_value_is_a_list_of_one(override, listed):
+    assert swept(override) == listed
+    assert swept(listed) == listed
 
 
 @pytest.mark.timeout(60)
@@ -195,6 +211,7 @@ def test_an_unknown_key_trains_nothing(tmp_path, sweep):
     ("overrides", "words"),
     [
         (["-m", "strategy=gossip,ring", "topology=torus,complete"], "the strategy has no topology"),
+        (["-m", "strategy=ring_int8,ddp", "codec.block=64"], "codec.block=64: the strategy has no codec"),
         (["strategy=ring", "codec=top_k"], "On the command line: collective=direct"),
         (["+trainer.max_epoch=3"], "Did you mean max_epochs?"),
         (["trainer.max_epochs=${zzz}"], "Interpolation key 'zzz' not found"),
