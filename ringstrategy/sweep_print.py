@@ -16,7 +16,6 @@ from ringstrategy.sweep_table import Grid, grids, shared_folder
 
 FOLDED = "overrides"  # the column whose cells may take several lines
 FOLDED_WIDTH = 22  # what it gets before other columns are left out
-LEAST_FOLDED_WIDTH = len(FOLDED)  # what it gets when all that can be left out is
 CAPTION_WIDTH = 100  # at most
 
 
@@ -50,11 +49,13 @@ def _laid_out(grid: Grid, room: int | None) -> tuple[Table, int, list[str]]:
     for place in sorted(shown, key=lambda place: -grid.columns[place].spare):
         if taken() > room and grid.columns[place].spare:
             shown.remove(place)
+    if taken() > room:
+        widths[folded] = min(widths[folded], max(map(len, " ".join([FOLDED, *cells[folded]]).split())))
     if taken() > room and headings[0] == "job":
         widths[0] = max([len("job"), *(len(part) + 1 for name in cells[0] for part in name.split("/"))])
         lines = [textwrap.wrap(name.replace("/", "/ "), widths[0]) for name in cells[0]]
         cells[0] = ["\n".join(each).replace("/ ", "/") for each in lines]
-    widths[folded] = min(natural, max(LEAST_FOLDED_WIDTH, room - taken() + widths[folded]))
+    widths[folded] = min(natural, max(len(FOLDED), room - taken() + widths[folded]))
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for place in shown:
         column = grid.columns[place]

@@ -120,7 +120,7 @@ def _jobs(rows: Sequence[Summary]) -> Grid:
         Column("job", is_number=False),
         Column("strategy", is_number=False),
         Column("overrides", is_number=False),
-        Column(f"final\n{metric or 'metric'}"),
+        Column(_final(metric)),
         Column("x ddp\na step"),
         Column("ms\na step"),
         Column("bytes\na step"),
@@ -159,7 +159,7 @@ def _means(rows: Sequence[Summary]) -> Grid:
         Column("strategy", is_number=False),
         Column("overrides", is_number=False),
         Column("runs"),
-        Column(f"final\n{metric or 'metric'}"),
+        Column(_final(metric)),
         Column("x ddp\na step"),
         Column("ms\na step"),
         Column("bytes\na step", spare=1),
@@ -182,6 +182,10 @@ def _means(rows: Sequence[Summary]) -> Grid:
 def _shared_metric(rows: Sequence[Summary]) -> str | None:
     metrics = {row["metric"] for row in rows if row["status"] != "failed"}
     return metrics.pop() if len(metrics) == 1 else None
+
+
+def _final(metric: str | None) -> str:
+    return f"final\n{metric or 'metric'}".replace("_", "_\n", 1)  # two short lines, for val_accuracy
 
 
 def _words(overrides: Sequence[str]) -> Cell:

@@ -341,6 +341,17 @@ def test_strategies_and_metrics_stay_in_one_piece(tmp_path, monkeypatch, capsys,
         assert width(text) <= columns
 
 
+def test_words_are_folded_between_overrides_before_names_of_jobs_are(tmp_path, monkeypatch, capsys):
+    rows = [
+        a_row(f"0{hour}-07-09/{job}", strategy, f"topology={topology}", f"seed={hour}")
+        for job, strategy in enumerate(("gossip", "gossip_exponential"))
+        for hour, topology in enumerate(("complete", "torus"))
+    ]
+    text = printed(rows, capsys, monkeypatch, tmp_path, 80)
+    assert len(re.findall(r"^0[01]-07-09/[01] gossip[ _a-z]+ topology=(?:complete|torus) ", text, re.MULTILINE)) == 4
+    assert len(re.findall(r"^ +seed=[01] *$", text, re.MULTILINE)) == 4
+
+
 def test_a_prefix_that_all_jobs_share_is_said_once(tmp_path, monkeypatch, capsys):
     rows = long_names()[:4]
     text = printed(rows, capsys, monkeypatch, tmp_path, 80)
@@ -436,7 +447,10 @@ def test_one_job_a_setting_has_no_table_of_means(sweep):
     assert [cell.text for cell in diverged.rows[0]][3:6] == ["inf ± nan", "", "23.55 ± 19"]
     mixed = [a_row("0", "ring"), a_row("1", "ring", metric="val_loss")]
     assert [row[3].text for row in grids(mixed)[0].rows] == ["val_accuracy 0.9", "val_loss 0.9"]
-    assert "val_accuracy" in grids(mixed[:1])[0].columns[3].heading
+    assert [grid[0].columns[3].heading for grid in (grids(mixed), grids(mixed[:1]))] == [
+        "final\nmetric",
+        "final\nval_\naccuracy",
+    ]
 
 
 def test_labels_begin_with_strategy_and_seed_and_differ():
