@@ -634,7 +634,7 @@ def _fit_another_model() -> None:
     if os.environ["RANK"] == "1":
         model.layers.append(nn.Linear(4, 4))
     trainer = L.Trainer(strategy="ring_auto", accelerator="cpu", devices=2, barebones=True, max_steps=1)
-    with pytest.raises(PlanMismatchError, match="rank 1 has 'layers.3.bias: "):
+    with pytest.raises(PlanMismatchError, match=r"rank 1 has 'layers\.3\.bias: "):
         trainer.fit(model, _rows())
 
 
