@@ -72,8 +72,8 @@ class RingStrategy(DDPStrategy):
         process_group_backend: "gloo" or "nccl"; None: gloo on CPUs, NCCL on GPUs. "gloo" works on GPUs too.
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default.
         start_method: "popen", "spawn", "fork" or "forkserver".
-        broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward. With
-            gossip each rank keeps its own, and people see their mean.
+        broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward and
+            before validation. With gossip each rank keeps its own, and people see their mean.
 
     Attributes:
         stats: what was sent, and how long training waited (`Stats`); totals over all fits of this strategy.
@@ -264,10 +264,11 @@ class RingStrategy(DDPStrategy):
             self._lifeline.begin_batch()
         if self._steps is not None:
             self._steps.forget()
-        self._notice_dropped_steps()
         module = self.lightning_module
         if self._peers is not None and self._new_parts is not None:
             assert module is not None
+            if self._steps_before < 0:
+                self._steps_before = module.trainer.global_step
             if self._new_parts.any_since():
                 self._adopt(module)
             for optimizer in self.optimizers if batch_idx == 0 and module.trainer.current_epoch else ():
@@ -282,19 +283,19 @@ class RingStrategy(DDPStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all; like torch DDP, not if the last forward only accumulated."""
-        if (
-            self._broadcast_buffers
-            and self._buffers_due
-            and self._peers is not None
-            and not self.algorithm.decentralized
-        ):
-            self._send_buffers()
+        self._send_buffers()
         self._buffers_due = not self._accumulating
         return super().training_step(*args, **kwargs)
 
+    @property
+    def _buffers_are_rank_0s(self) -> bool:
+        return self._broadcast_buffers and self._peers is not None and not self.algorithm.decentralized
+
     def _send_buffers(self) -> None:
-        assert self.lightning_module is not None
-        self._from_rank_0([buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()])
+        if self._buffers_are_rank_0s and self._buffers_due:
+            assert self.lightning_module is not None
+            self._from_rank_0([buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()])
+        self._buffers_due = False
 
     def _from_rank_0(self, tensors: list[Tensor]) -> None:
         if tensors:
@@ -379,10 +380,7 @@ class RingStrategy(DDPStrategy):
         module = self.lightning_module
         if self._peers is None or self.alone or module is None or not module.automatic_optimization:
             return
-        steps = module.trainer.global_step
-        if self._steps_before < 0:
-            self._steps_before = steps
-        while self._steps_noticed < steps - self._steps_before:
+        while self._steps_noticed < module.trainer.global_step - self._steps_before:
             self._notice(_stepped(self.optimizers[0]), False)
 
     def _loss_scale(self) -> Tensor | None:
@@ -450,7 +448,7 @@ class RingStrategy(DDPStrategy):
     # What people look at, where ranks have parameters of their own
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As `ddp`. Within a fit, the first batch of a validation is to find the mean of all ranks."""
+        """As `ddp`. Within a fit, the first batch of a validation is to find what is the same on all ranks."""
         self._looks.look()
         return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -475,7 +473,6 @@ class RingStrategy(DDPStrategy):
         super().on_train_end()
         if self._lifeline is not None:
             self._lifeline.leave_training("the end of its training")
-        self._notice_dropped_steps()
         self.algorithm.settle()
         if self._peers is not None and self.algorithm.consensus:
             self.enter_consensus(replaced=self._looks.replaced())
@@ -484,7 +481,6 @@ class RingStrategy(DDPStrategy):
         """See `Algorithm.enter_consensus`."""
         module = self.lightning_module
         assert module is not None
-        self._notice_dropped_steps()
         # validation runs in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
             return self.algorithm.enter_consensus(_shared_buffers(module), replaced=replaced)
@@ -628,8 +624,9 @@ class _Looks(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
+        self._due = True
         if self._strategy.algorithm.consensus:
-            self._before, self._due = self._glance(), True
+            self._before = self._glance()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
@@ -637,7 +634,8 @@ class _Looks(Callback):
             self._before = self._glance()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """All exchanges of this batch have begun."""
+        """Before all others: when this ends, all exchanges of this batch have begun."""
+        self._strategy._notice_dropped_steps()
         if self._strategy._lifeline is not None:
             self._strategy._lifeline.end_batch()
 
@@ -646,10 +644,15 @@ class _Looks(Callback):
         self._strategy._tell(exception)
 
     def look(self) -> None:
-        """After all others: from now on the mean is looked at."""
-        if self._due:
-            self._due, self._replaced = False, self.replaced()
+        """After all others: from now on the mean is looked at; where replicas are equal, with rank 0's buffers."""
+        if not self._due:
+            return
+        self._due = False
+        if self._strategy.algorithm.consensus:
+            self._replaced = self.replaced()
             self._strategy.enter_consensus(replaced=self._replaced)
+        else:
+            self._strategy._send_buffers()
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others. If nobody has swapped anything, they see the mean too."""

@@ -10,6 +10,11 @@ import torch
 from pool import Pool
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cases", type=int, default=200, help="of the differential campaign")
+    parser.addoption("--first-case", type=int, default=0, help="its seed")
+
+
 def pytest_configure() -> None:
     torch.set_num_threads(1)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

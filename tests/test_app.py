@@ -256,7 +256,7 @@ def test_a_sweep(tmp_path):
 )
 def test_a_sweep_with_parts_in_their_short_form(tmp_path, strategies, topologies):
     jobs = list(itertools.product(strategies, topologies))
-    few = ["algorithm.interval=2", "trainer.max_steps=2", "trainer.enable_progress_bar=False"]
+    few = ["algorithm.interval=2", "trainer.max_steps=4", "trainer.enable_progress_bar=False"]
     done = app(tmp_path, "-m", f"strategy={','.join(strategies)}", f"topology={','.join(topologies)}", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "multirun").glob("*/*")

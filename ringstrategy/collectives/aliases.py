@@ -21,6 +21,11 @@ def gradient_is_held(parameter: Parameter) -> bool:
     return _counts(parameter) != _counts_alone()
 
 
+def gradient_is_kept(parameter: Parameter) -> bool:
+    """Does anything but the parameter refer to its gradient itself, whatever lies in the same memory?"""
+    return _counts(parameter)[0] != _counts_alone()[0]
+
+
 def _counts(parameter: Parameter) -> tuple[int, int]:
     grad = parameter.grad
     assert grad is not None

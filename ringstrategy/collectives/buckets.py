@@ -22,7 +22,7 @@ from torch.nn import Parameter
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.agree import BUCKET, INDENT, exchange
-from ringstrategy.collectives.aliases import gradient_is_held, references
+from ringstrategy.collectives.aliases import gradient_is_held, gradient_is_kept, references
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.peers import Peers, Waitable
 from ringstrategy.collectives.residuals import Residuals
@@ -47,6 +47,10 @@ class Slot:
         """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
         if self.holds_gradient():
             self.parameter.grad = self.view.clone()
+
+    def is_left(self) -> bool:
+        """Is its gradient none of what travels (frozen), while somebody keeps it?"""
+        return not self.parameter.requires_grad and gradient_is_kept(self.parameter)
 
     def take_gradient(self) -> bool:
         """Let the gradient live in the buffer; False if another dtype or somebody who holds its memory forbids it."""
@@ -200,7 +204,7 @@ class DenseBucket(Bucket):
     def leave_held_memory(self) -> None:
         """Take new memory if somebody holds a gradient that lived in the buffer. Call it before the buffer changes."""
         self._own_references = self._own_references or references(self.buffer)  # nothing was given away so far
-        living = sum(slot.holds_gradient() for slot in self.slots)
+        living = sum(slot.holds_gradient() and not slot.is_left() for slot in self.slots)
         if references(self.buffer) <= self._own_references + living:
             return
         numel = self.numel
@@ -215,7 +219,8 @@ class DenseBucket(Bucket):
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""
         for slot in self.slots:
-            slot.take_gradient()
+            if slot.parameter.requires_grad:  # a frozen one's is none of what travels
+                slot.take_gradient()
 
     def _gather(self, scale: float) -> None:
         """All gradients that are as planned in one launch."""

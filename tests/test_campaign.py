@@ -1,0 +1,285 @@
+"""The differential campaign: random models and habits, beside Lightning's `ddp` and the laws of docs/design.md.
+
+`pytest tests/test_campaign.py --cases 5000` runs more of them, `--cases 1 --first-case 1234` one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from campaign import BOUNDS, Case, Model, Saves, batches, flat
+from lightning.pytorch.callbacks import Callback
+from pool import Pool
+from torch import Tensor
+
+from ringstrategy import Cast, Codec
+from ringstrategy.algorithms import synchronous
+from ringstrategy.collectives.buckets import Bucket, DenseBucket
+
+AT_ONCE = 10
+DDP = "ddp_find_unused_parameters_true"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "seeds" in metafunc.fixturenames:
+        first, count = metafunc.config.getoption("--first-case"), metafunc.config.getoption("--cases")
+        by_size: dict[int, list[int]] = {}
+        for seed in range(first, first + count):
+            by_size.setdefault(Case.draw(seed).size, []).append(seed)
+        chunks = [(size, seeds[i : i + AT_ONCE]) for size, seeds in by_size.items() for i in range(0, count, AT_ONCE)]
+        chunks = [(size, seeds) for size, seeds in chunks if seeds]
+        ids = [f"{seeds[0]} to {seeds[-1]} on {size} ranks" for size, seeds in chunks]
+        metafunc.parametrize(("size", "seeds"), chunks, ids=ids)
+
+
+@pytest.mark.timeout(300)
+def test_whatever_users_do(ranks: Pool, tmp_path: Path, size: int, seeds: list[int]) -> None:
+    ranks(size, _run, str(tmp_path), seeds, limit=240)
+
+
+def _run(folder: str, seeds: list[int]) -> None:
+    for seed in seeds:
+        case = Case.draw(seed)
+        try:
+            run(case, f"{folder}/{seed}")
+        except BaseException as error:
+            what = f"{case!r} with {case.strategy().algorithm!r}"
+            raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def run(case: Case, folder: str) -> None:
+    saves = Saves(case, f"{folder}/saved.ckpt")
+    with watched() as exchanges:
+        whole, looks = fit(case, case.strategy(), saves, folder=folder)
+    model = whole.lightning_module
+    check(all(value.isfinite().all() for value in model.parameters()), "not finite")
+    if case.kind == "gossip":
+        check_same(flat(model), "the ranks' models")
+        for shown in model.shown:
+            check_same(shown, "what ranks validate")
+        looks.check()
+    else:
+        check_same(parameters_of(model), "the ranks' parameters")
+        check_same(torch.tensor(model.seen, dtype=torch.float64), "what the ranks' hooks saw")
+        check_exchanges(case, exchanges)
+    if case.kind == "ddp":
+        theirs, _ = fit(case, DDP, folder=folder)
+        check_equal(whole, theirs, "ring and ddp")
+        other = theirs.lightning_module.seen
+        check(model.seen == other, f"hooks saw {first_difference(model.seen, other)}")
+    if saves.has_saved:
+        resumed, _ = fit(case, case.strategy(), ckpt_path=saves.path, folder=folder)
+        if case.resumes_exactly:
+            check_equal(resumed, whole, "the resumed run and the whole one")
+        if case.kind == "ddp":
+            check_equal(resumed, fit(case, DDP, ckpt_path=saves.path, folder=folder)[0], "ring and ddp, resumed,")
+
+
+def fit(
+    case: Case, strategy: Any, *callbacks: Callback, folder: str, ckpt_path: str | None = None
+) -> tuple[L.Trainer, Looks]:
+    looks = Looks()
+    trainer = case.trainer(strategy, [*callbacks, looks], folder)
+    trainer.fit(Model(case), batches(), batches(), ckpt_path=ckpt_path)
+    return trainer, looks
+
+
+def first_difference(one: list[float], other: list[float]) -> str:
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    if place is None:
+        return f"{len(one)} values instead of {len(other)}"
+    return f"{one[place]} instead of {other[place]}, value {place} of {len(one)}"
+
+
+def check(holds: Any, words: str) -> None:
+    assert holds, words
+
+
+def gathered(value: Any) -> list[Any]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def check_same(value: Tensor, what: str) -> None:
+    for rank, other in enumerate(gathered(value)):
+        check(torch.equal(other, value), f"{what} differ, here and on rank {rank}")
+
+
+def parameters_of(model: L.LightningModule) -> Tensor:
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
+
+def check_equal(one: L.Trainer, other: L.Trainer, what: str) -> None:
+    """Parameters, buffers, the optimizers' states and steps of this rank, bit for bit."""
+    check(one.global_step == other.global_step, f"{what}: steps {one.global_step} and {other.global_step}")
+    pairs = {"model": (one.lightning_module.state_dict(), other.lightning_module.state_dict())}
+    for i, (mine, theirs) in enumerate(zip(one.optimizers, other.optimizers, strict=True)):
+        pairs[f"optimizer {i}"] = (mine.state_dict(), theirs.state_dict())
+    for name, (mine_of_it, theirs_of_it) in pairs.items():
+        for path, a, b in leaves(mine_of_it, theirs_of_it):
+            by_how_much = f" by {float((a - b).abs().max())}" if isinstance(a, Tensor) else f": {a} and {b}"
+            check(same(a, b), f"{what} differ in {name}, {path}{by_how_much}")
+
+
+def leaves(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(one, dict):
+        check(one.keys() == other.keys(), f"{path}: {sorted(map(str, one))} and {sorted(map(str, other))}")
+        for key in one:
+            yield from leaves(one[key], other[key], f"{path}/{key}")
+    elif isinstance(one, list | tuple):
+        check(len(one) == len(other), path)
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
+            yield from leaves(a, b, f"{path}/{i}")
+    else:
+        yield path, one, other
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
+
+
+# What an exchange of gradients delivers
+
+
+@dataclass
+class Exchanged:
+    """A parameter in one exchange, on this rank; float64."""
+
+    name: str
+    codec: Any  # None: PowerSGD's
+    dtype: torch.dtype
+    gradient: Tensor | None
+    residual: Tensor | None
+    largest: float = 0.0  # of its bucket
+    mean: Tensor | None = None
+    residual_after: Tensor | None = None
+
+
+@contextmanager
+def watched() -> Iterator[list[Exchanged]]:
+    """What goes into each exchange of this process, and what comes out."""
+    exchanges: list[Exchanged] = []
+
+    class Watched(synchronous._Pass):
+        def _launch(self) -> None:
+            bucket = self.active[self._launched]
+            begin = bucket.residuals.begin
+
+            def beginning(scale: Tensor | None) -> None:
+                begin(scale)
+                self.begun = [*getattr(self, "begun", []), *_before(bucket)]
+
+            bucket.residuals.begin = beginning  # type: ignore[method-assign]
+            super()._launch()
+            del bucket.residuals.begin
+
+        def finish(self) -> None:
+            super().finish()
+            for slot, exchanged in getattr(self, "begun", []):
+                exchanged.mean = _dense(slot.parameter.grad)
+                exchanged.residual_after = _dense(slot.residual)
+                exchanges.append(exchanged)
+
+    plain, synchronous._Pass = synchronous._Pass, Watched
+    try:
+        yield exchanges
+    finally:
+        synchronous._Pass = plain
+
+
+def _before(bucket: Bucket) -> list[tuple[Any, Exchanged]]:
+    codec = bucket.codec if isinstance(bucket, DenseBucket) else None
+    exchanged = []
+    for slot in bucket.slots:
+        if slot.parameter.requires_grad:
+            gradient = _dense(slot.parameter.grad)
+            residual = _dense(bucket.residuals._waiting.get(slot.name, slot.residual))
+            exchanged.append((slot, Exchanged(slot.name, codec, slot.parameter.dtype, gradient, residual)))
+    largest = max((_largest(each.gradient) + _largest(each.residual) for _, each in exchanged), default=0.0)
+    for _, each in exchanged:
+        each.largest = largest
+    return exchanged
+
+
+def _dense(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().to_dense().double().clone()
+
+
+def check_exchanges(case: Case, exchanges: list[Exchanged]) -> None:
+    """The mean is the same everywhere, near the exact one, and what it lacks is in the residuals."""
+    everyone: list[list[Exchanged]] = gathered(exchanges)
+    check(len({len(own) for own in everyone}) == 1, "the ranks exchanged different things")
+    check(len(exchanges) > 0, "nothing was exchanged")
+    halved = getattr(case.strategy().algorithm, "residual_dtype", None) is not None
+    for of_all in zip(*everyone, strict=True):
+        if any(each.gradient is not None for each in of_all):
+            _check_exchange(of_all, case.size, 2**-8 if halved else 2**-18)
+        else:
+            check(of_all[0].mean is None, f"nobody used {of_all[0].name}, and it got a gradient")
+
+
+def _check_exchange(of_all: Sequence[Exchanged], size: int, precision: float) -> None:
+    first = of_all[0]
+    what = f"in the mean of {first.name} through {first.codec}"
+    assert first.mean is not None, what
+    zeros = torch.zeros_like(first.mean)
+    sent = [zeros if each.gradient is None else each.gradient / size for each in of_all]
+    if not all(value.isfinite().all() for value in sent):
+        return
+    smallest = 2**-14 if first.codec == Cast("float16") else 1e-30  # below, fp16 has fewer and fewer digits
+    scale = max(sum(each.largest for each in of_all), smallest)
+    exact = sum(sent) + sum(zeros if each.residual is None else each.residual for each in of_all)
+    for each in of_all:
+        assert each.mean is not None, what
+        check(torch.equal(each.mean, first.mean), f"ranks differ {what}")
+    rounding = 4 * torch.finfo(first.dtype).eps
+    exactly = first.codec.lossless if isinstance(first.codec, Codec) else first.residual is None
+    bound = rounding if exactly else BOUNDS.get(first.codec, 2.0) + rounding
+    error = float((first.mean - exact).abs().max()) / scale
+    check(error <= bound, f"{error} of the largest {what}, not {bound}")
+    if first.residual_after is not None:
+        kept = first.mean + sum(each.residual_after for each in of_all)
+        lost = float((kept - exact).abs().max()) / scale
+        check(lost <= max(rounding, precision), f"{lost} of the largest is in no residual {what}")
+
+
+def _largest(value: Tensor | None) -> float:
+    return 0.0 if value is None or not value.numel() else float(value.abs().max())
+
+
+# What people look at under gossip
+
+
+class Looks(Callback):
+    """The last callback: what is there when all the others have put theirs."""
+
+    def __init__(self) -> None:
+        self.left: list[Tensor] = []
+        self.model: Any = None
+        self.end = torch.empty(0)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.model = pl_module
+
+    def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.left.append(flat(pl_module))
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.model, self.end = pl_module, flat(pl_module)
+
+    def check(self) -> None:
+        for left, shown in zip([*self.left, self.end], [*self.model.shown, flat(self.model)], strict=True):
+            mean = sum(gathered(left)) / dist.get_world_size()
+            largest = float(torch.stack(gathered(left)).abs().max())
+            error = float((shown - mean).abs().max()) / (largest + 1e-30)
+            eps = torch.finfo(self.model.head.weight.dtype).eps
+            check(error < 8 * eps, f"what is looked at is {error} of the largest off the mean of all ranks")
