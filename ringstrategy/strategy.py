@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
 
 _BROADCAST_BYTES = 250 * 2**20
+_UNWRAPPED = {  # what only a module that torch DDP wraps has
+    "no_sync": "accumulate under trainer.strategy.block_backward_sync() instead",
+    "module": "leave out .module",
+}
 _FROM_DDP = {
     "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
     "ddp_comm_state": "here a codec does that, RingStrategy(AllReduce(codec=...))",
@@ -144,6 +148,29 @@ class RingStrategy(DDPStrategy):
         return f"RingStrategy({self.algorithm}), a strategy for `from lightning.pytorch import Trainer`"
 
     # Launching
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """See `DDPStrategy`."""
+        return self._own_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        # This name is what a Trainer asks a strategy for that it is given, and before all else.
+        if self._launcher is not None:
+            raise ValueError(
+                "this RingStrategy belongs to another Trainer already: make one for each, RingStrategy(...). They may "
+                "share the algorithm, RingStrategy(other.algorithm), which is copied"
+            )
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
 
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or []:
@@ -565,6 +592,10 @@ class RingStrategy(DDPStrategy):
         if self._has_told:
             return
         self._has_told = True
+        for name, cure in _UNWRAPPED.items():
+            said = f"'{type(self.lightning_module).__name__}' object has no attribute '{name}'"
+            if isinstance(exception, AttributeError) and str(exception) == said:
+                exception.args = (f"{said}: RingStrategy does not wrap the module as torch DDP does, so {cure}",)
         if self._peers is not None and _is_of_a_connection(exception):  # Lightning has collectives of its own
             exception.args = (f"{self._peers.explain(exception, self._place)}",)
         cause = f"{type(exception).__name__}: {exception}"[:500]

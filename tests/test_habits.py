@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from pool import Pool
 from test_strategy import (
@@ -423,6 +424,43 @@ def test_gradients_that_are_kept_stay_as_they_are(ranks: Pool, how: str) -> None
     ranks(2, _surgery, how)
 
 
+class Alternates(Net):
+    """Trains one part, then the other: the gradients of the one that is frozen stay where they are, and as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.left: list[Tensor] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        parts = [self.layers[0], self.layers[2]]
+        trained, frozen = parts if batch_idx % 2 else parts[::-1]
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        trained.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for grad, value in self.kept:
+            assert torch.equal(grad, value)
+        self.kept = [(p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None and batch_idx % 3]
+        self.left += [p.grad.clone() for p in frozen.parameters() if p.grad is not None]
+        self.optimizers().step()
+
+
+def _alternates(bucket_mb: float) -> None:
+    ring = RingStrategy(AllReduce(bucket_mb=bucket_mb))
+    ours, theirs = (fit(strategy, Alternates()) for strategy in (ring, DDP_UNUSED))
+    check_equal(ours, theirs)
+    left, expected = ours.lightning_module.left, theirs.lightning_module.left
+    assert len(left) == len(expected) > 12
+    assert all(torch.equal(mine, other) for mine, other in zip(left, expected, strict=True))
+
+
+@pytest.mark.parametrize("bucket_mb", [25, 3e-4])  # all in one; the last of one part with the first of the other
+def test_gradients_of_what_is_frozen_stay_as_they_are(ranks: Pool, bucket_mb: float) -> None:
+    ranks(2, _alternates, bucket_mb)
+
+
 class OwnMemory(Net):
     """Gradients live in one flat tensor of the user's, who clips them there."""
 
@@ -682,17 +720,19 @@ class Drops(Net):
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
 
-def _drops(folder: str) -> None:
+def _drops(folder: str, overlap: bool) -> None:
     save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
-    trainer = trainer_with(RingStrategy(Gossip(Star())), callbacks=[save], enable_checkpointing=True)
+    algorithm = Gossip(Star(), overlap=overlap)
+    trainer = trainer_with(RingStrategy(algorithm), callbacks=[save], enable_checkpointing=True)
     trainer.fit(Drops(), rows(), rows(24))
     counts = trainer.strategy.algorithm.state_dict()["counts"]
     assert {count["steps"] for count in counts.values()} == {trainer.global_step}
     assert same_everywhere(flat(trainer.lightning_module))
 
 
-def test_a_rank_that_drops_a_step_goes_on_mixing(ranks: Pool, tmp_path: Path) -> None:
-    ranks(3, _drops, str(tmp_path))
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_rank_that_drops_a_step_goes_on_mixing(ranks: Pool, tmp_path: Path, overlap: bool) -> None:
+    ranks(3, _drops, str(tmp_path), overlap)
 
 
 # Resuming
@@ -1079,3 +1119,80 @@ def test_in_16_bits_small_corrections_round_away(ranks: Pool) -> None:
     assert rounding / 4 < apart < 2 * rounding
     assert rounding / 20 < moved < 2 * rounding
     assert abs(drift) < rounding / 20  # in no direction
+
+
+# Habits that only torch DDP knows
+
+
+def test_a_strategy_object_serves_one_trainer() -> None:
+    strategy = RingStrategy(AllReduce(BlockInt(8)))
+    options: dict[str, Any] = {"devices": 2, "barebones": True}
+    for accelerator in ("cpu", "auto"):
+        L.Trainer(strategy=RingStrategy(strategy.algorithm), accelerator=accelerator, **options)
+    L.Trainer(strategy=strategy, accelerator="cpu", **options)
+    for accelerator in ("cpu", "auto"):
+        with pytest.raises(ValueError, match="belongs to another Trainer already: make one for each"):
+            L.Trainer(strategy=strategy, accelerator=accelerator, **options)
+    with pytest.raises(Exception, match="accelerator set through both"):  # Lightning's own words stay
+        L.Trainer(strategy=RingStrategy(accelerator=CPUAccelerator()), accelerator="cpu", **options)
+
+
+class Unwraps(Net):
+    """Reaches for what torch DDP adds."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        getattr(self.trainer.strategy.model, self.name)
+        return super().training_step(batch, batch_idx)
+
+
+def _unwraps(name: str) -> str:
+    with pytest.raises(AttributeError) as caught:
+        fit("ring", Unwraps(name))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("no_sync", "trainer.strategy.block_backward_sync()"), ("module", "leave out .module"), ("else", "'else'")],
+)
+def test_what_only_a_wrapped_module_has_is_named_with_its_cure(ranks: Pool, name: str, cure: str) -> None:
+    for message in ranks(2, _unwraps, name):
+        assert message.startswith(f"'Unwraps' object has no attribute '{name}'")
+        assert message.endswith(cure) or cure in message
+
+
+# Buffers
+
+
+class Normed(Net):
+    """Notes the statistics that it validates with."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.validated.append(torch.cat([b.detach().double().reshape(-1) for b in self.buffers()]))
+
+
+def _validates_with(broadcast: bool) -> list[bool]:
+    """Rank 1 has two batches, rank 0 one."""
+    model, rank = Normed(), int(os.environ["RANK"])
+    data = rows(24, sampler=range(4 * (1 + rank)))
+    trainer = trainer_with(
+        RingStrategy(broadcast_buffers=broadcast), val_check_interval=2, use_distributed_sampler=False
+    )
+    trainer.fit(model, rows(48, sampler=range(24 * rank, 24 * (rank + 1))), data)
+    first = model.validated[:: 1 + rank]
+    return [same_everywhere(value) for value in first[1:]]  # the first is before any training
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_ranks_validate_with_rank_0s_buffers(ranks: Pool, broadcast: bool) -> None:
+    for same in ranks(2, _validates_with, broadcast):
+        assert len(same) >= 4
+        assert set(same) == {broadcast}
