@@ -156,7 +156,8 @@ class Case:
         Lightning saves before a plateau's step, keeps only rank 0's averages, in 32 bits, and loads 64-bit weights into
         a 32-bit model.
         """
-        stays = self.zeroes_in_place and bool(self.extras & {"unused", "used by turns", "used by some"})
+        without = self.extras & {"unused", "used by turns", "used by some"} or "freezes" in self.habits
+        stays = self.zeroes_in_place and bool(without or self.loop == "freezing")
         averages = self.swaps == "lightning" and ("norm" in self.layers or self.precision == "bf16-true")
         of_lightning = self.precision == "64-true" or self.schedule == "plateau" or averages
         return self.loop not in ("by turns", "untoggled") and not stays and not of_lightning
