@@ -19,8 +19,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.cloud_io import get_filesystem
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ringstrategy.collectives.buckets import sums_dtype
 
@@ -85,7 +85,8 @@ def collect(strategy: RingStrategy, own: Mapping[str, Any] | None, path: _PATH, 
 def of_this_rank(checkpoint: Mapping[str, Any], means: Means | None) -> dict[str, Any]:
     """The checkpoint with this rank's own values wherever it holds the means, under whatever keys they are by now."""
     own = {} if means is None else {id(value): means.own[name] for name, value in means.means.items()}
-    replaced: dict[str, Any] = apply_to_collection(dict(checkpoint), Tensor, lambda tensor: own.get(id(tensor), tensor))
+    # unlike Lightning's own function for it, this leaves what it does not know as it is
+    replaced: dict[str, Any] = tree_map_only(Tensor, lambda tensor: own.get(id(tensor), tensor), dict(checkpoint))
     return replaced
 
 

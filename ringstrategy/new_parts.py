@@ -11,21 +11,25 @@ from torch.nn.modules.module import (
 
 
 class NewParts:
-    """Between its birth and `close`, of all modules of this process."""
+    """Between its birth and `close`, of all modules of this process.
+
+    Attributes:
+        any: is there something new since `any_since` was last asked?
+    """
 
     def __init__(self) -> None:
-        self._any = True  # the model may have got some between set-up and now
+        self.any = True  # the model may have got some between set-up and now
         self._hooks = [
             register_module_parameter_registration_hook(self._notice),
             register_module_module_registration_hook(self._notice),
         ]
 
     def _notice(self, *_: Any) -> None:
-        self._any = True
+        self.any = True
 
     def any_since(self) -> bool:
-        """Since it was last asked."""
-        found, self._any = self._any, False
+        """Since this was last asked."""
+        found, self.any = self.any, False
         return found
 
     def close(self) -> None:

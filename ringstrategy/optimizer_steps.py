@@ -48,6 +48,8 @@ class OptimizerSteps:
             self._expected = around
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer in self._under_way:  # its last step ended in an exception, which somebody caught
+            del self._under_way[self._under_way.index(optimizer) :]
         self._under_way.append(optimizer)
         computes = len(args) > 1 or kwargs.get("closure") is not None
         if self._expected is None and len(self._under_way) == 1 and not computes:

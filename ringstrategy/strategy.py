@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.types import _PATH, ReduceOp
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, WeightAveraging
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -34,7 +34,7 @@ from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.checkpoints import Means, Saved, averaged, collect, found, of_this_rank, remove_residuals, restore
 from ringstrategy.collectives.lifeline import Lifeline, announce, check_all_announced
 from ringstrategy.collectives.peers import Peers, break_off, connect
-from ringstrategy.collectives.sample import sample
+from ringstrategy.collectives.sample import same, sample
 from ringstrategy.collectives.stats import Stats
 from ringstrategy.collectives.watch import Watch
 from ringstrategy.errors import PeerLostError, PlanMismatchError
@@ -135,7 +135,9 @@ class RingStrategy(DDPStrategy):
         self._run = 0
         self._steps: OptimizerSteps | None = None
         self._new_parts: NewParts | None = None
-        self._steps_before = self._steps_noticed = 0  # of automatic optimization: before this fit, and since
+        self._global_step = self._lightnings_steps = 0  # at this batch's beginning; how many of it were noticed
+        self._known: set[Parameter] = set()  # to the algorithm
+        self._optimized: list[set[Parameter]] = []  # by each optimizer, at this batch's beginning
         self._looks = _Looks(self)
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._carried: dict[str, Any] | None = None
@@ -252,12 +254,14 @@ class RingStrategy(DDPStrategy):
 
     def _attach(self, module: LightningModule) -> None:
         assert self._timeout is not None
-        self._has_met = True
+        self._has_met, self._place = True, "while setting up"
         check_all_announced(self._run, self.world_size)  # Lightning had a barrier since
         self._peers = connect(self.root_device, self._timeout, self.stats)
         if self._lifeline is not None and "gloo" in dist.get_backend():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
-        self.algorithm.setup(_shared_parameters(module), self._peers, sparse=_sparse_parameters(module))
+        parameters = _shared_parameters(module)
+        self.algorithm.setup(parameters, self._peers, sparse=_sparse_parameters(module))
+        self._known = set(parameters.values())
         trainer = module.trainer
         self.algorithm.check(
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
@@ -265,7 +269,6 @@ class RingStrategy(DDPStrategy):
         )
         self._steps = OptimizerSteps(self._before_step, self._after_step)
         self._new_parts = NewParts()
-        self._steps_before, self._steps_noticed = -1, 0
         self._log_news()
 
     def _log_news(self) -> None:
@@ -294,17 +297,20 @@ class RingStrategy(DDPStrategy):
         module = self.lightning_module
         if self._peers is not None and self._new_parts is not None:
             assert module is not None
-            if self._steps_before < 0:
-                self._steps_before = module.trainer.global_step
-            if self._new_parts.any_since():
+            self._global_step, self._lightnings_steps = module.trainer.global_step, 0
+            before, self._optimized = self._optimized, [_stepped(optimizer) for optimizer in self.optimizers]
+            # nothing tells of a part that was deleted, except that its optimizer is given others
+            if self._new_parts.any_since() or batch_idx == 0 or self._optimized != before:
                 self._adopt(module)
             for optimizer in self.optimizers if batch_idx == 0 and module.trainer.current_epoch else ():
                 self.algorithm.after_epoch(_stepped(optimizer))
         self._log_news()
 
     def _adopt(self, module: LightningModule) -> None:
-        """Parameters that the model has got since: with rank 0's values, as those had that it began with."""
-        new = self.algorithm.adopt(_shared_parameters(module), sparse=_sparse_parameters(module))
+        """Parameters that the model has got or lost since; new ones get rank 0's values, as those had it began with."""
+        parameters = _shared_parameters(module)
+        new = self.algorithm.adopt(parameters, sparse=_sparse_parameters(module))
+        self._known = set(parameters.values())
         if new:
             self._from_rank_0([parameter.detach() for parameter in new if parameter.numel()])
 
@@ -367,11 +373,11 @@ class RingStrategy(DDPStrategy):
         """The optimizer's step, then the algorithm's."""
         if self._steps is None:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        parameters, before = _stepped(optimizer), self._loss_scale()
+        before = self._loss_scale()
 
         def gradients() -> Any:
             output = closure()
-            self.algorithm.before_step(parameters)
+            self._check_step(_stepped(optimizer))
             return output
 
         with self._steps.expecting() as seen:
@@ -382,22 +388,33 @@ class RingStrategy(DDPStrategy):
             after = self._loss_scale()
             # a scaler backs off when it skips, and only then
             stepped = True if before is None or after is None else after >= before
-        self._notice(parameters, stepped)
+        self._lightnings_steps += 1
+        self.algorithm.after_step(_stepped(optimizer), stepped)
         return output
 
     # What `OptimizerSteps` notices besides: raw optimizers, in manual optimization
 
     def _before_step(self, optimizer: Optimizer) -> None:
-        self.algorithm.before_step(_stepped(optimizer))
+        self._check_step(_stepped(optimizer))
 
     def _after_step(self, optimizer: Optimizer) -> None:
         parameters = _stepped(optimizer)
-        self.algorithm.before_step(parameters)  # a step with a closure
-        self._notice(parameters, True)
+        self._check_step(parameters)  # a step with a closure
+        self._lightnings_steps += optimizer in self.optimizers
+        self.algorithm.after_step(parameters, True)
 
-    def _notice(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
-        self._steps_noticed += 1
-        self.algorithm.after_step(parameters, stepped)
+    def _check_step(self, parameters: set[Parameter]) -> None:
+        module = self.lightning_module
+        has_new = self._new_parts is not None and self._new_parts.any
+        if has_new and module is not None and not self.algorithm.decentralized:
+            for name, parameter in _shared_parameters(module).items():
+                if parameter in parameters and parameter not in self._known and parameter.grad is not None:
+                    raise RuntimeError(
+                        f"{name} joined the model within this batch, so its gradient is this rank's alone and replicas "
+                        "would differ: make it before the batch, in on_train_start or on_train_batch_start, or give it "
+                        "to the optimizer at the next batch"
+                    )
+        self.algorithm.before_step(parameters)
 
     def _notice_dropped_steps(self) -> None:
         """An `optimizer_step` of the user's may drop a batch, on this rank alone. Mixing goes on even so.
@@ -407,8 +424,9 @@ class RingStrategy(DDPStrategy):
         module = self.lightning_module
         if self._peers is None or self.alone or module is None or not module.automatic_optimization:
             return
-        while self._steps_noticed < module.trainer.global_step - self._steps_before:
-            self._notice(_stepped(self.optimizers[0]), False)
+        while self._lightnings_steps < module.trainer.global_step - self._global_step:
+            self._lightnings_steps += 1
+            self.algorithm.after_step(_stepped(self.optimizers[0]), False)
 
     def _loss_scale(self) -> Tensor | None:
         """On the device, without waiting for it; not changed when the scaler's own is."""
@@ -487,6 +505,7 @@ class RingStrategy(DDPStrategy):
     def on_validation_start(self) -> None:
         """As `ddp`."""
         super().on_validation_start()
+        self._place = "in validation"
         if self._lifeline is not None:
             self._lifeline.leave_training("validation")
 
@@ -498,6 +517,7 @@ class RingStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
+        self._place = "at the end of training"
         if self._lifeline is not None:
             self._lifeline.leave_training("the end of its training")
         self.algorithm.settle()
@@ -585,6 +605,7 @@ class RingStrategy(DDPStrategy):
         """Tell the other ranks why this one goes; no collective."""
         super().on_exception(exception)
         self.algorithm.leave_consensus()
+        self._means = None
         atexit.unregister(_disconnect)  # it would wait for peers that may not come
         self._tell(exception)
 
@@ -613,6 +634,7 @@ class RingStrategy(DDPStrategy):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        self._means, self._known, self._optimized = None, set(), []
         steps, self._steps = self._steps, None
         new_parts, self._new_parts = self._new_parts, None
         for watching in (steps, new_parts):
@@ -698,14 +720,16 @@ class _Looks(Callback):
 
     def replaced(self) -> bool:
         """Has any rank put other values there since?"""
-        mine = not all(torch.equal(now, then) for now, then in zip(self._glance(), self._before, strict=True))
+        # an average may have the very values of the parameters, as at first, and is swapped all the same
+        averages = self._trainer is not None and any(isinstance(c, WeightAveraging) for c in _callbacks(self._trainer))
+        mine = averages or not all(same(now, then) for now, then in zip(self._glance(), self._before, strict=True))
         return self._strategy.reduce_boolean_decision(mine, all=False)
 
     def _glance(self) -> list[Tensor]:
         module = self._strategy.lightning_module
         assert module is not None
         tensors = [*_shared_parameters(module).values(), *_shared_buffers(module)]
-        return [sample(tensor.detach()).nan_to_num() for tensor in tensors]
+        return [sample(tensor.detach()) for tensor in tensors]
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
@@ -738,7 +762,7 @@ def _is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
     if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
         return False
     # gloo throws plain RuntimeErrors that name its source files, or their first line
-    return isinstance(error, dist.DistError) or "gloo" in str(error) or "pair closure" in str(error)
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("/gloo/", "gloo::", "pair closure"))
 
 
 def _disconnect() -> None:

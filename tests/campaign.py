@@ -114,7 +114,7 @@ class Case:
             layers = tuple("layer norm" if layer == "norm" else layer for layer in layers)
         if "sparse" in extras:
             habits -= {"centers", "noise", "keeps", "halves", "scales"}
-        changed = loop in GANS and habits & {"noise", "centers", "scales"}
+        changed = loop in GANS and habits & {"noise", "centers", "scales", "hooks"}
         if zeroes_in_place or accumulate > 1 or changed or loop in ("by turns", "untoggled") or "attacks" in habits:
             habits.discard("keeps")  # what is kept changes under ddp too
         validates = rng.choice((0, 1, 2, 3))

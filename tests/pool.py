@@ -34,10 +34,9 @@ class Pool:
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
         """`function(*args)` on ranks 0..size-1, with the environment set as a launcher would; returns all results."""
         outcomes = self.outcomes(size, function, *args, limit=limit)
-        for rank, (result, error) in enumerate(outcomes):
-            if error is not None:
-                raise RankFailed(f"rank {rank}:\n{error}")
-            outcomes[rank] = (result, None)
+        errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
+        if errors:
+            raise RankFailed("\n".join(errors))
         return [result for result, _ in outcomes]
 
     def outcomes(

@@ -100,3 +100,17 @@ def test_a_bucket_ends_with_a_whole_block(codec: Codec) -> None:
     bucket.pack(4)
     assert bucket.buffer[377:].eq(0).all()
     assert bucket.buffer[:377].eq(0.25).all()
+
+
+def test_an_empty_parameter_hides_nobody_who_keeps_a_gradient() -> None:
+    parameters = {"full": nn.Parameter(torch.ones(4)), "empty": nn.Parameter(torch.ones(0))}
+    (bucket,) = planned(parameters, 1000)
+    assert isinstance(bucket, DenseBucket)
+    for round_ in range(2):
+        for parameter in parameters.values():
+            parameter.grad = torch.full_like(parameter, 1.0 + round_)
+        bucket.pack(1)
+        bucket.unpack(lambda slot: True)
+        if round_ == 0:
+            kept = parameters["full"].grad
+    assert kept.tolist() == [1] * 4

@@ -7,6 +7,8 @@ import os
 import pickle
 import sys
 import time
+from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,8 @@ from ringstrategy import (
     Choco,
     Direct,
     Gossip,
+    Identity,
+    PeerLostError,
     PlanMismatchError,
     PowerSGD,
     PushSum,
@@ -53,6 +57,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
+from ringstrategy.algorithms import synchronous
 from ringstrategy.collectives.peers import connect
 from ringstrategy.topologies import Complete, Star
 
@@ -711,7 +716,15 @@ def test_raw_optimizers_equal_ddp(ranks: Pool) -> None:
 
 
 class Drops(Net):
-    """Rank 1 drops batch 1 of each epoch: its optimizer does not step."""
+    """Rank 1 drops batch 1 of each epoch: its optimizer does not step. Something else steps besides."""
+
+    def on_train_start(self) -> None:
+        self.other = [nn.Parameter(torch.ones(1))]
+        self.side = torch.optim.SGD(self.other, 0.1)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.other[0].grad = torch.ones(1)
+        self.side.step()
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         if self.global_rank == 1 and batch_idx == 1:
@@ -990,20 +1003,129 @@ def test_parameters_that_join_begin_with_the_same_values(ranks: Pool, algorithm:
 
 
 class GrowsAlone(Grows):
+    def __init__(self, rank: int, has_buffers: bool) -> None:
+        super().__init__("")
+        self.rank = rank
+        self.norm = nn.BatchNorm1d(6) if has_buffers else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step == 2 and self.global_rank == 1:
+        if self.trainer.global_step == 2 and self.global_rank == self.rank:
             self.grow()
 
 
-def _grows_alone() -> str:
-    with pytest.raises(PlanMismatchError) as caught:
-        fit("ring", GrowsAlone(""))
-    return str(caught.value)
+def _grows_alone(algorithm: Any, rank: int, has_buffers: bool) -> tuple[str, float]:
+    begin = time.monotonic()
+    with pytest.raises((PlanMismatchError, PeerLostError)) as caught:
+        fit(RingStrategy(algorithm, timeout=timedelta(seconds=60)), GrowsAlone(rank, has_buffers))
+    return str(caught.value), time.monotonic() - begin
 
 
-def test_a_parameter_that_only_one_rank_gets_is_named(ranks: Pool) -> None:
-    for message in ranks(2, _grows_alone):
-        assert "rank 1 has 'added.weight: (3, 6) torch.float32, new' where rank 0 has nothing of that name" in message
+@pytest.mark.parametrize(
+    ("algorithm", "rank", "has_buffers"),
+    [
+        (AllReduce(), 1, False),
+        (AllReduce(), 0, True),
+        (AllReduce(), 1, True),
+        (Gossip(), 0, False),
+        (Gossip(Complete(), overlap=False), 1, True),
+    ],
+    ids=str,
+)
+def test_a_parameter_that_only_one_rank_gets_is_named(
+    ranks: Pool, algorithm: Any, rank: int, has_buffers: bool
+) -> None:
+    mismatch = "rank 1 has 'added.weight: (3, 6) torch.float32, new' where rank 0 has nothing of that name"
+    change = "parameters that its model got or lost"
+    for message, seconds in ranks(2, _grows_alone, algorithm, rank, has_buffers):
+        assert mismatch in message or (change in message and "give all ranks the same layers" in message), message
+        assert seconds < 20
+
+
+class Replaces(Net):
+    """Gets another head in mid-epoch, of the same name; or loses one that it does not need."""
+
+    def __init__(self, deletes: bool) -> None:
+        super().__init__()
+        self.deletes = deletes
+        self.extra = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.extra(x) if hasattr(self, "extra") else 0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step != 2:
+            return
+        old = list(self.extra.parameters())
+        if self.deletes:
+            del self.extra
+            new = []
+        else:
+            self.extra = nn.Linear(6, 3)
+            new = list(self.extra.parameters())
+        optimizer = self.optimizers().optimizer
+        (group,) = optimizer.param_groups
+        group["params"] = [p for p in group["params"] if all(p is not gone for gone in old)] + new
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+class StayTogether(Callback):
+    """After each batch all ranks have nearly the same parameters."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for parameter in pl_module.parameters():
+            assert all(torch.allclose(other, parameter, atol=1e-5) for other in gathered(parameter))
+
+
+def _replaces(algorithm: Any, deletes: bool) -> list[int]:
+    late: list[int] = []  # buckets that were not launched while backward went on
+    finish = synchronous._Pass.finish
+
+    def finishing(exchange: synchronous._Pass) -> None:
+        late.append(len(exchange.active) - exchange._launched)
+        finish(exchange)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(synchronous._Pass, "finish", finishing)
+        check_replicas(fit(RingStrategy(algorithm), Replaces(deletes), callbacks=[StayTogether()]))
+    return late
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        AllReduce(bucket_mb=1e-4),
+        AllReduce(BlockInt(8), error_feedback=True, bucket_mb=1e-4),
+        PowerSGD(bucket_mb=1e-4),
+        Gossip(Complete(), overlap=False),
+        Choco(Complete(), Identity(), overlap=False),
+    ],
+    ids=str,
+)
+def test_layers_that_are_replaced_or_deleted_do_not_hold_others_up(ranks: Pool, algorithm: Any, deletes: bool) -> None:
+    for late in ranks(2, _replaces, algorithm, deletes):
+        assert set(late) == (set() if algorithm.decentralized else {0}), late
+
+
+class GrowsTooLate(Grows):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 2:
+            self.grow()
+        return super().training_step(batch, batch_idx)
+
+
+def _grows_too_late() -> None:
+    with pytest.raises(RuntimeError, match=r"added\.weight joined the model within this batch"):
+        fit("ring", GrowsTooLate(""))
+
+
+def test_stepping_what_joined_within_the_batch_is_an_error(ranks: Pool) -> None:
+    ranks(2, _grows_too_late)
 
 
 # Arguments that are the same on all ranks, although they do not look alike
@@ -1196,3 +1318,66 @@ def test_ranks_validate_with_rank_0s_buffers(ranks: Pool, broadcast: bool) -> No
     for same in ranks(2, _validates_with, broadcast):
         assert len(same) >= 4
         assert set(same) == {broadcast}
+
+
+# What else lies in checkpoints and in models
+
+
+@dataclass(frozen=True)
+class Settings:
+    width: int = 8
+
+
+class WithSettings(Net):
+    """Saves its arguments."""
+
+    def __init__(self, settings: Settings, steps: range) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["recent"] = deque([torch.ones(1), 2], maxlen=2)
+
+
+def _with_settings(folder: str) -> None:
+    save = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    trainer = trainer_with(RingStrategy(Gossip()), callbacks=[save], enable_checkpointing=True)
+    trainer.fit(WithSettings(Settings(), range(3)), rows(), rows(24))
+    saved = torch.load(f"{folder}/epoch=0.ckpt", weights_only=False)
+    assert saved["hyper_parameters"]["settings"] == Settings()
+    assert saved["hyper_parameters"]["steps"] == range(3)
+    assert saved["recent"].maxlen == 2
+    options: dict[str, Any] = {"ckpt_path": f"{folder}/epoch=0.ckpt", "weights_only": False}
+    again = trainer_with(RingStrategy(Gossip()))
+    again.fit(WithSettings(Settings(), range(3)), rows(), rows(24), **options)
+    assert torch.equal(flat(again.lightning_module), flat(trainer.lightning_module))
+
+
+def test_a_checkpoint_may_hold_anything(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _with_settings, str(tmp_path))
+
+
+class Catches(Manual):
+    """The first step fails, and goes on: the next one counts."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+
+        def fails() -> Tensor:
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            optimizer.step(fails)
+        optimizer.step()
+
+
+def _catches() -> None:
+    trainer = fit(RingStrategy(Gossip(Complete(), overlap=False)), Catches(), callbacks=[StayTogether()])
+    counts = trainer.strategy.algorithm.state_dict()["counts"]
+    assert {count["mixings"] for count in counts.values()} == {12}
+
+
+def test_a_step_after_one_that_failed_is_mixed(ranks: Pool) -> None:
+    ranks(2, _catches)

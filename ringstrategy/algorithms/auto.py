@@ -403,7 +403,7 @@ class Auto(Algorithm):
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`."""
-        self._parameters |= parameters
+        self._parameters = dict(parameters)
         self._sparse |= sparse
         return self._inner.adopt(parameters, sparse=sparse)
 

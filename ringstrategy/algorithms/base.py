@@ -62,10 +62,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """Take in parameters that the model has got since `setup`; those known already are passed over.
+        """Take in parameters that the model has got since `setup`, and leave out those that it has lost.
 
-        Returns the new ones, which do not have the same values on all ranks yet. If there are any, all ranks compare
-        them: PlanMismatchError on every rank unless all have got the same ones at the same time.
+        `parameters` are all that it has now. Returns the new ones, which do not have the same values on all ranks yet.
+        If there was any change, all ranks compare it: PlanMismatchError on every rank unless all have seen the same
+        one at the same time.
         """
 
     @abstractmethod

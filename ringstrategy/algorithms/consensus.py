@@ -6,13 +6,15 @@ import hashlib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ringstrategy.collectives.agree import exchange
 from ringstrategy.collectives.peers import Peers
-from ringstrategy.collectives.sample import sample
+from ringstrategy.collectives.sample import same, sample
 
 _DIGEST = 8  # bytes
 
@@ -44,7 +46,7 @@ class Shown:
         """Each tensor gets its own values back; one that somebody else has changed meanwhile stays as it is."""
         every, self._shown = self._shown, []
         for shown in every:
-            if shown.seen is None or torch.equal(sample(shown.tensor).nan_to_num(), shown.seen.nan_to_num()):
+            if shown.seen is None or same(sample(shown.tensor), shown.seen):
                 shown.tensor.copy_(shown.own)
 
     @contextmanager
@@ -61,18 +63,36 @@ class Shown:
                 shown.tensor.copy_(value)
 
 
-def differing(tensors: Sequence[Tensor], peers: Peers, where: str) -> list[Tensor]:
+class Digests:
+    """Digests of tensors. Frozen parameters may be large: theirs are kept until torch or a sample tells of a change."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[Any, ...], tuple[int, Tensor, bytes]] = {}
+
+    def of(self, tensor: Tensor) -> bytes:
+        """8 bytes."""
+        if tensor.requires_grad or not isinstance(tensor, Parameter) or tensor.is_inference():
+            return _digest(tensor)
+        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+        version, seen, digest = self._kept.get(key, (-1, None, b""))
+        now = sample(tensor.detach())
+        if seen is None or version != tensor._version or not same(seen, now):
+            digest = _digest(tensor)
+            self._kept[key] = tensor._version, now, digest
+        return digest
+
+
+def differing(tensors: Sequence[Tensor], peers: Peers, digests: Digests, where: str) -> list[Tensor]:
     """Those that are not the same bits on all ranks. Every rank calls it with as many, and waits for the others."""
     if not tensors:
         return []
-    digests = b"".join(_digest(tensor) for tensor in tensors)
-    mine = torch.frombuffer(bytearray(digests), dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(b"".join(map(digests.of, tensors))), dtype=torch.uint8)
     everyone: list[Tensor] = []
     work = peers.control.submit(lambda: everyone.append(exchange(peers.control, mine)()), where)
     peers.control.finish([work])
     table = everyone[0].view(-1, len(tensors), _DIGEST)
-    same = (table == table[0]).all(-1).all(0).tolist()
-    return [tensor for tensor, equal in zip(tensors, same, strict=True) if not equal]
+    equal = (table == table[0]).all(-1).all(0).tolist()
+    return [tensor for tensor, is_equal in zip(tensors, equal, strict=True) if not is_equal]
 
 
 def _digest(tensor: Tensor) -> bytes:

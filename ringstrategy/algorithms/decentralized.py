@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.algorithms.consensus import Shown, differing
+from ringstrategy.algorithms.consensus import Digests, Shown, differing
 from ringstrategy.algorithms.exchange import Exchange, Piece
 from ringstrategy.algorithms.flats import Flat, Group, Vector, by_kind, cut_like, row_of
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.agree import INDENT, compare_plans, new_parameters
+from ringstrategy.collectives.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.collectives.buckets import sums_dtype
 from ringstrategy.collectives.peers import Peers
 from ringstrategy.topologies.base import Topology
@@ -93,6 +93,7 @@ class Decentralized(Algorithm):
         self._known: dict[str, Parameter] = {}  # those that are averaged
         self._groups: list[Group] = []
         self._shown: Shown | None = None  # where the mean is
+        self._digests = Digests()
         self._awaited: Mapping[str, Any] = {}  # of a checkpoint: `own_state`
         self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
@@ -162,18 +163,18 @@ class Decentralized(Algorithm):
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`."""
+        there = set(parameters.values())
+        gone = [name for name, parameter in self._all.items() if parameter not in there]
         new = self._learn(parameters)
-        if new and self._peers is not None:
-            compare_plans(self._peers, "\n".join(new_parameters(new)))
+        if (new or gone) and self._peers is not None:
+            compare_changes(self._peers, "", new, gone)
         return list(new.values())
 
     def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         known = set(self._all.values())
-        new = {name: parameter for name, parameter in parameters.items() if parameter not in known}
-        shared, _ = split(new, self.local)
-        self._all |= new
-        self._known |= shared
-        return new
+        self._all = dict(parameters)
+        self._known, _ = split(parameters, self.local)
+        return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
         """See `Algorithm.bind`."""
@@ -243,21 +244,22 @@ class Decentralized(Algorithm):
         if not wanted or self._peers is None:
             return None
         for group in self._groups:
-            if group.parameters.keys() == wanted.keys():
+            if group.parameters.keys() == wanted.keys() and set(group.parameters.values()) == set(wanted.values()):
                 return group
         for parameter in wanted.values():
             self.codec.check(parameter.dtype)
         new = Group(wanted, self.values_dtype)
         self._agree(wanted)
         counts = self._counts.get(next(iter(wanted)), {})
-        for old in [group for group in self._groups if group.parameters.keys() & wanted.keys()]:
-            if not old.parameters.keys() <= wanted.keys():
+        known = set(self._known.values())
+        for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:
+            if not known & set(old.parameters.values()) <= set(wanted.values()):
                 shared = ", ".join(sorted(old.parameters.keys() & wanted.keys())[:3])
                 raise ValueError(
                     f"two optimizers step {shared}, but with gossip the parameters of an optimizer are mixed together, "
                     "so they must be its own: give them to one of the two, or use a synchronous strategy such as 'ring'"
                 )
-            counts = self._end(old)  # it has grown
+            counts = self._end(old)  # it has changed
             self._groups.remove(old)
         for name, count in counts.items():
             setattr(new, name, count)
@@ -303,7 +305,7 @@ class Decentralized(Algorithm):
         untrained = [parameter for parameter in self._known.values() if parameter not in trained]
         averaged = [tensor for tensor in [*untrained, *others] if _has_a_mean(tensor)]
         where = "for the mean of what no optimizer steps"
-        for tensors in by_kind(differing(averaged, self._peers, where), lambda tensor: tensor):
+        for tensors in by_kind(differing(averaged, self._peers, self._digests, where), lambda tensor: tensor):
             mean = row_of(tensors)
             self.exchange.average_(mean, self._peers, where)
             self._shown.show(list(zip(tensors, cut_like(mean, tensors), strict=True)))
@@ -416,7 +418,7 @@ class Decentralized(Algorithm):
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
         self._counts = self.state_dict()["counts"]
-        self._peers, self._groups, self._shown = None, [], None
+        self._peers, self._groups, self._shown, self._digests = None, [], None, Digests()
         self._all, self._known = {}, {}
 
 
@@ -432,3 +434,7 @@ def _has_a_mean(tensor: Tensor) -> bool:
 
 def _counts(group: Group) -> dict[str, int]:
     return {"steps": group.steps, "turns": group.turns, "mixings": group.mixings}
+
+
+def _overlap(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:
+    return bool(some.keys() & others.keys() or set(some.values()) & set(others.values()))

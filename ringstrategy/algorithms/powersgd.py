@@ -179,7 +179,7 @@ class LowRankBucket(Bucket):
         self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):
             assert slot.residual is not None
-            if grad is None or not slot.parameter.requires_grad:
+            if grad is None or not slot.trains:
                 slot.release()
                 slot.view.zero_()  # its residual waits aside
             else:

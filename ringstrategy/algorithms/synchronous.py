@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives.agree import INDENT, agree, compare_plans, exchange, new_parameters
+from ringstrategy.collectives.agree import INDENT, agree, compare_changes, compare_plans, exchange
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.buckets import Bucket, Slot
 from ringstrategy.collectives.peers import Peers, Waitable
@@ -127,9 +127,20 @@ class Synchronous(Algorithm):
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
         """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
         new = self._learn(parameters, sparse)
-        if new and self._peers is not None:
-            compare_plans(self._peers, "\n".join([self._plan_text, *new_parameters(new)]))
+        gone = self._forget(set(parameters.values()))
+        if (new or gone) and self._peers is not None:
+            compare_changes(self._peers, self._plan_text, new, gone)
         return list(new.values())
+
+    def _forget(self, there: set[Parameter]) -> list[str]:
+        """Names of parameters that have left the model: from now on as if they were frozen, until they are back."""
+        gone = []
+        self._frozen = {name: parameter for name, parameter in self._frozen.items() if parameter in there}
+        for slot in (slot for bucket in self._buckets for slot in bucket.slots):
+            if slot.parameter not in there and not slot.gone:
+                gone.append(slot.name)
+            slot.gone = slot.parameter not in there
+        return gone
 
     def _learn(self, parameters: Mapping[str, Parameter], sparse: frozenset[str]) -> dict[str, Parameter]:
         """Those that are new."""
@@ -185,7 +196,7 @@ class Synchronous(Algorithm):
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:
-                if parameter.requires_grad and parameter not in used:
+                if parameter not in used:
                     self._pass.ready(parameter, self._bucket_of[parameter])
 
     def _on_gradient(self, parameter: Parameter, *_: Any) -> None:
@@ -216,7 +227,7 @@ class Synchronous(Algorithm):
         assert self._peers is not None
         current.finish()
         for slot in (slot for bucket in current.active if self._unaveraged for slot in bucket.slots):
-            if slot.parameter.requires_grad:
+            if slot.trains:
                 self._unaveraged.pop(slot.parameter, None)
         self.launches = [(bucket.numel, at) for bucket, at in zip(current.active, current.launched_at, strict=True)]
         self._pass = None
@@ -325,7 +336,7 @@ class _Pass:
     ) -> None:
         self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
-        waiting = {b: {s.parameter for s in b.slots if s.parameter.requires_grad} for b in buckets}
+        waiting = {b: {s.parameter for s in b.slots if s.trains} for b in buckets}
         self._waiting = waiting
         self._trained: set[Parameter] = set().union(*waiting.values())
         self._packed: list[Bucket] = []
@@ -337,7 +348,7 @@ class _Pass:
         self._collect: Callable[[], Tensor] | None = None
         self._used_anywhere: Tensor | None = None
         # Frozen parameters may differ from pass to pass (a GAN's toggling), but not from rank to rank.
-        trained = {s.name: s.parameter.requires_grad for b in buckets for s in b.slots}
+        trained = {s.name: s.trains for b in buckets for s in b.slots if not s.gone}
         said = f"{plan_text}\n{step} " + "".join("01"[is_trained] for is_trained in trained.values())
 
         def details() -> str:
@@ -375,7 +386,7 @@ class _Pass:
         last = self._launched == len(self.active)
         if last:
             # Everyone tells everyone what it used, beside the last bucket, which hides it.
-            used = [s.parameter.grad is not None and s.parameter.requires_grad for b in self.active for s in b.slots]
+            used = [s.parameter.grad is not None and s.trains for b in self.active for s in b.slots]
             self._control(lambda: self._post_used(used))
         bucket.residuals.begin(self._scale)
         bucket.pack(self._peers.size)

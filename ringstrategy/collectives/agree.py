@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -62,14 +62,20 @@ def _texts(peers: Peers, text: str) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in rows]
 
 
-def new_parameters(parameters: Mapping[str, Tensor]) -> list[str]:
-    """Lines about parameters that a model has got while it trains."""
-    return [f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in parameters.items()]
-
-
 def compare_plans(peers: Peers, text: str) -> None:
     """`agree`, beside the training thread and waited for."""
     peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
+
+
+def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: Iterable[str]) -> None:
+    """Compare what a model has got and lost while it trains, if it has; a rank whose model has not is told."""
+    lines = [text, *(f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in new.items())]
+    lines += [f"{INDENT}{name}: gone" for name in gone]
+    if peers.lifeline is None:
+        compare_plans(peers, "\n".join(lines))
+        return
+    with peers.lifeline.changing():
+        compare_plans(peers, "\n".join(lines))
 
 
 def _difference(text: str, reference: str) -> str:

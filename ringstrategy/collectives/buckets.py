@@ -42,6 +42,12 @@ class Slot:
     parameter: Parameter
     view: Tensor
     residual: Tensor | None = None
+    gone: bool = False  # from the model
+
+    @property
+    def trains(self) -> bool:
+        """Does its gradient travel?"""
+        return self.parameter.requires_grad and not self.gone
 
     def release(self) -> None:
         """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
@@ -49,8 +55,8 @@ class Slot:
             self.parameter.grad = self.view.clone()
 
     def is_left(self) -> bool:
-        """Is its gradient none of what travels (frozen), while somebody keeps it?"""
-        return not self.parameter.requires_grad and gradient_is_kept(self.parameter)
+        """Its gradient does not travel, and somebody keeps it: the bucket must leave that memory to them."""
+        return not self.trains and gradient_is_kept(self.parameter)
 
     def take_gradient(self) -> bool:
         """Let the gradient live in the buffer; False if another dtype or somebody who holds its memory forbids it."""
@@ -70,6 +76,7 @@ class Slot:
         return (
             grad is not None
             and not grad.is_sparse
+            and grad.numel() > 0  # the addresses of empty tensors are alike
             and grad.dtype == self.view.dtype
             and grad.data_ptr() == self.view.data_ptr()
             and grad.stride() == self.view.stride()
@@ -219,7 +226,7 @@ class DenseBucket(Bucket):
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""
         for slot in self.slots:
-            if slot.parameter.requires_grad:  # a frozen one's is none of what travels
+            if slot.trains:  # a frozen one's gradient does not travel
                 slot.take_gradient()
 
     def _gather(self, scale: float) -> None:
@@ -242,7 +249,7 @@ class DenseBucket(Bucket):
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""
         grad = slot.parameter.grad
-        if not slot.parameter.requires_grad:
+        if not slot.trains:
             slot.release()
             return None
         if grad is not None and grad.is_sparse:
@@ -280,7 +287,7 @@ class DenseBucket(Bucket):
         for slot, planned in zip(self.slots, self._planned, strict=True):
             taken.append(None)
             parameter, view = slot.parameter, slot.view
-            if not parameter.requires_grad or (parameter.grad is None and not used(slot)):
+            if not slot.trains or (parameter.grad is None and not used(slot)):
                 continue
             if parameter.grad is None:
                 parameter.grad = view.detach() if parameter.dtype == view.dtype else torch.empty_like(parameter)
@@ -371,7 +378,7 @@ class SparseBucket(Bucket):
     def unpack(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.unpack`."""
         slot = self.slots[0]
-        if slot.parameter.requires_grad and (slot.parameter.grad is not None or used(slot)):
+        if slot.trains and (slot.parameter.grad is not None or used(slot)):
             slot.parameter.grad = self._mean
 
 

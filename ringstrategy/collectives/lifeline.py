@@ -16,7 +16,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -29,8 +29,11 @@ _PATIENCE_SECONDS = 60.0  # how long who has failed waits for others that have, 
 _POLL_SECONDS = 0.02
 _WITNESS = "lost touch"
 _GENERATION = "ringstrategy/generation"
+_BETWEEN = "its next batch"
+_CHANGE = "parameters that its model got or lost"
 _SAME_BATCHES = "do all ranks have the same number of batches?"
 _SAME_STEPS = "do all ranks have the same number of batches, and step equally often?"
+_SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
 _LAST_WORDS = f"the end of its training ({_SAME_BATCHES})"
 
@@ -84,9 +87,6 @@ class _Store:
     def first(self, key: str, value: str) -> str:
         """Write unless somebody has; returns what is there."""
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
-
-
-_BETWEEN = "its next batch"
 
 
 class _Place(NamedTuple):
@@ -274,6 +274,15 @@ class Lifeline:
         self._place = _Place(what, self._batches, self._exchanges)
         self._milestones.append(self._place)
 
+    @contextlib.contextmanager
+    def changing(self) -> Generator[None, None, None]:
+        """At a batch's beginning: the model has got or lost parameters, and within all ranks compare which."""
+        self.leave_training(_CHANGE)
+        try:
+            yield
+        finally:
+            self._place = None
+
     def news(self, where: str) -> PeerLostError | None:
         """The error to raise if another rank has published a loss, or waits where this one will not come.
 
@@ -301,7 +310,8 @@ class Lifeline:
             rank, count, theirs = _Place.read(said)
             differs = self._misses(count, theirs)
             if differs is not None:
-                self._publish(rank, f"it went on to {theirs}, and {differs}: {_SAME_STEPS}")
+                advice = "" if differs.endswith(_SAME_MODEL) else f": {_SAME_STEPS}"
+                self._publish(rank, f"it went on to {theirs}, and {differs}{advice}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
         if self._place is not None:
             self._store.set("elsewhere", self._place.written(self._rank, len(self._milestones)))
@@ -319,6 +329,8 @@ class Lifeline:
         if count <= len(self._milestones):
             mine = self._milestones[count - 1]
             return None if mine == theirs else f"this rank went on to {mine}"
+        if theirs.what == _CHANGE and self._batches == theirs.batches:
+            return f"the model of this rank, at the same batch, did not change: {_SAME_MODEL}"
         return here if self._batches > theirs.batches or self._exchanges > theirs.exchanges else None
 
     # Who was lost

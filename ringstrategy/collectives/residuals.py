@@ -10,18 +10,46 @@ what was stepped + residual == what a lossless exchange would have had stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.collectives.sample import sample
+from ringstrategy.collectives.sample import samples
 
 if TYPE_CHECKING:
     from ringstrategy.collectives.buckets import Slot
 
 _FADES = 0.9  # a step, of the largest part that was stepped lately
+
+
+class _Handed:
+    """Some values of gradients as users found them."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._values, self._counts = samples(_gradients(slots))
+        names = [slot.name for slot in slots]
+        self.offsets = dict(zip(names, accumulate([0, *self._counts]), strict=False))
+
+    def parts(self, slots: Sequence[Slot]) -> Tensor:
+        """Of each the part of this that is in its gradient now: float64, at least 0. Of some slots, in their order."""
+        now, counts = samples(_gradients(slots))
+        then = self._values
+        if len(slots) < len(self.offsets):
+            of = zip(slots, counts, strict=True)
+            then = torch.cat([then.narrow(0, self.offsets[slot.name], count) for slot, count in of])
+        then = then.masked_fill(~then.isfinite(), 0)  # of its block nothing was taken from the residual
+        now.masked_fill_(~now.isfinite(), 0)
+        lengths = torch.tensor(counts, device="cpu").to(now.device, non_blocking=True)
+        both, norm = (
+            torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) for values in (now * then, then * then)
+        )
+        total = norm.sum()
+        # who had zeros at all these places goes with the others
+        of_all = torch.where(total == 0, torch.ones_like(total), both.sum() / total)
+        return torch.where(norm == 0, of_all, both / norm).clamp_(min=0)
 
 
 class Residuals:
@@ -48,8 +76,9 @@ class Residuals:
         self._before: dict[str, Tensor] = {}
         self._undecided: set[str] = set()
         self._waiting: dict[str, Tensor] = {}
-        self._handed: dict[str, Tensor] = {}
-        self._stepped: dict[str, Tensor] = {}  # the largest part of late
+        self._handed: _Handed | None = None
+        self._place = {slot.name: place for place, (slot, _) in enumerate(self._held)}
+        self._stepped: Tensor | None = None  # of each the largest part of late, float64
         self._scale: Tensor | None = None
 
     @property
@@ -67,7 +96,7 @@ class Residuals:
         undecided = set(self._undecided)
         self._back_up()
         for slot, residual in self._held:
-            if slot.parameter.grad is None or not slot.parameter.requires_grad:
+            if slot.parameter.grad is None or not slot.trains:
                 self._waiting[slot.name] = residual.clone() if slot.name in undecided else self._before[slot.name]
                 residual.zero_()
 
@@ -88,8 +117,7 @@ class Residuals:
         """The gradients are as users will find them."""
         there = [slot for slot, _ in self._held if slot.name in self._undecided and slot.parameter.grad is not None]
         self._undecided &= {slot.name for slot in there}  # to the others nothing was delivered
-        if there:
-            self._handed.update(zip((slot.name for slot in there), _samples(there), strict=True))
+        self._handed = _Handed(there) if there else None
 
     @torch.no_grad()
     def look(self) -> None:
@@ -97,7 +125,8 @@ class Residuals:
         waiting = [(slot, residual) for slot, residual in self._held if slot.name in self._undecided]
         there = self._without_the_gone(waiting)
         if there:
-            parts = self._parts([slot for slot, _ in there]).clamp(max=1)
+            assert self._handed is not None
+            parts = self._handed.parts([slot for slot, _ in there]).clamp(max=1)
             gone = self._go(there, parts)
             self._undecided.difference_update(gone)
 
@@ -114,7 +143,8 @@ class Residuals:
         else:
             there = self._without_the_gone(asked)
             if there:
-                parts = self._parts([slot for slot, _ in there])
+                assert self._handed is not None
+                parts = self._handed.parts([slot for slot, _ in there])
                 if self._scale is not None:
                     parts *= self._scale  # the optimizer saw them unscaled
                 self._go(there, self._of_late([slot.name for slot, _ in there], parts, stepped))
@@ -127,6 +157,8 @@ class Residuals:
         Tensors may be views of the memory in use: copy each before taking the next.
         """
         for slot, residual in self._held:
+            if slot.gone:
+                continue
             known = self._before[slot.name] if slot.name in self._undecided else residual
             yield slot.name, known if self._scale is None else known / self._scale
 
@@ -134,7 +166,7 @@ class Residuals:
     def load(self, name: str, value: Tensor) -> bool:
         """Take what `state` gave; False if there is no residual of this name and shape."""
         for slot, residual in self._held:
-            if slot.name == name and residual.shape == value.shape:
+            if slot.name == name and residual.shape == value.shape and not slot.gone:
                 residual.copy_(value)
                 if self._scale is not None:
                     residual.mul_(self._scale)
@@ -144,13 +176,14 @@ class Residuals:
 
     def parts(self) -> dict[str, Tensor]:
         """By parameter the largest part that was stepped of late: of a checkpoint, the same on all ranks."""
-        return dict(self._stepped)
+        stepped = self._stepped
+        return {} if stepped is None else {s.name: stepped[self._place[s.name]] for s, _ in self._held if not s.gone}
 
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
         """Take back what `parts` gave, for those of these parameters that are in it."""
-        for slot, residual in self._held:
-            if slot.name in parts:
-                self._stepped[slot.name] = parts[slot.name].to(residual.device)
+        known = {slot.name: parts[slot.name] for slot, _ in self._held if slot.name in parts and not slot.gone}
+        for name, part in known.items():
+            self._late()[self._place[name]] = part
 
     def _follow(self, scale: Tensor) -> None:
         ratio = scale if self._scale is None else scale / self._scale
@@ -182,45 +215,40 @@ class Residuals:
         """Those that have a gradient; the others' residuals go back."""
         there = []
         for slot, residual in asked:
-            if slot.parameter.grad is None or slot.name not in self._handed:
+            if slot.parameter.grad is None or self._handed is None or slot.name not in self._handed.offsets:
                 residual.copy_(self._before[slot.name])
                 self._undecided.discard(slot.name)
             else:
                 there.append((slot, residual))
         return there
 
-    def _parts(self, slots: Sequence[Slot]) -> Tensor:
-        """Of each the part of what was handed out that is in its gradient now, at least 0."""
-        then, now = torch.stack([self._handed[slot.name] for slot in slots]), _samples(slots)
-        then.masked_fill_(~then.isfinite(), 0)  # of its block nothing was taken from the residual
-        now.masked_fill_(~now.isfinite(), 0)
-        both, norm = (now * then).sum(1), (then * then).sum(1)
-        total = norm.sum()
-        # who had zeros at all these places goes with the others
-        of_all = torch.where(total == 0, torch.ones_like(total), both.sum() / total)
-        return torch.where(norm == 0, of_all, both / norm).clamp_(min=0)
+    def _late(self) -> Tensor:
+        if self._stepped is None:
+            self._stepped = torch.zeros(len(self._held), dtype=torch.float64, device=self._held[0][1].device)
+        return self._stepped
 
     def _of_late(self, names: list[str], parts: Tensor, stepped: Tensor | bool) -> Tensor:
         """The parts, relative to the largest of late."""
-        nothing = torch.zeros_like(parts[0])
-        before = torch.stack([self._stepped.get(name, nothing) for name in names])
+        late = self._late()
+        places: Tensor | slice = slice(None)
+        if len(names) < len(self._held):
+            chosen = torch.tensor([self._place[name] for name in names], device="cpu")
+            places = chosen.to(late.device, non_blocking=True)
+        before = late[places].clone()
         if isinstance(stepped, Tensor):
-            parts = torch.where(stepped, parts, nothing)
-        late = torch.where(parts > 0, torch.maximum(parts, _FADES * before), before)
-        self._stepped.update(zip(names, late, strict=True))
+            parts = torch.where(stepped, parts, torch.zeros_like(parts))
+        late[places] = torch.where(parts > 0, torch.maximum(parts, _FADES * before), before)
         return (parts / torch.maximum(parts, before)).nan_to_num(0, 0, 0)
 
     def _go(self, there: Sequence[tuple[Slot, Tensor]], parts: Tensor) -> list[str]:
         """Go that part of the way from before to after; returns who is known to have gone no part of it."""
         known: list[float | None] = parts.tolist() if may_read(parts) else [None] * len(there)
-        for (slot, residual), part, value in zip(there, parts.to(there[0][1].dtype), known, strict=True):
-            before = self._before[slot.name]
-            if value is None:
-                residual.copy_(torch.where(part > 0, torch.lerp(before, residual, part), before))
-            elif value == 0:
-                residual.copy_(before)
-            elif value < 1:
-                torch.lerp(before, residual, part, out=residual)
+        parts = parts.to(there[0][1].dtype)
+        for place, ((slot, residual), value) in enumerate(zip(there, known, strict=True)):
+            if value == 0:
+                residual.copy_(self._before[slot.name])
+            elif value != 1:
+                torch.lerp(self._before[slot.name], residual, parts[place], out=residual)  # exact at 0 and 1
         return [slot.name for (slot, _), value in zip(there, known, strict=True) if value == 0]
 
 
@@ -229,11 +257,5 @@ def may_read(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def _samples(slots: Sequence[Slot]) -> Tensor:
-    """Of each gradient the values at some places, float64, shape (slots, places)."""
-    rows = []
-    for slot in slots:
-        grad = slot.parameter.grad
-        assert grad is not None
-        rows.append(sample(grad).double())
-    return torch.stack(rows)
+def _gradients(slots: Sequence[Slot]) -> list[Tensor]:
+    return [slot.parameter.grad for slot in slots if slot.parameter.grad is not None]
