@@ -213,6 +213,7 @@ class RingStrategy(DDPStrategy):
         self._resume = None  # a checkpoint loaded for validation is none to resume from
         if self._peers is not None:
             self._bind()
+            self.algorithm.compare("\n".join(_described(*each) for each in enumerate(self.optimizers)))
             self._looks.begin(trainer)
 
     def _bind(self) -> None:
@@ -324,10 +325,15 @@ class RingStrategy(DDPStrategy):
     def _buffers_are_rank_0s(self) -> bool:
         return self._broadcast_buffers and self._peers is not None and not self.algorithm.decentralized
 
-    def _send_buffers(self) -> None:
+    def _send_buffers(self, *, between: bool = False) -> None:
+        """`between` batches: no bytes may meet those of the next one, so a rank that has it is told of here."""
+        module = self.lightning_module
+        assert module is not None
         if self._buffers_are_rank_0s and self._buffers_due:
-            assert self.lightning_module is not None
-            self._from_rank_0([buffer.detach() for buffer in _shared_buffers(self.lightning_module) if buffer.numel()])
+            buffers = [buffer.detach() for buffer in _shared_buffers(module) if buffer.numel()]
+            if buffers and between:
+                self.algorithm.compare("the buffers of rank 0")
+            self._from_rank_0(buffers)
         self._buffers_due = False
 
     def _from_rank_0(self, tensors: list[Tensor]) -> None:
@@ -705,7 +711,7 @@ class _Looks(Callback):
             self._replaced = self.replaced()
             self._strategy.enter_consensus(replaced=self._replaced)
         else:
-            self._strategy._send_buffers()
+            self._strategy._send_buffers(between=True)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others. If nobody has swapped anything, they see the mean too."""
@@ -773,6 +779,16 @@ def _disconnect() -> None:
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+
+
+def _described(place: int, optimizer: Optimizer) -> str:
+    """A line a group: what makes an optimizer step the same gradients alike."""
+    options = [
+        ", ".join(f"{k}={v}" for k, v in sorted(group.items()) if isinstance(v, bool | int | float | str | tuple))
+        for group in optimizer.param_groups
+    ]
+    name = f"optimizer {place}, a {type(optimizer).__name__}"
+    return "\n".join(f"{name}, group {i}: {said}" for i, said in enumerate(options))
 
 
 def _ignored(module: Module) -> set[str]:

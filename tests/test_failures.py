@@ -317,6 +317,23 @@ def test_ranks_with_other_numbers_of_batches_are_told(
     assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
 
 
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("name", ["ring", "gossip"])
+def test_who_waits_for_its_next_batch_is_told_that_the_other_has_none(
+    job: Callable[..., Job], name: str, validates: bool
+) -> None:
+    """Of two ranks neither has begun what the other could not have."""
+    running = job(2, _uneven, name, validates, False)
+    codes = running.wait([0, 1], 40)
+    assert codes[0] == 1
+    messages = [running.record(rank)["message"] for rank in range(2) if codes[rank]]
+    causes = ["rank 0 waits for batch 4", "rank 0 is at batch 4"]
+    if not validates:
+        causes.append("the end of its training")
+    assert any(cause in message for cause in causes for message in messages), messages
+    assert all("lost rank 1" in m and "the same number of batches" in m for m in messages), messages
+
+
 class Skips(Net):
     """In manual optimization rank 1 does not step in batch 2."""
 

@@ -1206,7 +1206,7 @@ def _frozen_on_one() -> str:
 def test_a_parameter_that_is_frozen_on_one_rank_is_named(ranks: Pool) -> None:
     for message in ranks(2, _frozen_on_one):
         first, second = message.splitlines()
-        assert "rank 1 has nothing where rank 0 has 'layers.2.bias: (3,)" in first, first
+        assert "rank 1 has nothing (is it frozen there?) where rank 0 has 'layers.2.bias: (3,)" in first, first
         assert "rank 1 has 'layers.0.weight: frozen at step 1' where rank 0 has 'layers.0.weight: trained" in second
 
 
@@ -1381,3 +1381,45 @@ def _catches() -> None:
 
 def test_a_step_after_one_that_failed_is_mixed(ranks: Pool) -> None:
     ranks(2, _catches)
+
+
+class OtherRate(Net):
+    """Rank 1 has another learning rate, or another optimizer."""
+
+    def __init__(self, other: str) -> None:
+        super().__init__()
+        self.other = other
+
+    def configure_optimizers(self) -> Any:
+        odd = self.global_rank == 1
+        if self.other == "optimizer":
+            return (torch.optim.Adam if odd else torch.optim.AdamW)(self.parameters(), 0.1)
+        return torch.optim.SGD(self.parameters(), 0.1 * (1 + odd))
+
+
+def _other_rate(strategy: Any, other: str) -> str:
+    with pytest.raises(PlanMismatchError) as caught:
+        fit(strategy, OtherRate(other))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("other", "words"), [("optimizer", "optimizer 0, a Adam"), ("rate", "lr=0.2")])
+@pytest.mark.parametrize("strategy", ["ring", "ring_auto"])
+def test_optimizers_that_differ_are_named(ranks: Pool, strategy: str, other: str, words: str) -> None:
+    for message in ranks(2, _other_rate, strategy, other):
+        assert words in message.split("where rank 0 has")[0]
+
+
+def _frozen_under_gossip() -> str:
+    model = Net()
+    if os.environ["RANK"] == "1":
+        model.layers[0].requires_grad_(False)
+    trainer = trainer_with(RingStrategy(Gossip(), timeout=timedelta(seconds=40)), val_check_interval=2)
+    with pytest.raises(PlanMismatchError) as caught:
+        trainer.fit(model, rows(), rows(24))
+    return str(caught.value)
+
+
+def test_a_parameter_that_is_frozen_on_one_rank_is_named_under_gossip_too(ranks: Pool) -> None:
+    for message in ranks(2, _frozen_under_gossip):
+        assert "rank 1 has 'layers.0.weight: frozen' where rank 0 has 'layers.0.weight: trained'" in message

@@ -407,6 +407,10 @@ class Auto(Algorithm):
         self._sparse |= sparse
         return self._inner.adopt(parameters, sparse=sparse)
 
+    def compare(self, text: str) -> None:
+        """See `Algorithm.compare`."""
+        self._inner.compare(text)
+
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:

@@ -69,6 +69,12 @@ class Algorithm(ABC):
         one at the same time.
         """
 
+    def compare(self, text: str) -> None:
+        """Lines "name: what it is" of what else must be the same on all ranks, who all call it; after `setup`.
+
+        PlanMismatchError on every rank unless it is.
+        """
+
     @abstractmethod
     def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
         """A backward pass from `loss` begins.

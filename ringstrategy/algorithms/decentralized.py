@@ -294,7 +294,8 @@ class Decentralized(Algorithm):
         if self._peers is None or self._shown is not None:
             return False
         # no bytes of the mean may meet those of a mixing: who has fewer batches waits here until it is told so
-        compare_plans(self._peers, "the mean of all ranks")
+        trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
+        compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
         self._shown = Shown()
         trained: set[Tensor] = set()

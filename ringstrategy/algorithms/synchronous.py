@@ -142,6 +142,11 @@ class Synchronous(Algorithm):
             slot.gone = slot.parameter not in there
         return gone
 
+    def compare(self, text: str) -> None:
+        """See `Algorithm.compare`."""
+        assert self._peers is not None
+        compare_plans(self._peers, f"{self._plan_text}\n{text}")
+
     def _learn(self, parameters: Mapping[str, Parameter], sparse: frozenset[str]) -> dict[str, Parameter]:
         """Those that are new."""
         self._sparse = self._sparse | sparse

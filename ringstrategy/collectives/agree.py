@@ -49,7 +49,7 @@ def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> 
     raise PlanMismatchError(
         "the ranks were not built alike, so their gradients cannot be averaged: "
         + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
-        + ". Give every rank the same model, the same strategy arguments and the same version of ringstrategy"
+        + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy"
     )
 
 
@@ -91,7 +91,10 @@ def _difference(text: str, reference: str) -> str:
         if any(parameters):
             only_mine, only_theirs = parameters
     if not only_mine:
-        return f"nothing where rank 0 has '{only_theirs[0].strip()}'" if only_theirs else "another order than rank 0"
+        theirs_alone = (
+            f"nothing (is it frozen there?) where rank 0 has '{only_theirs[0].strip()}'" if only_theirs else ""
+        )
+        return theirs_alone or "another order than rank 0"
     name = only_mine[0].partition(":")[0]
     same_name = [line for line in only_theirs if line.partition(":")[0] == name]
     if not same_name and not name.startswith(INDENT):

@@ -291,7 +291,7 @@ class DenseBucket(Bucket):
                 continue
             if parameter.grad is None:
                 parameter.grad = view.detach() if parameter.dtype == view.dtype else torch.empty_like(parameter)
-            if slot.take_gradient():
+            if slot.take_gradient() or not view.numel():
                 continue
             if self._places is not None and (parameter.grad.dtype, parameter.grad.stride()) == planned:
                 taken[-1] = parameter.grad

@@ -130,6 +130,7 @@ class Lifeline:
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
         self._place: _Place | None = None  # where this rank is, unless within a batch
+        self._doubted_at: float | None = None  # since when it looks as if another one were elsewhere
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
@@ -259,11 +260,11 @@ class Lifeline:
 
     def begin_batch(self) -> None:
         """This rank trains on the next batch."""
-        self._batches, self._place = self._batches + 1, None
+        self._batches, self._place, self._doubted_at = self._batches + 1, None, None
 
     def end_batch(self) -> None:
         """All that the batch had to exchange has begun."""
-        self._place = _Place(_BETWEEN, self._batches, self._exchanges)
+        self._place, self._doubted_at = _Place(_BETWEEN, self._batches, self._exchanges), None
 
     def begin_exchange(self) -> None:
         """This rank takes part in the next exchange: of a backward's gradients, or a mixing of parameters."""
@@ -271,7 +272,7 @@ class Lifeline:
 
     def leave_training(self, what: str) -> None:
         """This rank went on to `what`, such as its validation; all ranks do, after as many batches and exchanges."""
-        self._place = _Place(what, self._batches, self._exchanges)
+        self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
         self._milestones.append(self._place)
 
     @contextlib.contextmanager
@@ -322,16 +323,23 @@ class Lifeline:
 
         That one is there for the `count`-th time, or, between two batches, was elsewhere so often before.
         """
-        here = f"this rank is at batch {self._batches}, in exchange {self._exchanges}"
+        here = f"rank {self._rank} is at batch {self._batches}, in exchange {self._exchanges}"
         if theirs.what == _BETWEEN:
             # after as many batches or more it had begun fewer exchanges
             return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
         if count <= len(self._milestones):
             mine = self._milestones[count - 1]
-            return None if mine == theirs else f"this rank went on to {mine}"
+            return None if mine == theirs else f"rank {self._rank} went on to {mine}"
         if theirs.what == _CHANGE and self._batches == theirs.batches:
-            return f"the model of this rank, at the same batch, did not change: {_SAME_MODEL}"
-        return here if self._batches > theirs.batches or self._exchanges > theirs.exchanges else None
+            return f"the model of rank {self._rank}, at the same batch, did not change: {_SAME_MODEL}"
+        if self._batches > theirs.batches or self._exchanges > theirs.exchanges:
+            return here
+        if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
+            return None
+        # After as much, this rank waits for its next batch. It could still follow there, unless it goes on to wait.
+        self._doubted_at = self._doubted_at or time.monotonic()
+        waits = time.monotonic() - self._doubted_at
+        return f"rank {self._rank} waits for batch {self._batches + 1}" if waits > 2 * GRACE_SECONDS else None
 
     # Who was lost
 
