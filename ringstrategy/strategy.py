@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from importlib.util import find_spec
+from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
@@ -213,7 +214,7 @@ class RingStrategy(DDPStrategy):
         self._resume = None  # a checkpoint loaded for validation is none to resume from
         if self._peers is not None:
             self._bind()
-            self.algorithm.compare("\n".join(_described(*each) for each in enumerate(self.optimizers)))
+            self.algorithm.compare("\n".join(map(_described, count(), self.optimizers)))
             self._looks.begin(trainer)
 
     def _bind(self) -> None:
@@ -359,7 +360,9 @@ class RingStrategy(DDPStrategy):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         if self._peers is not None:
-            self.algorithm.before_backward(loss, sync=not self._accumulating, scale=self._loss_scale())
+            rates = "" if self.algorithm.decentralized else "\n".join(map(_rates, count(), self.optimizers))
+            scale = self._loss_scale()
+            self.algorithm.before_backward(loss, sync=not self._accumulating, scale=scale, same=rates)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         if self._peers is not None:
             self.algorithm.after_backward()
@@ -789,6 +792,17 @@ def _described(place: int, optimizer: Optimizer) -> str:
     ]
     name = f"optimizer {place}, a {type(optimizer).__name__}"
     return "\n".join(f"{name}, group {i}: {said}" for i, said in enumerate(options))
+
+
+def _rates(place: int, optimizer: Optimizer) -> str:
+    """A line a group: its learning rate, in so many digits as machines whose mathematics differ agree in."""
+    lines = []
+    for i, rate in enumerate(group.get("lr") for group in optimizer.param_groups):
+        if isinstance(rate, Tensor) and rate.numel() == 1 and rate.device.type == "cpu":  # a GPU would be waited for
+            rate = rate.item()
+        if isinstance(rate, int | float):
+            lines.append(f"optimizer {place}, group {i}: lr={rate:.6g}")
+    return "\n".join(lines)
 
 
 def _ignored(module: Module) -> set[str]:

@@ -1410,6 +1410,43 @@ def test_optimizers_that_differ_are_named(ranks: Pool, strategy: str, other: str
         assert words in message.split("where rank 0 has")[0]
 
 
+class OwnPlateau(Net):
+    """The learning rate falls when the validation loss of this rank's own data does not."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("own", float(self.current_epoch * (1 if self.global_rank == 1 else -1)))
+
+
+class Halves(Net):
+    """The learning rate falls with each epoch, and epochs of rank 1 are shorter."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def _other_rate_later(habit: str) -> str:
+    strategy = RingStrategy(AllReduce(), timeout=timedelta(seconds=40))
+    mine = rows(12 if habit == "shorter" and os.environ["RANK"] == "1" else 24)
+    trainer = trainer_with(strategy, max_epochs=-1, max_steps=20, use_distributed_sampler=False)
+    with pytest.raises(PlanMismatchError) as caught:
+        trainer.fit(Halves() if habit == "shorter" else OwnPlateau(), mine, mine if habit == "plateau" else None)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("habit", ["plateau", "shorter"])
+def test_learning_rates_that_come_to_differ_are_named(ranks: Pool, habit: str) -> None:
+    for message in ranks(2, _other_rate_later, habit):
+        assert "rank 1 has 'optimizer 0, group 0: lr=" in message
+        assert "where rank 0 has 'optimizer 0, group 0: lr=0.1'" in message
+        assert "sync_dist=True" in message
+
+
 def _frozen_under_gossip() -> str:
     model = Net()
     if os.environ["RANK"] == "1":

@@ -411,14 +411,16 @@ class Auto(Algorithm):
         """See `Algorithm.compare`."""
         self._inner.compare(text)
 
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+    def before_backward(
+        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+    ) -> None:
         """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:
             if not self._tuned or self._inner.delivers:
                 with self._peers.stats.probe():
                     self._turn()
             self._begin = self._now()
-        self._inner.before_backward(loss, sync=sync, scale=scale)
+        self._inner.before_backward(loss, sync=sync, scale=scale, same=same)
 
     def after_backward(self) -> None:
         """See `Algorithm.after_backward`."""

@@ -76,13 +76,16 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+    def before_backward(
+        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+    ) -> None:
         """A backward pass from `loss` begins.
 
         Args:
             loss: scaled, if there is a loss scaler.
             sync: False: its gradients only accumulate on this rank.
             scale: the loss scale, without dimensions and on the device; None without a loss scaler.
+            same: lines "name: what it is" of what must be the same on all ranks for replicas to stay equal.
         """
 
     @abstractmethod

@@ -180,7 +180,9 @@ class Decentralized(Algorithm):
         """See `Algorithm.bind`."""
         self._group_of(parameters)
 
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+    def before_backward(
+        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+    ) -> None:
         """Gradients are each rank's own."""
 
     def after_backward(self) -> None:

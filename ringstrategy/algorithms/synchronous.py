@@ -179,7 +179,9 @@ class Synchronous(Algorithm):
             bucket.residuals.load_parts(self._stepped)
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
 
-    def before_backward(self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None) -> None:
+    def before_backward(
+        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+    ) -> None:
         """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
@@ -197,7 +199,8 @@ class Synchronous(Algorithm):
         if self._peers.lifeline is not None:
             self._peers.lifeline.begin_exchange()
         self._append_unfrozen()
-        self._pass = _Pass(self._buckets, self._plan_text, self._peers, self.collective, self._step, scale)
+        plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:

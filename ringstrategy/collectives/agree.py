@@ -47,9 +47,10 @@ def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> 
         return
     texts = _texts(peers, text if details is None else details())
     raise PlanMismatchError(
-        "the ranks were not built alike, so their gradients cannot be averaged: "
+        "the ranks differ, so their gradients cannot be averaged: "
         + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
-        + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy"
+        + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy, and log what "
+        "a scheduler monitors with sync_dist=True"
     )
 
 
