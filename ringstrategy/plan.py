@@ -165,9 +165,9 @@ class Arguments:
 
 def _count(text: str) -> float:
     """`350M` -> 3.5e8."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgb]?)", text.strip().lower())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.strip().lower())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: write it like 350M, 1.5B or 25000000")
+        raise argparse.ArgumentTypeError(f"{text!r}: write it like 350M, 1.5B, 25e6 or 25000000")
     return float(match[1]) * _UNITS[match[2]]
 
 
@@ -225,9 +225,13 @@ def parse(arguments: list[str] | None) -> Arguments:
     parser.add_argument("--devices-per-host", type=_whole, default=1)
     parser.add_argument("--rate", type=_rate, required=True, help="of each host's link: 100mbit, 10Gbps, 1.25GB/s")
     parser.add_argument("--step-ms", type=_positive, required=True, help="a step without any exchange, milliseconds")
-    parser.add_argument("--backward-part", type=_share, default=0.6, help="of that step; exchanges hide behind it")
+    parser.add_argument(
+        "--backward-part", type=_share, default=0.6, help="of that step; exchanges hide behind it; default 0.6"
+    )
     parser.add_argument("--inside-rate", type=_rate, default=1e11, help="between devices of one host; default 100gbit")
-    parser.add_argument("--latency-us", type=_positive, default=100.0, help="from host to host, software included")
+    parser.add_argument(
+        "--latency-us", type=_positive, default=100.0, help="from host to host, software included; default 100"
+    )
     parser.add_argument(
         "--cores",
         type=_positive,
@@ -287,15 +291,19 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
     return [*rows, chosen], speeds.source
 
 
+def _several(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     asked = parse(arguments)
     rows, source = plan(asked)
     ranks = asked.hosts * asked.devices_per_host
     setting = (
-        f"{asked.parameters / 1e6:g} M parameters, {ranks} ranks on {asked.hosts} hosts of {asked.rate / 1e9:g} Gbit/s "
-        f"({asked.rate / 8e6:g} MB/s), {asked.cores:g} cores a rank, {asked.step_ms:g} ms of computing a step: "
-        "predicted, in the lab up to 30 % too fast."
+        f"{asked.parameters / 1e6:g} M parameters, {_several(ranks, 'rank')} on {_several(asked.hosts, 'host')} "
+        f"of {asked.rate / 1e9:g} Gbit/s ({asked.rate / 8e6:g} MB/s), {_several(asked.cores, 'core')} a rank, "
+        f"{asked.step_ms:g} ms of computing a step: predicted, in the lab up to 30 % too fast."
     )
     print(screen(rows, setting, source))
 

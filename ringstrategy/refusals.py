@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.resources import files
 from inspect import Parameter, signature
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException
 from hydra.utils import get_object, instantiate
@@ -44,6 +44,9 @@ def check_arguments(cfg: DictConfig) -> None:
         for name in node:
             if name not in takes and not name.startswith("_"):
                 raise ValueError(_unknown_argument(path, name, node["_target_"], takes, cfg))
+        for name, hint in _hints(node["_target_"]).items():
+            if isinstance(node.get(name), str) and set(get_args(hint) or [hint]) <= {int, float, bool, type(None)}:
+                raise ValueError(f"{shortened(f'{path}.{name}')}={node[name]}: a number is needed, or true, or false")
 
 
 def instantiate_strategy(cfg: DictConfig) -> Any:
@@ -100,6 +103,8 @@ def _no_option(error: MissingConfigException) -> str:
     group, _, option = (error.missing_cfg_file or "").partition("/")
     if group == "codec" and f"ring_{option}" in _options("strategy"):
         words += f"\nDid you mean strategy=ring_{option}?"
+    elif near := get_close_matches(option, error.options or [], n=1):
+        words += f"\nDid you mean {group}={near[0]}?"
     return words
 
 
@@ -129,6 +134,14 @@ def _no_key(key: str, override: str, parent: DictConfig) -> str:
         f"{form}: {group} has no {name!r}. {_choice(name, names)} "
         f"To pass an argument that the configuration does not list: {shortened('+' + override)}"
     )
+
+
+def _hints(target: str) -> Mapping[str, Any]:
+    """The types of a class's arguments; none if it says none, or names some that it has not imported."""
+    try:
+        return get_type_hints(get_object(target).__init__)
+    except (NameError, TypeError):
+        return {}
 
 
 def _choice(name: str, names: Sequence[str]) -> str:

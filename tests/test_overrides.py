@@ -149,7 +149,12 @@ def test_the_known_keys_are_those_of_the_configuration():
         # a name that does not exist
         (["codec=int4"], r"(?s)Available options in 'codec':.*block_int.*Did you mean strategy=ring_int4\?$"),
         (["codec=int5"], r"(?s)Available options in 'codec':.*top_k$"),
-        (["strategy=rong"], r"(?s)Available options in 'strategy':.*ring_topk$"),
+        (["strategy=rong"], r"(?s)Available options in 'strategy':.*Did you mean strategy=ring\?$"),
+        (["strategy=xyzzy"], r"(?s)Available options in 'strategy':.*ring_topk$"),
+        (["experiment=digits"], r"Did you mean experiment=digits_cnn\?$"),
+        # a text where a number belongs
+        (["trainer.max_steps=abc"], "^trainer.max_steps=abc: a number is needed"),
+        (["strategy=ring", "algorithm.bucket_mb=big"], "^algorithm.bucket_mb=big: a number is needed"),
         (["codec.bits=4"], "^codec.bits=4: ringstrategy.Identity has nothing to set. .*: codec=NAME codec.bits=4$"),
         (["strategy=ring_int8", "codec.bit=4"], r"codec has no 'bit'. Did you mean bits\? .*: \+codec.bit=4$"),
         (["trainer.max_epoch=3"], r"trainer has no 'max_epoch'. Did you mean max_epochs\? .*: \+trainer.max_epoch=3$"),

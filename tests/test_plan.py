@@ -350,3 +350,12 @@ def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main([*GIVEN, "--rate", "1gbit", *wrong.split()])
     assert cure in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("parameters", ["25e6", "25M", "0.025B", "25000000"])
+def test_numbers_may_be_written_as_one_likes_and_nouns_agree(
+    parameters: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["--parameters", parameters, "--hosts", "1", "--rate", "1gbit", "--step-ms", "250", "--cores", "1"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("25 M parameters, 1 rank on 1 host of 1 Gbit/s (125 MB/s), 1 core a rank, 250 ms")
