@@ -786,23 +786,28 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(place: int, optimizer: Optimizer) -> str:
     """A line a group: what makes an optimizer step the same gradients alike."""
-    options = [
-        ", ".join(f"{k}={v}" for k, v in sorted(group.items()) if isinstance(v, bool | int | float | str | tuple))
-        for group in optimizer.param_groups
-    ]
-    name = f"optimizer {place}, a {type(optimizer).__name__}"
-    return "\n".join(f"{name}, group {i}: {said}" for i, said in enumerate(options))
+    kept = (bool, int, float, str, tuple)
+    lines = []
+    for i, group in enumerate(optimizer.param_groups):
+        options = (f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if isinstance(value, kept))
+        lines.append(f"optimizer {place}, a {type(optimizer).__name__}, group {i}: {', '.join(options)}")
+    return "\n".join(lines)
 
 
 def _rates(place: int, optimizer: Optimizer) -> str:
-    """A line a group: its learning rate, in so many digits as machines whose mathematics differ agree in."""
+    """A line a group: its learning rate."""
     lines = []
     for i, rate in enumerate(group.get("lr") for group in optimizer.param_groups):
         if isinstance(rate, Tensor) and rate.numel() == 1 and rate.device.type == "cpu":  # a GPU would be waited for
             rate = rate.item()
         if isinstance(rate, int | float):
-            lines.append(f"optimizer {place}, group {i}: lr={rate:.6g}")
+            lines.append(f"optimizer {place}, group {i}: lr={_rounded(rate)}")
     return "\n".join(lines)
+
+
+def _rounded(value: Any) -> str:
+    """In so many digits as machines whose mathematics differ agree in."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _ignored(module: Module) -> set[str]:
