@@ -40,20 +40,20 @@ from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
 from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.algorithms.synchronous import Synchronous
-from ringstrategy.data.stdlib_text import StdlibText
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.algorithms.gradients.synchronous import Synchronous
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.app.data.stdlib_text import StdlibText
+from ringstrategy.names import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
 PRELOADED = [
     "lightning.pytorch",
     "sklearn.datasets",
-    "ringstrategy.algorithms.powersgd",
-    "ringstrategy.data.digits",
-    "ringstrategy.data.stdlib_text",
-    "ringstrategy.models.cnn",
-    "ringstrategy.models.gpt",
+    "ringstrategy.algorithms.gradients.powersgd",
+    "ringstrategy.app.data.digits",
+    "ringstrategy.app.data.stdlib_text",
+    "ringstrategy.app.models.cnn",
+    "ringstrategy.app.models.gpt",
 ]
 GRACE = 20.0  # seconds the other ranks get to end after one has failed
 

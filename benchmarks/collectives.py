@@ -37,7 +37,8 @@ from ringstrategy import (
     Sign,
     TopK,
 )
-from ringstrategy.collectives import connect, mean_
+from ringstrategy.collectives import mean_
+from ringstrategy.transport import connect
 
 _PIECE = 1 << 20  # values that are drawn, and judged, at a time
 _RUN_SECONDS = 0.02  # at least, or it is the clock and the barrier that are measured

@@ -22,11 +22,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.algorithms.powersgd import PowerSGD
-from ringstrategy.collectives import connect
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.algorithms.gradients.powersgd import PowerSGD
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
+from ringstrategy.transport import connect
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -114,10 +114,10 @@ def torch_pack(tensors: list[Tensor], flat: Tensor, residual: Tensor) -> None:
 
 def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
     """All cases over the same buffers, and what makes the buffers as they were."""
-    from ringstrategy.kernels.buckets import Places, pack
-    from ringstrategy.kernels.decode import decode
-    from ringstrategy.kernels.encode import encode, relay
-    from ringstrategy.kernels.rotate import rotate_
+    from ringstrategy.kernels.triton.buckets import Places, pack
+    from ringstrategy.kernels.triton.decode import decode
+    from ringstrategy.kernels.triton.encode import encode, relay
+    from ringstrategy.kernels.triton.rotate import rotate_
 
     original, other = torch.randn(n, device=device), torch.randn(n, device=device)
     values, lost, out = (torch.empty_like(original) for _ in range(3))

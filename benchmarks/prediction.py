@@ -27,9 +27,9 @@ from runs import ALONE
 from tasks import mlp
 
 from ringstrategy import Codec
+from ringstrategy.app.plan import candidates, machines, measured_codecs
 from ringstrategy.cost import CodecCost, Prediction, Profile, predict
 from ringstrategy.cost.probe import pack_seconds
-from ringstrategy.plan import candidates, machines, measured_codecs
 
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
 _LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told otherwise

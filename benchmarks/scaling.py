@@ -29,8 +29,8 @@ from runs import Row
 from torch import Tensor, nn
 
 from ringstrategy import Gossip
-from ringstrategy.collectives import Peers, connect
 from ringstrategy.topologies import RingGraph
+from ringstrategy.transport import Peers, connect
 
 BENCHMARK = "scaling"
 MODEL = (

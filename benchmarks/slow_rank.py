@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import Algorithm
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Topology
 
 _SLOW = 1

@@ -28,8 +28,8 @@ from runs import ALONE
 from tasks import TASKS, Task
 from torch import Tensor, nn
 
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.names import STRATEGIES
 
 
 class _Exchange(Ours):

@@ -12,7 +12,7 @@ from contenders import FED
 from races import DENSE, OTHERS, POWERSGD, Race, races
 from runs import Panel, Row, Run, is_alone, is_name, is_peer, panels, pick, rate_in_words, runs
 
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.names import STRATEGIES
 
 _RATES = ("100mbit", "1gbit")
 _FEWER_BITS = {  # at 100 Mbit/s, beside gloo in fp32

@@ -1,27 +1,48 @@
 """Bandwidth-frugal data-parallel training for PyTorch Lightning.
 
-Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ring")`.
+Importing registers the names: `import ringstrategy`, then `Trainer(strategy="ring")`. The classes are imported when
+they are first used.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ringstrategy._version import __version__
-from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum, SmallExact
-from ringstrategy.callbacks import CommunicationMonitor
-from ringstrategy.codecs import (
-    BlockFloat8,
-    BlockInt,
-    Cast,
-    Codec,
-    Gaussian,
-    Identity,
-    RandomK,
-    Rotated,
-    Sign,
-    TopK,
-)
-from ringstrategy.collectives import Collective, Direct, Hierarchical, Native, Peers, Ring, Stats
-from ringstrategy.errors import PeerLostError, PlanMismatchError
-from ringstrategy.registry import register
-from ringstrategy.strategy import RingStrategy
+from ringstrategy.integrations.lightning.register import register
+
+if TYPE_CHECKING:
+    from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum, SmallExact
+    from ringstrategy.codecs import (
+        BlockFloat8,
+        BlockInt,
+        Cast,
+        Codec,
+        Gaussian,
+        Identity,
+        RandomK,
+        Rotated,
+        Sign,
+        TopK,
+    )
+    from ringstrategy.collectives import Collective, Direct, Hierarchical, Native, Ring
+    from ringstrategy.errors import PeerLostError, PlanMismatchError
+    from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor
+    from ringstrategy.integrations.lightning.strategy import RingStrategy
+    from ringstrategy.transport import Peers, Stats
+
+_HOMES = {
+    "algorithms": ("Algorithm", "AllReduce", "Auto", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"),
+    "codecs": (
+        *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
+        *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
+    ),
+    "collectives": ("Collective", "Direct", "Hierarchical", "Native", "Ring"),
+    "errors": ("PeerLostError", "PlanMismatchError"),
+    "integrations.lightning.callbacks": ("CommunicationMonitor",),
+    "integrations.lightning.strategy": ("RingStrategy",),
+    "transport": ("Peers", "Stats"),
+}
+_HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Algorithm",
@@ -55,6 +76,18 @@ __all__ = [
     "TopK",
     "__version__",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 register()
 del register

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs import Codec
-from ringstrategy.collectives.peers import Handle, Peers
+from ringstrategy.transport.base import Handle, Peers
 
 LIMIT = 20.0  # seconds; a schedule that waits for what nobody sends fails here
 

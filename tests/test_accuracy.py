@@ -17,8 +17,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import accuracy  # noqa: E402
 import accuracy_report  # noqa: E402
 
-from ringstrategy.algorithms.decentralized import Decentralized  # noqa: E402
-from ringstrategy.registry import STRATEGIES  # noqa: E402
+from ringstrategy.algorithms.parameters.decentralized import Decentralized  # noqa: E402
+from ringstrategy.names import STRATEGIES  # noqa: E402
 
 TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60"]
 

@@ -29,8 +29,9 @@ from ringstrategy import (
     Ring,
     Stats,
 )
-from ringstrategy.collectives import connect, mean_
+from ringstrategy.collectives import mean_
 from ringstrategy.collectives.base import SMALLEST_SEGMENT
+from ringstrategy.transport import connect
 
 SIZES = [2, 3, 4, 5, 8]
 MINUTE = timedelta(seconds=60)

@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from test_data_models import gradient_descent
 
 import ringstrategy
-from ringstrategy.data.regression import Regression
-from ringstrategy.overrides import lengthened
+from ringstrategy.app.data.regression import Regression
+from ringstrategy.app.overrides import lengthened
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")

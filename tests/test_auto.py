@@ -37,8 +37,8 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms import auto
 from ringstrategy.codecs import Codec
-from ringstrategy.collectives.peers import Peers
 from ringstrategy.cost import CodecCost, Link, Machines, Work
+from ringstrategy.transport.base import Peers
 
 NETWORKS = {"slow": Link(1e-4, 1e-7), "fast": Link(1e-6, 1e-12)}
 

@@ -18,7 +18,7 @@ from scripts import BENCHMARKS, on_ranks, refusal
 
 from ringstrategy import BlockInt, Gossip, Identity
 from ringstrategy.algorithms.auto import Auto
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
 
 PROMISED = {

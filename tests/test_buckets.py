@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
-from ringstrategy.collectives.buckets import FIRST_BUCKET_BYTES, Bucket, DenseBucket, plan
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ringstrategy import Cast, Codec
 from ringstrategy.algorithms import synchronous
-from ringstrategy.collectives.buckets import Bucket, DenseBucket
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.dense import DenseBucket
 
 AT_ONCE = 10
 DDP = "ddp_find_unused_parameters_true"

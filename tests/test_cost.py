@@ -30,9 +30,10 @@ from ringstrategy import (
     Rotated,
     TopK,
 )
-from ringstrategy.collectives import Stats, connect, mean_
+from ringstrategy.collectives import mean_
 from ringstrategy.cost import CodecCost, Cost, Link, Machines, Profile, Work, exchange_cost, predict, probe
 from ringstrategy.cost.probe import measure
+from ringstrategy.transport import Stats, connect
 
 NOTHING = Work(0.0, 0.0)
 FREE = CodecCost(NOTHING, NOTHING, NOTHING, NOTHING)

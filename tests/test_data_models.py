@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from ringstrategy.data.digits import Digits
-from ringstrategy.data.regression import COEFFICIENTS, MEANS, Regression
-from ringstrategy.data.stdlib_text import StdlibText, read_stdlib_text
-from ringstrategy.models.cnn import CNN
-from ringstrategy.models.gpt import GPT
-from ringstrategy.models.linear import Linear
-from ringstrategy.models.mlp import MLP
+from ringstrategy.app.data.digits import Digits
+from ringstrategy.app.data.regression import COEFFICIENTS, MEANS, Regression
+from ringstrategy.app.data.stdlib_text import StdlibText, read_stdlib_text
+from ringstrategy.app.models.cnn import CNN
+from ringstrategy.app.models.gpt import GPT
+from ringstrategy.app.models.linear import Linear
+from ringstrategy.app.models.mlp import MLP
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ringstrategy.overrides import lengthened
+from ringstrategy.app.overrides import lengthened
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -47,17 +47,17 @@ NETWORK = ["--parameters", "1M", "--hosts", "2", "--rate", "1gbit", "--step-ms",
 WORKS = {
     "topologies --help": ["ringstrategy.topologies.__main__", "--help"],
     "simulator --help": ["ringstrategy.simulator.__main__", "--help"],
-    "plan --help": ["ringstrategy.plan", "--help"],
-    "report --help": ["ringstrategy.sweep_report", "--help"],
+    "plan --help": ["ringstrategy.app.plan", "--help"],
+    "report --help": ["ringstrategy.app.sweep_report", "--help"],
     "topologies": ["ringstrategy.topologies.__main__", "--most", "4"],
     "simulator": ["ringstrategy.simulator.__main__", "--sizes", "4", "--size", "4", "--rounds", "20"],
-    "plan": ["ringstrategy.plan", *NETWORK],
+    "plan": ["ringstrategy.app.plan", *NETWORK],
 }
 NEEDS = {
     "topologies --png": ["ringstrategy.topologies.__main__", "--png", "new/all.png"],
     "simulator --out": ["ringstrategy.simulator.__main__", "--out", "new"],
-    "report": ["ringstrategy.sweep_report", "."],
-    "train": ["ringstrategy.train", "trainer.max_epochs=1"],
+    "report": ["ringstrategy.app.sweep_report", "."],
+    "train": ["ringstrategy.app.train", "trainer.max_epochs=1"],
 }
 
 

@@ -28,10 +28,10 @@ from test_strategy import HERE, Net, check_replicas, fit, rows, run_script, shel
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Gossip, Identity, PeerLostError, PlanMismatchError, RingStrategy
-from ringstrategy.collectives.lifeline import Lifeline
-from ringstrategy.collectives.peers import connect
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Star
+from ringstrategy.transport.connect import connect
+from ringstrategy.transport.lifeline import Lifeline
 
 PROMPT = 15.0  # seconds within which survivors must have noticed
 pytestmark = pytest.mark.timeout(120)
@@ -595,7 +595,9 @@ def test_a_gpu_of_apple_is_refused() -> None:
 
 
 def test_a_gpu_without_triton_is_refused_and_a_cpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ringstrategy.strategy.find_spec", lambda name: None if name == "triton" else object())
+    monkeypatch.setattr(
+        "ringstrategy.integrations.lightning.strategy.find_spec", lambda name: None if name == "triton" else object()
+    )
     with pytest.raises(ValueError, match=r"needs triton.* python -m pip install triton"):  # a Trainer calls it at birth
         RingStrategy(parallel_devices=[torch.device("cuda", 0)])._configure_launcher()
     L.Trainer(strategy="ring_int8", accelerator="cpu", devices=2, barebones=True)

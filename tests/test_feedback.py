@@ -57,10 +57,10 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.algorithms import Algorithm
-from ringstrategy.collectives import residuals as feedback
+from ringstrategy.buckets import residuals as feedback
+from ringstrategy.buckets.residuals import Residuals
+from ringstrategy.buckets.slot import Slot
 from ringstrategy.collectives.base import mean_
-from ringstrategy.collectives.buckets import Slot
-from ringstrategy.collectives.residuals import Residuals
 
 pytestmark = pytest.mark.timeout(120)
 State = dict[str, Tensor]

@@ -41,8 +41,7 @@ from ringstrategy import (
     Sign,
 )
 from ringstrategy.algorithms import exchange
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.collectives.peers import connect
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -57,6 +56,7 @@ from ringstrategy.topologies import (
     Topology,
     Torus,
 )
+from ringstrategy.transport.connect import connect
 
 pytestmark = pytest.mark.timeout(120)
 TOPOLOGIES: list[Topology] = [

@@ -58,8 +58,8 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.algorithms import synchronous
-from ringstrategy.collectives.peers import connect
 from ringstrategy.topologies import Complete, Star
+from ringstrategy.transport.connect import connect
 
 pytestmark = pytest.mark.timeout(120)
 

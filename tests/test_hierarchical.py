@@ -37,7 +37,8 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.codecs import derive_seed
-from ringstrategy.collectives import connect, mean_
+from ringstrategy.collectives import mean_
+from ringstrategy.transport import connect
 
 LAYOUTS = ["aabb", "aabbccdd", "aaab", "aabbbc", "aaaa", "abcd", "abab", "abbcabb"]  # each rank's host
 SEVERAL = [hosts for hosts in LAYOUTS if len(set(hosts)) > 1]
@@ -388,7 +389,7 @@ def on_host(hosts: str) -> Iterator[None]:
 
 def _identities(boots: list[str]) -> list[tuple[str, ...]]:
     found = []
-    with on_host("aba"), patch("ringstrategy.collectives.peers._boot_id", lambda: boots[dist.get_rank()]):
+    with on_host("aba"), patch("ringstrategy.transport.connect._boot_id", lambda: boots[dist.get_rank()]):
         peers = connect(torch.device("cpu"), MINUTE)
         found.append(peers.hosts)
         peers.close()

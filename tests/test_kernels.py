@@ -10,17 +10,17 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import ringstrategy.kernels
+import ringstrategy.kernels.triton
 import torch
 import torch.distributed as dist
 
 from ringstrategy import AllReduce, Direct, Stats
+from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.gaussian import STEPS
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.collectives import connect
-from ringstrategy.collectives.buckets import DenseBucket
-from ringstrategy.collectives.peers import StagedPeers
+from ringstrategy.transport import connect
+from ringstrategy.transport.staged import StagedPeers
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,11 +28,11 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     # lightning has imported triton by now, so it is too late to set it
     pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
 
-from ringstrategy.kernels import formats
-from ringstrategy.kernels.buckets import Places, pack, unpack
-from ringstrategy.kernels.decode import decode, mix
-from ringstrategy.kernels.encode import encode, reduce, relay
-from ringstrategy.kernels.rotate import rotate_
+from ringstrategy.kernels.triton import formats
+from ringstrategy.kernels.triton.buckets import Places, pack, unpack
+from ringstrategy.kernels.triton.decode import decode, mix
+from ringstrategy.kernels.triton.encode import encode, reduce, relay
+from ringstrategy.kernels.triton.rotate import rotate_
 
 EXACT = [
     BlockInt(8),
@@ -476,8 +476,8 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
     results = []
     for kernels in (True, False):
         packs, unpacks = Mock(wraps=pack), Mock(wraps=unpack)
-        monkeypatch.setattr(ringstrategy.kernels.buckets, "pack", packs)
-        monkeypatch.setattr(ringstrategy.kernels.buckets, "unpack", unpacks)
+        monkeypatch.setattr(ringstrategy.kernels.triton.buckets, "pack", packs)
+        monkeypatch.setattr(ringstrategy.kernels.triton.buckets, "unpack", unpacks)
         members = gradients_of_all_kinds({"kind": kind, "dtype": dtype})
         bucket = DenseBucket(0, members, torch.float32, BlockInt(8), feedback=False)
         bucket._places = bucket._lay_out(DEVICE) if kernels else None
@@ -591,7 +591,7 @@ def test_processes_that_share_one_gpu_over_gloo_stay_identical(ranks, algorithm,
 
 
 def test_the_package_imports_neither_torch_nor_triton():
-    file = ringstrategy.kernels.__file__
+    file = ringstrategy.kernels.triton.__file__
     code = f"import runpy, sys; runpy.run_path({file!r}); print({{'torch', 'triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -15,12 +15,12 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from ringstrategy.kernels import formats
-from ringstrategy.kernels.buckets import _pack_kernel, _unpack_kernel
-from ringstrategy.kernels.decode import _decode_kernel, _mix_kernel
-from ringstrategy.kernels.encode import _encode_kernel
-from ringstrategy.kernels.formats import LAUNCH
-from ringstrategy.kernels.rotate import ROWS, _rotate_kernel
+from ringstrategy.kernels.triton import formats
+from ringstrategy.kernels.triton.buckets import _pack_kernel, _unpack_kernel
+from ringstrategy.kernels.triton.decode import _decode_kernel, _mix_kernel
+from ringstrategy.kernels.triton.encode import _encode_kernel
+from ringstrategy.kernels.triton.formats import LAUNCH
+from ringstrategy.kernels.triton.rotate import ROWS, _rotate_kernel
 from triton.backends.compiler import GPUTarget
 
 OLD = triton.__version__ < "3.6"  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)

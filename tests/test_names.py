@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import RingStrategy
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.names import STRATEGIES
 
 
 class _Classifier(L.LightningModule):

@@ -8,8 +8,8 @@ from hydra.errors import CompactHydraException
 from omegaconf import OmegaConf
 from test_app import CONFIGS, app, composed, names
 
-from ringstrategy.overrides import PARTS, lengthened, shortened, swept
-from ringstrategy.refusals import KEYS, check_arguments, check_keys, in_words, instantiate_strategy
+from ringstrategy.app.overrides import PARTS, lengthened, shortened, swept
+from ringstrategy.app.refusals import KEYS, check_arguments, check_keys, in_words, instantiate_strategy
 
 GOSSIP = "gossip, gossip_exponential, gossip_int8, push_sum"
 

@@ -22,7 +22,11 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 # folder of the repository -> package that its files become
-MAPPED = {"ringstrategy": "ringstrategy", "configs": "ringstrategy.configs", "triton_kernels": "ringstrategy.kernels"}
+MAPPED = {
+    "ringstrategy": "ringstrategy",
+    "configs": "ringstrategy.configs",
+    "triton_kernels": "ringstrategy.kernels.triton",
+}
 
 
 def source_files(folder):
@@ -68,7 +72,7 @@ def test_the_wheel_is_typed_licensed_and_has_its_command(wheel):
     names = wheel.namelist()
     assert "ringstrategy/py.typed" in names
     assert f"{metadata}/licenses/LICENSE" in names
-    assert "ringstrategy-train = ringstrategy.train:main" in wheel.read(f"{metadata}/entry_points.txt").decode()
+    assert "ringstrategy-train = ringstrategy.app.train:main" in wheel.read(f"{metadata}/entry_points.txt").decode()
 
 
 def test_versions_agree(wheel):

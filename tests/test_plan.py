@@ -15,12 +15,13 @@ import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 import ringstrategy
-from ringstrategy import AllReduce, BlockInt, Codec, Direct, RingStrategy, accuracy, advice, reference
-from ringstrategy.advice import MATERIAL, Row, beaten, recommended, screen, tempting
-from ringstrategy.as_code import as_code
+from ringstrategy import AllReduce, BlockInt, Codec, Direct, RingStrategy
+from ringstrategy.app import accuracy, advice, reference
+from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, screen, tempting
+from ringstrategy.app.as_code import as_code
+from ringstrategy.app.plan import candidates, main, parse, plan
 from ringstrategy.cost import CodecCost, Prediction, Work
-from ringstrategy.plan import candidates, main, parse, plan
-from ringstrategy.registry import STRATEGIES
+from ringstrategy.names import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
@@ -120,7 +121,9 @@ def test_the_codecs_speeds_are_shown_and_where_they_come_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = Work(0.0, 1e-9)  # 4 GB/s
-    monkeypatch.setattr("ringstrategy.plan.codec_cost", lambda *_, undisturbed: CodecCost(one, one, one, Work(0, 0)))
+    monkeypatch.setattr(
+        "ringstrategy.app.plan.codec_cost", lambda *_, undisturbed: CodecCost(one, one, one, Work(0, 0))
+    )
     threads = torch.get_num_threads()
     main([*GIVEN, "--rate", "1gbit", *asked])
     torch.set_num_threads(threads)
@@ -143,7 +146,7 @@ def test_reference_speeds_and_losses_are_known_of_every_candidate() -> None:
     for algorithm in [*candidates(True).values(), AllReduce(BlockInt(8), error_feedback=True)]:
         assert isinstance(algorithm.codec, Codec)
         key = algorithm.codec, algorithm.feeds_back(algorithm.codec)
-        assert key in reference.CODECS, f"print its figures by python -m ringstrategy.reference: {key}"
+        assert key in reference.CODECS, f"print its figures by python -m ringstrategy.app.reference: {key}"
         assert key in accuracy.TEXT, f"measure it by benchmarks/accuracy.py: {key}"
 
 

@@ -21,8 +21,9 @@ from test_allreduce import SIZES, Branches, backward, gradients, start, which
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Cast, Codec, Collective, Direct, Identity, Native, Ring
-from ringstrategy.algorithms.powersgd import LowRankBucket, PowerSGD, multiply, orthonormalise_
-from ringstrategy.collectives.buckets import DenseBucket, SparseBucket
+from ringstrategy.algorithms.gradients.powersgd import LowRankBucket, PowerSGD, multiply, orthonormalise_
+from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.sparse import SparseBucket
 
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
 

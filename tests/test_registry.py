@@ -10,7 +10,8 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import StrategyRegistry
 
 from ringstrategy import RingStrategy
-from ringstrategy.registry import START_METHODS, STRATEGIES
+from ringstrategy.integrations.lightning.register import START_METHODS
+from ringstrategy.names import STRATEGIES
 
 YAMLS = {path.stem for path in (Path(__file__).parents[1] / "configs" / "strategy").glob("*.yaml")} - {"ddp"}
 

@@ -19,13 +19,13 @@ import lightning as L
 import pytest
 import torch
 
-from ringstrategy.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
-from ringstrategy.report import RunReport, print_summary, read_summary, write_summary
-from ringstrategy.sweep_compare import groups, times_ddp
-from ringstrategy.sweep_plots import COLORS, DASHES, jobs_of
-from ringstrategy.sweep_print import print_tables
-from ringstrategy.sweep_report import main
-from ringstrategy.sweep_table import COLUMNS, grids, job_folders, read_row
+from ringstrategy.app.curves import MOST_POINTS, Curves, read_curves, thin, warm_mean, write_curves
+from ringstrategy.app.report import RunReport, print_summary, read_summary, write_summary
+from ringstrategy.app.sweep_compare import groups, times_ddp
+from ringstrategy.app.sweep_plots import COLORS, DASHES, jobs_of
+from ringstrategy.app.sweep_print import print_tables
+from ringstrategy.app.sweep_report import main
+from ringstrategy.app.sweep_table import COLUMNS, grids, job_folders, read_row
 
 EVIL = "data.title=</script><img src=http://x.example/a.png onerror=alert()>[bold]&amp;<b>%{x}"
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -566,7 +566,7 @@ def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
 
 
 def test_missing_packages_are_named(sweep, monkeypatch):
-    monkeypatch.setattr("ringstrategy.extras.find_spec", lambda name: None if name == "plotly" else object())
+    monkeypatch.setattr("ringstrategy.app.extras.find_spec", lambda name: None if name == "plotly" else object())
     with pytest.raises(SystemExit, match=r"needs plotly: in a clone .* pip install '\.\[app\]'"):
         main([str(sweep)])
 

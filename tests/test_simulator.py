@@ -15,13 +15,13 @@ from test_gossip import directed
 from torch import Tensor, nn
 
 from ringstrategy import BlockInt, Cast, Choco, Gaussian, Gossip, PushSum, Rotated
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.collectives.peers import connect
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.simulator import __main__ as report
 from ringstrategy.simulator.__main__ import main, steps_to_consensus, train
 from ringstrategy.simulator.simulation import NAME
 from ringstrategy.topologies import Complete, OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
+from ringstrategy.transport.connect import connect
 
 SIZE, DIM, STEPS = 4, 512, 20
 

@@ -31,7 +31,7 @@ import suite  # noqa: E402
 import verdicts  # noqa: E402
 
 from ringstrategy import Direct, Hierarchical, Identity, Ring  # noqa: E402
-from ringstrategy.registry import STRATEGIES  # noqa: E402
+from ringstrategy.names import STRATEGIES  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import AllReduce
-from ringstrategy.collectives.peers import connect
-from ringstrategy.data.regression import Regression
-from ringstrategy.models.linear import Linear
-from ringstrategy.models.optimizers import SGD
+from ringstrategy.app.data.regression import Regression
+from ringstrategy.app.models.linear import Linear
+from ringstrategy.app.models.optimizers import SGD
+from ringstrategy.transport.connect import connect
 
 CLOSE = {"rtol": 0, "atol": 1e-5}
 pytestmark = pytest.mark.timeout(120)

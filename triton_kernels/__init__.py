@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, installed as `ringstrategy.kernels`. Importing this imports neither torch nor triton."""
+"""GPU kernels in Triton, installed as `ringstrategy.kernels.triton`; importing this imports no triton."""

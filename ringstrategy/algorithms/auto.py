@@ -15,23 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.allreduce import AllReduce
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local, split
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.agree import compare_plans
-from ringstrategy.collectives.base import Collective
-from ringstrategy.collectives.buckets import sums_dtype
+from ringstrategy.collectives.base import Collective, sums_dtype
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
-from ringstrategy.collectives.peers import Peers
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.cost.model import Machines
 from ringstrategy.cost.probe import measure, of_all
 from ringstrategy.cost.step import Profile, largest_wire, predict
+from ringstrategy.transport.agree import compare_plans
+from ringstrategy.transport.base import Peers
 
 _BUCKETS_MB = (25.0, 5.0, 100.0)
 _WARM_UP = 3  # passes before the true gradients are timed, and

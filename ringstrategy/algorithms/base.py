@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ringstrategy._version import __version__
 from ringstrategy.codecs.base import WIRE_FORMAT
-from ringstrategy.collectives.peers import Peers
+from ringstrategy.transport.base import Peers
 
 
 class Algorithm(ABC):

@@ -12,7 +12,7 @@ from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_block
 from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.formats import Format
+    from ringstrategy.kernels.triton.formats import Format
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -67,6 +67,6 @@ class BlockFloat8(Blocked):
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.formats import block_float8
+        from ringstrategy.kernels.triton.formats import block_float8
 
         return block_float8(self.format, self.block)

@@ -12,7 +12,7 @@ from ringstrategy.codecs.blocked import LARGEST, Blocked, bounding_scale, check_
 from ringstrategy.codecs.noise import add_noise_
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.formats import Format
+    from ringstrategy.kernels.triton.formats import Format
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,6 @@ class BlockInt(Blocked):
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.formats import block_int
+        from ringstrategy.kernels.triton.formats import block_int
 
         return block_int(self.bits, self.block, self.scale, self.rounding)

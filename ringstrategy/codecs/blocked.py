@@ -16,7 +16,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.formats import Format
+    from ringstrategy.kernels.triton.formats import Format
 
 TILE = 1 << 19  # values worked on at once: enough to hide the cost of a torch call, few enough for a core's cache
 SMALLEST_SCALE = 2.0**-126  # the smallest normal float32, so that 1 / scale is finite
@@ -82,7 +82,7 @@ class Blocked(Codec):
         """See `Codec.encode`."""
         self.check_wire(wire, values)
         if values.device.type == "cuda":
-            from ringstrategy.kernels.encode import encode
+            from ringstrategy.kernels.triton.encode import encode
 
             encode(values, wire, self.kernel_format(), lost=lost, seed=seed, offset=offset)
             return
@@ -149,7 +149,7 @@ class Blocked(Codec):
         """See `Codec.decode`."""
         self.check_wire(wire, out)
         if out.device.type == "cuda":
-            from ringstrategy.kernels.decode import decode
+            from ringstrategy.kernels.triton.decode import decode
 
             decode(wire, out, self.kernel_format(), add=add)
             return
@@ -200,7 +200,7 @@ class Blocked(Codec):
         if values.device.type != "cuda":
             self._encode(values, wires, wire_out, lost, seed, offset)
             return
-        from ringstrategy.kernels.encode import reduce, relay
+        from ringstrategy.kernels.triton.encode import reduce, relay
 
         if len(wires) == 1:  # needs no table of addresses
             relay(wires[0], values, wire_out, self.kernel_format(), lost=lost, seed=seed, offset=offset)

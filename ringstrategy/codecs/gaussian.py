@@ -13,7 +13,7 @@ from ringstrategy.codecs.blocked import SMALLEST_SCALE, Blocked, check_bits, che
 from ringstrategy.codecs.scratch import scratch
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.formats import Format
+    from ringstrategy.kernels.triton.formats import Format
 
 # steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
 STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
@@ -65,6 +65,6 @@ class Gaussian(Blocked):
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.formats import gaussian
+        from ringstrategy.kernels.triton.formats import gaussian
 
         return gaussian(self.bits, self.block)

@@ -90,7 +90,7 @@ class Rotated(Codec):
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""
         if values.device.type == "cuda":
-            from ringstrategy.kernels.rotate import rotate_
+            from ringstrategy.kernels.triton.rotate import rotate_
 
             rotate_(values, signs(seed, values.device), inverse=False)
             return
@@ -101,7 +101,7 @@ class Rotated(Codec):
     def restore_(self, values: Tensor, seed: int) -> None:
         """x = (H y / 16) * sign."""
         if values.device.type == "cuda":
-            from ringstrategy.kernels.rotate import rotate_
+            from ringstrategy.kernels.triton.rotate import rotate_
 
             rotate_(values, signs(seed, values.device), inverse=True)
             return

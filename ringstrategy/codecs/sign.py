@@ -11,7 +11,7 @@ from torch import Tensor
 from ringstrategy.codecs.blocked import Blocked, check_block, mean_magnitude
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.formats import Format
+    from ringstrategy.kernels.triton.formats import Format
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,6 @@ class Sign(Blocked):
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.formats import sign
+        from ringstrategy.kernels.triton.formats import sign
 
         return sign(self.block)

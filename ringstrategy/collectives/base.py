@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.peers import Peers
+from ringstrategy.transport.base import Peers
 
 # Bytes of values. Two pieces overlap, so a chunk is halved unless they would be tiny; more pieces only shorten the
 # ends, and each costs a codec's calls, so they must be larger.
 SMALLEST_HALF = 1 << 18
 SMALLEST_SEGMENT = 1 << 21
+_WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Collective(ABC):
@@ -121,3 +123,8 @@ def check_segments(segments: int) -> None:
     """Raise unless it is a whole number of at least 1."""
     if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:
         raise ValueError(f"segments is how many pieces of a chunk are in flight: a whole number >= 1, got {segments!r}")
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which gradients of `dtype` are summed: float32 for 16-bit ones, else their own."""
+    return torch.float32 if dtype in _WIDENED else dtype

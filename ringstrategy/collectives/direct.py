@@ -17,7 +17,7 @@ from ringstrategy.collectives.base import (
     restore_lost_,
     wire_stride,
 )
-from ringstrategy.collectives.peers import Handle, Peers
+from ringstrategy.transport.base import Handle, Peers
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
 _WINDOW = 2  # of those are on the way at once: one is on the wire while the other starts or is encoded

@@ -12,9 +12,9 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, check_segments, cut, cut_chunks, wire_stride
 from ringstrategy.collectives.native import Native
-from ringstrategy.collectives.peers import Handle, Peers, Waitable
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.collectives.worker import Work
+from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.worker import Work
 
 
 @dataclass(frozen=True)

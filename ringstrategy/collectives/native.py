@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective
-from ringstrategy.collectives.peers import Peers
+from ringstrategy.transport.base import Peers
 
 
 @dataclass(frozen=True)

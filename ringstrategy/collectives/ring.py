@@ -15,7 +15,7 @@ from ringstrategy.collectives.base import (
     restore_lost_,
     wire_stride,
 )
-from ringstrategy.collectives.peers import Handle, Peers
+from ringstrategy.transport.base import Handle, Peers
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, mean_
-from ringstrategy.collectives.peers import Handle, Peers, Waitable
-from ringstrategy.collectives.worker import Work as Task
+from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.worker import Work as Task
 
 _SAMPLE = 1 << 22  # values, by which a host's ranks are compared
 

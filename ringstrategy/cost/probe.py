@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.agree import exchange
-from ringstrategy.collectives.peers import Peers
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
+from ringstrategy.transport.agree import exchange
+from ringstrategy.transport.base import Peers
 
 _LAPS = 15
 _SMALLEST, _LARGEST = 1 << 16, 1 << 24  # bytes of a message; segments of buckets are about so long at most

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch.nn import Parameter
 
-from ringstrategy.collectives.buckets import DenseBucket
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.collectives.base import Collective
 from ringstrategy.cost.model import Cost, Machines, exchange_cost
 
-if TYPE_CHECKING:
-    from ringstrategy.algorithms.allreduce import AllReduce
-
 _ROUNDS = 4  # of the fixed point: how long the backward takes depends on how much is exchanged beside it
+
+
+class Planned(Protocol):
+    """What is predicted: see `AllReduce`."""
+
+    @property
+    def collective(self) -> Collective:
+        """By which each bucket is summed."""
+
+    def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
+        """The buckets that training would have."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ class Prediction:
 
 
 def predict(
-    algorithm: AllReduce, parameters: Mapping[str, Parameter], machines: Machines, profile: Profile
+    algorithm: Planned, parameters: Mapping[str, Parameter], machines: Machines, profile: Profile
 ) -> Prediction:
     """What a step takes with `algorithm` (not set up), whose own plan of buckets is made and thrown away.
 
@@ -113,13 +123,13 @@ def predict(
     )
 
 
-def largest_wire(algorithm: AllReduce, parameters: Mapping[str, Parameter]) -> int:
+def largest_wire(algorithm: Planned, parameters: Mapping[str, Parameter]) -> int:
     """Bytes of the largest bucket of `algorithm` (not set up) as it travels: one exchange sends as many or more."""
     buckets = _buckets(algorithm, parameters)
     return max((bucket.codec.nbytes(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in buckets), default=0)
 
 
-def _buckets(algorithm: AllReduce, parameters: Mapping[str, Parameter]) -> list[DenseBucket]:
+def _buckets(algorithm: Planned, parameters: Mapping[str, Parameter]) -> list[DenseBucket]:
     """Those that `algorithm` would make, without memory."""
     ghosts = {
         name: Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)

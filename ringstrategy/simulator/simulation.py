@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.decentralized import Decentralized
-from ringstrategy.algorithms.exchange import Exchange, Piece
-from ringstrategy.algorithms.flats import Vector
-from ringstrategy.collectives.peers import Handle, Peers
-from ringstrategy.collectives.worker import Work
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
+from ringstrategy.algorithms.parameters.flats import Vector
 from ringstrategy.topologies.base import Topology
+from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.worker import Work
 
 NAME = "all ranks"  # of the parameter; seeds depend on it
 
@@ -33,7 +33,7 @@ class AllInOne(Exchange):
         """None: what others hold of a rank is what it holds itself."""
         return {}
 
-    def mix(self, algorithm: Decentralized, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """See `Exchange.mix`."""
         topology, codec, gain = algorithm.topology, algorithm.codec, algorithm.gain
         piece = Piece(vector, 0, vector.values.numel(), peers, seed)

@@ -1,0 +1,94 @@
+"""Average all gradients over all ranks at every step, bucket by bucket, while backward goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.nn import Parameter
+
+from ringstrategy.algorithms.gradients.synchronous import Synchronous
+from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.policy import Policy, described
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.plan import plan
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.base import Collective
+
+_RESIDUAL_DTYPES = {None: None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16}
+
+
+class AllReduce(Synchronous):
+    """Synchronous data parallelism: each bucket's mean, encoded by a codec, by a collective. See `Synchronous`.
+
+    Args:
+        codec: what travels instead of float32; or a policy, a function `(name, parameter) -> Codec` such as
+            `SmallExact`, asked once when buckets are planned. Parameters share a bucket only if they share a codec.
+        collective: how it travels.
+        error_feedback: add what a codec lost to the next step's gradients. None: as the codec prefers; lossless codecs
+            have nothing to feed back. It costs a residual of the size of the gradients, two under a loss scaler.
+        bucket_mb: see `Synchronous`, as for the arguments not named here.
+        find_unused_parameters: see `Synchronous`.
+        local: see `Synchronous`.
+        residual_dtype: of the residual. None: the dtype of sums (float32 for 16-bit gradients). `torch.bfloat16` or its
+            name: half the memory, rounded to nearest even with 8 significant bits, so that each step loses up to 1/512
+            of each residual; and one more buffer of a bucket's size while it is exchanged.
+    """
+
+    def __init__(
+        self,
+        codec: Codec | Policy | None = None,
+        collective: Collective | None = None,
+        error_feedback: bool | None = None,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        local: Local | None = None,
+        residual_dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__(collective, bucket_mb, find_unused_parameters, local)
+        self.codec = Identity() if codec is None else codec
+        if isinstance(self.codec, type) or not (isinstance(self.codec, Codec) or callable(self.codec)):
+            raise TypeError(
+                "codec is a Codec such as ringstrategy.Identity(), or a policy, a function (name, parameter) -> Codec, "
+                f"got {codec!r}"
+            )
+        if error_feedback is not None and not isinstance(error_feedback, bool):
+            raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
+        if residual_dtype not in _RESIDUAL_DTYPES:
+            raise ValueError(f"residual_dtype is None, torch.bfloat16 or 'bfloat16', got {residual_dtype!r}")
+        for each in (self.codec,) if isinstance(self.codec, Codec) else getattr(self.codec, "codecs", ()):
+            self.collective.check(each)
+        self.error_feedback = error_feedback
+        self.delivers = False  # lossless codecs get residuals too, and deliver what is loaded into them
+        self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
+
+    def __repr__(self) -> str:
+        """The arguments."""
+        return (
+            f"AllReduce(codec={described(self.codec)}, collective={self.collective}, "
+            f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
+            f"find_unused_parameters={self.find_unused_parameters}, "
+            f"local={described(self.local)}, residual_dtype={self.residual_dtype})"
+        )
+
+    def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
+        """See `Synchronous.plan`."""
+        return plan(
+            parameters, sparse, self._codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
+        )
+
+    def _codec_of(self, name: str, parameter: Parameter) -> Codec:
+        if isinstance(self.codec, Codec):
+            return self.codec
+        codec = self.codec(name, parameter)
+        if not isinstance(codec, Codec):
+            raise TypeError(f"the policy gave {name} {codec!r}, which is no Codec such as ringstrategy.Identity()")
+        self.collective.check(codec)
+        return codec
+
+    def feeds_back(self, codec: Codec) -> bool:
+        """Do buckets of this codec keep residuals?"""
+        if codec.lossless:
+            return self.delivers
+        return codec.error_feedback if self.error_feedback is None else self.error_feedback

@@ -1,0 +1,466 @@
+"""What all synchronous averaging of gradients shares: when buckets are full, launched, waited for and unpacked."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
+
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.residuals import may_read
+from ringstrategy.buckets.slot import Slot
+from ringstrategy.codecs.base import derive_seed
+from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.ring import Ring
+from ringstrategy.transport.agree import INDENT, agree, compare_changes, compare_plans, exchange
+from ringstrategy.transport.base import Peers, Waitable
+
+_PATIENCE = 20
+_UNKNOWN = (
+    "a backward that the strategy does not know of made it. Call self.manual_backward(loss) instead of "
+    "loss.backward(), or zero_grad() before this step if that gradient was not meant for it"
+)
+_ACCUMULATED = "it only accumulated, under block_backward_sync(). Do the last backward before a step outside of that"
+
+
+class Synchronous(Algorithm):
+    """After each backward every rank holds the same mean gradients, bit for bit; subclasses say what a bucket does.
+
+    Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
+    A second backward without `zero_grad` in between averages the sum of the old mean and the new gradients: exact for
+    a lossless codec, rounded twice for a lossy one. Gradients live in the buckets' memory unless somebody else holds
+    theirs; one that was kept (`kept = p.grad`) stays as it is.
+
+    A backward that is not announced by `before_backward` only adds to this rank's gradients, as under torch DDP. What
+    no exchange has averaged must not be stepped: `before_step` raises.
+
+    Args:
+        collective: how buckets travel.
+        bucket_mb: megabytes (2**20 bytes) of a bucket's buffer. Larger: fewer, longer messages, less overlap.
+        find_unused_parameters: walk the graph before each backward, so that buckets with unused parameters need not
+            wait for its end. The result is the same without; not for reentrant activation checkpointing.
+        local: `local(name, parameter)` is true for parameters that are never averaged. So is a parameter with a true
+            attribute `ring_local`. When a fit, validation or test begins they too start from rank 0's, and a
+            checkpoint holds rank 0's.
+
+    Attributes:
+        launches: of the last backward, for each bucket its elements and how many seconds after `before_backward` it was
+            complete.
+    """
+
+    def __init__(
+        self, collective: Collective | None, bucket_mb: float, find_unused_parameters: bool, local: Local | None
+    ) -> None:
+        self.collective = Ring() if collective is None else collective
+        if not isinstance(self.collective, Collective):
+            raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
+        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
+            raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+        check_local(local)
+        self.bucket_mb = bucket_mb
+        self.find_unused_parameters = find_unused_parameters
+        self.local = local
+
+        self._peers: Peers | None = None
+        self._buckets: list[Bucket] = []
+        self._bucket_of: dict[Parameter, Bucket] = {}
+        self._frozen: dict[str, Parameter] = {}
+        self._sparse: frozenset[str] = frozenset()
+        self._hooks: list[tuple[Node, RemovableHandle]] = []
+        self._local_names: list[str] = []
+        self._known: set[Parameter] = set()
+        self._plan_text = ""
+        self._pass: _Pass | None = None
+        self._accumulating = False
+        self._unaveraged: dict[Parameter, str] = {}  # with gradients of this rank alone, and what to do about them
+        self._unstepped = 0  # exchanges with feedback in a row that no optimizer's step followed
+        self._news: list[str] = []
+        self._step = 0
+        self.launches: list[tuple[int, float]] = []
+        # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
+        self._awaited: dict[str, Tensor] = {}
+        self._awaited_state: dict[str, Tensor] = {}
+        self._stepped: dict[str, Tensor] = {}
+        self._left: dict[str, Tensor] = {}
+        self._left_state: dict[str, Tensor] = {}
+
+    @abstractmethod
+    def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
+        """Buckets for these parameters, indices from `first_index`: the same on all ranks."""
+
+    @property
+    def _capacity(self) -> int:
+        """Bytes of a bucket's buffer."""
+        return max(1, int(self.bucket_mb * 2**20))
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        assert self._peers is None, "close() first"
+        self._peers, self._step = peers, 0
+        self._left, self._left_state, self._stepped = {}, {}, {}
+        self._unstepped, self._news = 0, []
+        self._learn(parameters, sparse)
+        self._append_unfrozen()
+        compare_plans(peers, self._plan_text)
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """See `Algorithm.check`."""
+        if self._local_names and (scaled_loss or clips_by_norm):
+            what = "a loss scaler" if scaled_loss else "clipping by norm"
+            raise ValueError(
+                f"{what} looks at all gradients of a rank, so with local parameters such as {self._local_names[0]} "
+                "each rank would treat the shared ones differently: use bf16-mixed or 32-bit precision, and clip by "
+                "value or only the shared parameters (in configure_gradient_clipping)"
+            )
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
+        """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
+        new = self._learn(parameters, sparse)
+        gone = self._forget(set(parameters.values()))
+        if (new or gone) and self._peers is not None:
+            compare_changes(self._peers, self._plan_text, new, gone)
+        return list(new.values())
+
+    def _forget(self, there: set[Parameter]) -> list[str]:
+        """Names of parameters that have left the model: from now on as if they were frozen, until they are back."""
+        gone = []
+        self._frozen = {name: parameter for name, parameter in self._frozen.items() if parameter in there}
+        for slot in (slot for bucket in self._buckets for slot in bucket.slots):
+            if slot.parameter not in there and not slot.gone:
+                gone.append(slot.name)
+            slot.gone = slot.parameter not in there
+        return gone
+
+    def compare(self, text: str) -> None:
+        """See `Algorithm.compare`."""
+        assert self._peers is not None
+        compare_plans(self._peers, f"{self._plan_text}\n{text}")
+
+    def _learn(self, parameters: Mapping[str, Parameter], sparse: frozenset[str]) -> dict[str, Parameter]:
+        """Those that are new."""
+        self._sparse = self._sparse | sparse
+        new = {name: parameter for name, parameter in parameters.items() if parameter not in self._known}
+        shared, local_names = split(new, self.local)
+        self._known.update(new.values())
+        self._frozen |= shared
+        self._local_names += local_names
+        return new
+
+    def _append_unfrozen(self) -> None:
+        joining = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
+        if not joining and self._plan_text:
+            return
+        assert self._peers is not None
+        for name in joining:
+            del self._frozen[name]
+        new = self.plan(joining, self._sparse, len(self._buckets))
+        self._buckets += new
+        for bucket in new:
+            for slot in bucket.slots:
+                self._bucket_of[slot.parameter] = bucket
+                # On the node, as torch DDP does: this fires after the user's own post-accumulate hooks, which may
+                # change the gradient. The node lives as long as somebody holds it.
+                node = _accumulator(slot.parameter)
+                self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
+                if slot.name in self._awaited:
+                    bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
+            bucket.load_state(self._awaited_state)
+            bucket.residuals.load_parts(self._stepped)
+        self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
+
+    def before_backward(
+        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+    ) -> None:
+        """See `Algorithm.before_backward`."""
+        if self._peers is None:
+            return
+        if self._pass is not None:
+            raise RuntimeError(
+                "an earlier backward failed half-way, and what it had begun to exchange cannot be taken back: "
+                "let its exception end the run"
+            )
+        if self.undecided:
+            for bucket in self._buckets:
+                bucket.residuals.look()
+        self._accumulating = not sync
+        if not sync:
+            return
+        if self._peers.lifeline is not None:
+            self._peers.lifeline.begin_exchange()
+        self._append_unfrozen()
+        plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale)
+        if self.find_unused_parameters and loss is not None:
+            used = _reachable(loss)
+            for parameter in self._bucket_of:
+                if parameter not in used:
+                    self._pass.ready(parameter, self._bucket_of[parameter])
+
+    def _on_gradient(self, parameter: Parameter, *_: Any) -> None:
+        if self._pass is not None:
+            self._pass.ready(parameter, self._bucket_of[parameter])
+        else:
+            self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
+
+    def after_backward(self) -> None:
+        """See `Algorithm.after_backward`."""
+        self._accumulating = False
+        current = self._pass
+        if current is not None:
+            self._finish(current)
+        if self.undecided:
+            for bucket in self._buckets:
+                bucket.residuals.handed_out()
+        if current is not None and self.undecided:
+            self._unstepped += 1
+            if self._unstepped == _PATIENCE:
+                self._news.append(
+                    f"no optimizer has stepped any of the last {_PATIENCE} mean gradients, as far as torch's "
+                    "optimizers tell, so error feedback keeps nothing: step by a torch.optim.Optimizer, or turn "
+                    "feedback off (error_feedback=False)"
+                )
+
+    def _finish(self, current: _Pass) -> None:
+        assert self._peers is not None
+        current.finish()
+        for slot in (slot for bucket in current.active if self._unaveraged for slot in bucket.slots):
+            if slot.trains:
+                self._unaveraged.pop(slot.parameter, None)
+        self.launches = [(bucket.numel, at) for bucket, at in zip(current.active, current.launched_at, strict=True)]
+        self._pass = None
+        self._step += 1
+        self._peers.stats.steps += 1
+        self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
+
+    def before_step(self, parameters: Collection[Parameter]) -> None:
+        """See `Algorithm.before_step`."""
+        for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
+            if parameter.grad is None or not parameter.grad.any():
+                del self._unaveraged[parameter]
+            elif parameter in parameters:
+                name = next(slot.name for slot in self._bucket_of[parameter].slots if slot.parameter is parameter)
+                raise RuntimeError(f"the gradient of {name} is this rank's alone, so replicas would differ: {cure}")
+
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """The gradients were averaged already; residuals keep what belongs to gradients that were stepped."""
+        decided = [bucket.residuals.decide(parameters, stepped) for bucket in self._buckets]
+        if any(decided) and stepped is not False:
+            self._unstepped = 0
+
+    @property
+    def undecided(self) -> bool:
+        """Is it still unknown of an exchange with feedback whether its gradients are stepped?"""
+        return any(bucket.residuals.undecided for bucket in self._buckets)
+
+    def news(self) -> list[str]:
+        """See `Algorithm.news`."""
+        news, self._news = self._news, []
+        return news
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, from which codecs draw their seeds, and what buckets and residuals keep beside themselves."""
+        buckets, stepped = {**self._awaited_state, **self._left_state}, dict(self._stepped)
+        for bucket in self._buckets:
+            buckets |= bucket.state()
+            stepped |= bucket.residuals.parts()
+        return {"step": self._step, "buckets": buckets, "stepped": stepped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        self._step = int(state["step"])
+        self._awaited_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
+        self._stepped = dict(state.get("stepped", {}))
+        for bucket in self._buckets:
+            bucket.load_state(state["buckets"])
+            bucket.residuals.load_parts(self._stepped)
+
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+        """See `Algorithm.residuals`."""
+        yield from self._left.items()
+        for bucket in self._buckets:
+            yield from bucket.residuals.state()
+        yield from self._awaited.items()
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
+        """See `Algorithm.load_residuals`. Those of parameters that are still frozen wait for their first bucket."""
+        self._awaited = {
+            name: value
+            for name, value in residuals.items()
+            if name in self._frozen and self._frozen[name].shape == value.shape
+        }
+        bucket_of = {slot.name: bucket for bucket in self._buckets for slot in bucket.slots}
+        return [
+            name
+            for name, value in residuals.items()
+            if name not in self._awaited and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks and forget the plan; what a checkpoint needs stays, in host memory."""
+        if self._peers is not None:
+            state = self.state_dict()
+            left: dict[str, Tensor] = {}
+            for name, value in self.residuals():
+                if self._pass is not None and not may_read(value):  # the device may be stuck, and a copy would be too
+                    warnings.warn("residuals of a backward that failed on a GPU are lost", stacklevel=2)
+                    state, left = {"buckets": {}, "stepped": {}}, {}
+                    break
+                left[name] = value.cpu()
+            self._left = left
+            self._left_state = {name: value.cpu() for name, value in state["buckets"].items()}
+            self._stepped = {name: value.cpu() for name, value in state["stepped"].items()}
+        for _, hook in self._hooks:
+            hook.remove()
+        self._peers = self._pass = None
+        self._buckets, self._bucket_of, self._hooks = [], {}, []
+        self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
+        self._awaited, self._awaited_state = {}, {}
+        self._local_names = []
+        self._accumulating, self._unaveraged = False, {}
+
+
+class _Pass:
+    """One backward pass: which buckets are full, launched, and what the other ranks used."""
+
+    def __init__(
+        self,
+        buckets: list[Bucket],
+        plan_text: str,
+        peers: Peers,
+        collective: Collective,
+        step: int,
+        scale: Tensor | None,
+    ) -> None:
+        self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
+        self._lock = threading.Lock()  # hooks of several devices fire in several threads
+        waiting = {b: {s.parameter for s in b.slots if s.trains} for b in buckets}
+        self._waiting = waiting
+        self._trained: set[Parameter] = set().union(*waiting.values())
+        self._packed: list[Bucket] = []
+        self.active = [bucket for bucket in buckets if waiting[bucket]]
+        self._launched = 0
+        self._begin = time.perf_counter()
+        self.launched_at: list[float] = []  # seconds after this pass began
+        self._tickets: list[Waitable] = []
+        self._collect: Callable[[], Tensor] | None = None
+        self._used_anywhere: Tensor | None = None
+        # Frozen parameters may differ from pass to pass (a GAN's toggling), but not from rank to rank.
+        trained = {s.name: s.trains for b in buckets for s in b.slots if not s.gone}
+        said = f"{plan_text}\n{step} " + "".join("01"[is_trained] for is_trained in trained.values())
+
+        def details() -> str:
+            lines = (f"{INDENT}{name}: {'trained' if on else 'frozen'} at step {step}" for name, on in trained.items())
+            return "\n".join([plan_text, f"step {step}", *lines])
+
+        where = f"at step {step}, before its first bucket"
+        self._agreed = peers.control.submit(lambda: agree(peers.control, said, details), where)
+
+    def ready(self, parameter: Parameter, bucket: Bucket) -> None:
+        """The gradient of `parameter` is complete, or will not come."""
+        with self._lock:
+            if parameter not in self._trained:
+                return  # frozen since its graph was made, and so it gets no gradient
+            for packed in self._packed:  # not sooner: autograd itself held the last one's gradient
+                packed.take_gradients()
+            self._packed = []
+            if bucket.index < self._next_index():
+                raise RuntimeError(
+                    "a gradient grew after it was averaged: one parameter is used in several reentrant checkpoints, or "
+                    "find_unused_parameters=True met one; use torch.utils.checkpoint(..., use_reentrant=False)"
+                )
+            self._waiting[bucket].discard(parameter)
+            while self._launched < len(self.active) and not self._waiting[self.active[self._launched]]:
+                self._launch()
+
+    def _next_index(self) -> int:
+        return self.active[self._launched].index if self._launched < len(self.active) else 1 << 62
+
+    def _launch(self) -> None:
+        # index order, not readiness: all ranks must pair up
+        bucket = self.active[self._launched]
+        self._launched += 1
+        self.launched_at.append(time.perf_counter() - self._begin)
+        last = self._launched == len(self.active)
+        if last:
+            # Everyone tells everyone what it used, beside the last bucket, which hides it.
+            used = [s.parameter.grad is not None and s.trains for b in self.active for s in b.slots]
+            self._control(lambda: self._post_used(used))
+        bucket.residuals.begin(self._scale)
+        bucket.pack(self._peers.size)
+        self._packed.append(bucket)
+        self._tickets.append(
+            bucket.launch(
+                self._peers,
+                self._collective,
+                self._agreed,
+                derive_seed(0, self._step, bucket.index),
+                f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
+            )
+        )
+        if last:
+            self._told = self._control(self._collect_used)
+
+    def _control(self, work: Callable[[], None]) -> Waitable:
+        return self._peers.control.submit(work, f"at step {self._step}, after its last bucket")
+
+    def _post_used(self, used: list[bool]) -> None:
+        self._collect = exchange(self._peers.control, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+
+    def _collect_used(self) -> None:
+        assert self._collect is not None
+        self._used_anywhere = self._collect().amax(0)
+
+    def finish(self) -> None:
+        """Launch what is left, wait, and make the means the gradients."""
+        with self._lock:
+            while self._launched < len(self.active):
+                self._launch()
+        self._peers.finish([self._agreed, *self._tickets, *([self._told] if self.active else [])])
+        place = {s.parameter: i for i, s in enumerate(s for b in self.active for s in b.slots)}
+
+        def used(slot: Slot) -> bool:
+            assert self._used_anywhere is not None
+            return bool(self._used_anywhere[place[slot.parameter]])
+
+        for bucket in self.active:
+            bucket.residuals.end(used)
+            bucket.unpack(used)
+
+
+@torch.enable_grad()
+def _accumulator(parameter: Parameter) -> Node:
+    """The node of the graph that adds to the parameter's gradient."""
+    view = parameter.view_as(parameter)
+    assert view.grad_fn is not None
+    node = view.grad_fn.next_functions[0][0]
+    assert node is not None
+    return node
+
+
+def _reachable(loss: Tensor) -> set[Tensor]:
+    """The leaves that `loss` depends on."""
+    leaves: set[Tensor] = set()
+    seen: set[Any] = set()
+    stack = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.add(variable)
+        stack.extend(parent for parent, _ in node.next_functions)
+    return leaves

@@ -1,0 +1,94 @@
+"""Average with neighbours through any codec (CHOCO-SGD, Koloskova et al. 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Unit
+from ringstrategy.algorithms.parameters.exchange import Piece
+from ringstrategy.algorithms.parameters.flats import Group
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.block_int import BlockInt
+from ringstrategy.topologies.base import Topology
+from ringstrategy.topologies.ring import RingGraph
+
+
+class Choco(Decentralized):
+    """Ranks keep copies of their neighbours' parameters, and send by how much their own differ from what others hold.
+
+    Each mixing: q_i = codec(x_i - copy_i); copy_j += q_j, on j and on all its neighbours alike, bit for bit; x_i
+    becomes x_i + gain times the sum over its neighbours j of W[i, j] (copy_j - copy_i). What a codec loses stays in
+    x_i - copy_i and is sent later. Copies begin as the exact mean of all ranks, once at the first step.
+
+    Memory: one copy of the parameters in the dtype of sums for each neighbour, and one of this rank's own.
+
+    Args:
+        topology: who mixes with whom; static and symmetric, since copies must follow every change.
+        codec: any.
+        gain: how far to go towards the copies' mean (the paper's gamma), 0 < gain <= 1. With `BlockInt` and `Gaussian`
+            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` and `RandomK` far less,
+            or ranks drift apart: look at the consensus distance.
+        interval: see `Decentralized`, as for the arguments not named here.
+        overlap: see `Decentralized`.
+        consensus: see `Decentralized`.
+        local: see `Synchronous`.
+        unit: see `Decentralized`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        codec: Codec | None = None,
+        gain: float = 1.0,
+        interval: int = 1,
+        overlap: bool | int = True,
+        consensus: bool = True,
+        local: Local | None = None,
+        unit: Unit = "step",
+    ) -> None:
+        topology = RingGraph() if topology is None else topology
+        codec = BlockInt(8) if codec is None else codec
+        super().__init__(topology, codec, interval, overlap, consensus, local, unit)
+        if not (topology.static and topology.symmetric and topology.doubly_stochastic):
+            raise ValueError(
+                f"Choco keeps copies of its neighbours, so its topology must be one symmetric matrix for all steps, "
+                f"and {topology} is not: take RingGraph(), Torus(), Hypercube() or FromGraph(edges)"
+            )
+        if isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain <= 1:
+            raise ValueError(f"gain is a number, 0 < gain <= 1, got {gain!r}")
+        self.gain = float(gain)
+
+    def begin(self, group: Group) -> None:
+        """All copies are the mean of all ranks."""
+        assert self._peers is not None
+        neighbours = self.exchange.sources(self.topology, self._peers, 0)
+        for flat in group.flats:
+            mean = self.mass(flat)
+            self.exchange.average_(mean, self._peers, "for the mean from which copies start")
+            for whose in (None, *neighbours):
+                flat.memory[_copy(whose)] = mean.clone()
+
+    def write(self, piece: Piece, wire: Tensor) -> Tensor:
+        """What others do not yet know."""
+        difference = piece.scratch("unknown", piece.values.dtype)
+        torch.sub(piece.values, piece.of(_memory(piece, None)), out=difference)
+        self.codec.prepare_(difference, piece.seed)
+        self.encode(piece, difference, wire)
+        return wire
+
+    def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
+        """The copy, which follows."""
+        change = piece.scratch("change", piece.values.dtype)
+        self.codec.decode(wire, change)
+        self.codec.restore_(change, piece.seed)
+        return piece.of(_memory(piece, whose)).add_(change)
+
+
+def _copy(whose: int | None) -> str:
+    return "copy" if whose is None else f"copy of {whose}"
+
+
+def _memory(piece: Piece, whose: int | None) -> Tensor:
+    return piece.vector.memory[_copy(whose)]

@@ -1,0 +1,127 @@
+"""How values get to the neighbours and what comes back, as one of the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringstrategy.algorithms.parameters.flats import Vector
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.base import cut, mean_
+from ringstrategy.collectives.ring import Ring
+from ringstrategy.topologies.base import Topology
+from ringstrategy.transport.base import Handle, Peers
+
+PIECE = 1 << 21  # values sent at once, while those before are added
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run [begin, end) of a vector that travels in one message; `seed` is everyone's for this mixing."""
+
+    vector: Vector
+    begin: int
+    end: int
+    peers: Peers
+    seed: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """That run of a tensor as long as the vector."""
+        return flat[self.begin : self.end]
+
+    @property
+    def values(self) -> Tensor:
+        """What is mixed."""
+        return self.of(self.vector.values)
+
+    def scratch(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Memory for so many values, which lasts until the next call with this name."""
+        nbytes = (self.end - self.begin) * dtype.itemsize
+        return self.peers.scratch(f"gossip.{name}", nbytes, self.vector.values.device)[:nbytes].view(dtype)
+
+
+class Mixing(Protocol):
+    """What an exchange asks of an algorithm: see `Decentralized`."""
+
+    @property
+    def topology(self) -> Topology:
+        """Who mixes with whom."""
+
+    @property
+    def codec(self) -> Codec:
+        """How values travel."""
+
+    @property
+    def gain(self) -> float:
+        """Of what neighbours differ by."""
+
+    def write(self, piece: Piece, wire: Tensor) -> Tensor:
+        """The bytes that say these values; `wire` is memory for them."""
+
+    def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
+        """What all see of a rank's values after these bytes; `whose` None: this rank's."""
+
+
+class Exchange:
+    """What `Decentralized` does with other ranks; the simulator has another, with all ranks in one process.
+
+    Attributes:
+        ranks: whose values lie in the vectors, one after the other.
+    """
+
+    ranks = 1
+
+    def sources(self, topology: Topology, peers: Peers, step: int) -> dict[int, float]:
+        """The other ranks whose values come in, and their weights."""
+        row = topology.weights(peers.rank, peers.size, step)
+        return {peer: weight for peer, weight in row.items() if peer != peers.rank}
+
+    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+        """Let the correction be gain times row `rank` of W x - x, where x is what all see of each other's values.
+
+        As a sum of weight * (theirs - own): what ranks agree about is then not rounded away.
+        """
+        topology, codec, values = algorithm.topology, algorithm.codec, vector.values
+        weights, row = self.sources(topology, peers, step), topology.weights(peers.rank, peers.size, step)
+        surplus = 0.0 if topology.doubly_stochastic else sum(row.values()) - 1
+        targets = [peer for peer in range(peers.size) if peer != peers.rank and _reads(topology, peer, peers, step)]
+        cuts = cut(0, values.numel(), -(-values.numel() // PIECE), codec.block)
+        pieces = [Piece(vector, begin, end, peers, seed) for begin, end in cuts]
+
+        def post(k: int) -> tuple[Tensor, dict[int, Tensor], Handle]:
+            nbytes = codec.nbytes(len(pieces[k].values), values.dtype)
+
+            def memory(name: str) -> Tensor:
+                return peers.scratch(f"gossip.{name}.{k % 2}", nbytes, values.device)[:nbytes]
+
+            wire = algorithm.write(pieces[k], memory("leaving"))
+            arriving = {peer: memory(f"arriving.{peer}") for peer in weights}
+            return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
+
+        vector.correction.zero_()
+        under_way = [post(0)]
+        for k, piece in enumerate(pieces):
+            if k + 1 < len(pieces):
+                under_way.append(post(k + 1))
+            wire, arriving, handle = under_way.pop(0)
+            handle.wait()
+            own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
+            difference = piece.scratch("difference", correction.dtype)
+            for peer, weight in weights.items():
+                difference.copy_(algorithm.read(piece, peer, arriving[peer])).sub_(own)
+                correction.add_(difference, alpha=algorithm.gain * weight)
+            if surplus:
+                correction.add_(own, alpha=algorithm.gain * surplus)
+
+    def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
+        """Replace by the mean over all ranks, with the same bits on all of them; the training thread waits."""
+        flat /= peers.size
+        peers.finish([peers.submit(lambda: mean_(flat, peers, Ring(), Identity()), where)])
+
+
+def _reads(topology: Topology, peer: int, peers: Peers, step: int) -> bool:
+    return peers.rank in topology.weights(peer, peers.size, step)

@@ -1,0 +1,110 @@
+"""Parameters in a row, as they are mixed: those of one dtype, and those that one optimizer steps."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.collectives.base import sums_dtype
+from ringstrategy.transport.base import Waitable
+
+Item = TypeVar("Item")
+
+
+class Vector:
+    """Values that are mixed as one.
+
+    Attributes:
+        values: flat; what is mixed, as it was when the exchange began.
+        correction: as long, in the dtype of sums; what the exchange says should be added.
+        memory: as long, in the dtype of sums; what an algorithm keeps from one mixing to the next.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.memory: dict[str, Tensor] = {}
+        self.correction = torch.zeros(values.numel(), dtype=sums_dtype(values.dtype), device=values.device)
+
+
+class Flat(Vector):
+    """Parameters of one dtype on one device, and memory for all their values in a row."""
+
+    def __init__(self, named: Mapping[str, Parameter], dtype: torch.dtype) -> None:
+        self.names = list(named)
+        self.parameters: list[Tensor] = list(named.values())
+        numel = sum(parameter.numel() for parameter in self.parameters)
+        super().__init__(torch.empty(numel, dtype=dtype, device=self.parameters[0].device))
+
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of `flat`, one a parameter."""
+        return dict(zip(self.names, cut_like(flat, self.parameters), strict=True))
+
+    @torch.no_grad()
+    def gather(self, into: Tensor | None = None) -> None:
+        """Let `values`, or another flat tensor, be the parameters', now."""
+        torch._foreach_copy_(cut_like(self.values if into is None else into, self.parameters), self.parameters)
+
+    @torch.no_grad()
+    def add(self, flat: Tensor) -> None:
+        """Add to the parameters."""
+        for parameter, change in zip(self.parameters, cut_like(flat, self.parameters), strict=True):
+            parameter.add_(change)
+
+
+class Group:
+    """The parameters that one optimizer steps, mixed together.
+
+    Attributes:
+        flats: by dtype and device.
+        others: further vectors that are mixed with them, by a name.
+        steps: of the optimizer.
+        turns: steps or epochs, whichever the interval counts.
+        mixings: how many were applied.
+        arrived: are there corrections that wait for the step at which they are applied?
+        seed: another for each group.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], dtype: Callable[[torch.dtype], torch.dtype]) -> None:
+        self.parameters = dict(parameters)
+        kinds = by_kind(parameters.items(), lambda named: named[1])
+        flats = [Flat(dict(those), dtype(those[0][1].dtype)) for those in kinds]
+        self.flats = [flat for flat in flats if flat.values.numel()]
+        self.others: dict[str, Vector] = {}
+        self.steps = self.turns = self.mixings = 0
+        self.under_way: Waitable | None = None
+        self.arrived = False
+        self.seed = zlib.crc32("\n".join(parameters).encode())
+
+    @property
+    def vectors(self) -> list[Vector]:
+        """All that is mixed."""
+        return [*self.flats, *self.others.values()]
+
+    @property
+    def numel(self) -> int:
+        """Values of parameters."""
+        return sum(flat.values.numel() for flat in self.flats)
+
+
+def by_kind(items: Iterable[Item], tensor: Callable[[Item], Tensor]) -> Iterable[list[Item]]:
+    """Those whose tensors have one dtype and device, together and in order."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
+    for item in items:
+        kinds.setdefault((tensor(item).dtype, tensor(item).device), []).append(item)
+    return kinds.values()
+
+
+def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """`flat` as tensors of these shapes, one after the other."""
+    runs = flat.split([tensor.numel() for tensor in like])
+    return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
+
+
+def row_of(tensors: Sequence[Tensor]) -> Tensor:
+    """A copy of all their values, in the dtype of sums."""
+    return torch.cat([tensor.detach().reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])

@@ -1,0 +1,70 @@
+"""Averaging over directed graphs (push-sum, Kempe et al. 2003; stochastic gradient push, Assran et al. 2019)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Unit
+from ringstrategy.algorithms.parameters.flats import Flat, Group, Vector, cut_like
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.topologies.base import Topology
+from ringstrategy.topologies.exponential import OnePeerExponential
+
+
+class PushSum(Decentralized):
+    """Numerators x and weights w, at first 1, are mixed alike; a rank's parameters are x / w.
+
+    Right for any topology whose columns sum to 1, whatever its rows do: each rank says how it shares out what it has.
+    A step of the optimizer moves x by as much as it moves the parameters. What people see is the mean of x, which
+    mixing keeps. Where rows sum to 1 too, weights stay 1 and this is `Gossip`.
+
+    Args:
+        topology: who mixes with whom. The default is that of stochastic gradient push.
+        interval: see `Decentralized`, as for the arguments not named here.
+        overlap: see `Decentralized`.
+        consensus: see `Decentralized`.
+        local: see `Synchronous`.
+        unit: see `Decentralized`.
+    """
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        interval: int = 1,
+        overlap: bool | int = True,
+        consensus: bool = True,
+        local: Local | None = None,
+        unit: Unit = "step",
+    ) -> None:
+        topology = OnePeerExponential() if topology is None else topology
+        super().__init__(topology, Identity(), interval, overlap, consensus, local, unit)
+
+    def begin(self, group: Group) -> None:
+        """x is what the parameters are."""
+        for flat in group.flats:
+            flat.memory["excess"] = torch.zeros_like(flat.correction)  # x minus the parameters
+        ones = torch.ones(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].values.device)
+        group.others["weight"] = Vector(ones)
+
+    def mass(self, flat: Flat) -> Tensor:
+        """x."""
+        return super().mass(flat).add_(flat.memory["excess"])
+
+    def gather(self, flat: Flat) -> None:
+        """x."""
+        super().gather(flat)
+        flat.values.add_(flat.memory["excess"])
+
+    def apply(self, group: Group) -> None:
+        """Divide the new x by the new w."""
+        weight = group.others["weight"]
+        divisor = weight.values.add_(weight.correction)[:, None]
+        for flat in group.flats:
+            excess = flat.memory["excess"].add_(flat.correction)
+            for parameter, numerator in zip(flat.parameters, cut_like(excess, flat.parameters), strict=True):
+                numerator.add_(parameter)
+                quotient = numerator.view(len(divisor), -1) / divisor.to(numerator.dtype)
+                parameter.copy_(quotient.view_as(parameter))
+                numerator.sub_(parameter)

@@ -1,0 +1,1 @@
+"""The commands: `ringstrategy-train`, `ringstrategy-report` and `ringstrategy-plan`."""

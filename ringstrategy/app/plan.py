@@ -1,0 +1,312 @@
+"""`ringstrategy-plan`: which strategy to take on machines that one does not have, by how long a step would take."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn import Parameter
+
+from ringstrategy.algorithms.auto import Auto, eligible
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
+from ringstrategy.app import accuracy, reference
+from ringstrategy.app.advice import Row, screen
+from ringstrategy.app.as_code import as_code
+from ringstrategy.codecs import BlockInt, Codec
+from ringstrategy.collectives import Direct, Hierarchical, Native
+from ringstrategy.cost.model import CodecCost, Link, Machines, Work
+from ringstrategy.cost.probe import codec_cost, pack_seconds
+from ringstrategy.cost.step import Profile, predict
+from ringstrategy.names import STRATEGIES
+
+PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
+POST_SECONDS = 3e-5  # to start a message, in Python and gloo
+WAKE_SECONDS = 3e-3  # until a thread that a message has woken gets a core on which another computes: a time slice
+TRANSPORT_SECONDS = 8e-10  # of a core, to send or to receive a byte: in the kernel, and in gloo's thread
+_TENSORS = 48  # that a model of unknown shape is taken to be made of, all of one size
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+_RATES = "write it like 100mbit or 10Gbps, in bits, or like 1.25GB/s, in bytes"
+BASELINE = "ddp"
+
+CodecCosts = dict[tuple[Codec, bool], CodecCost]  # without and with feedback
+
+
+def candidates(hierarchical: bool) -> dict[str, AllReduce]:
+    """What is compared, under what to pass to `Trainer(strategy=...)`: a name, or code.
+
+    Torch DDP, the registered names that reduce gradients in buckets, 4 bits without a rotation; and if `hierarchical`,
+    for several hosts with several ranks each, all of ours over a hierarchy too.
+    """
+    named: dict[str, AllReduce] = {BASELINE: AllReduce(collective=Native())}
+    for name, make in STRATEGIES.items():
+        algorithm = make()
+        if isinstance(algorithm, AllReduce):
+            named[name] = algorithm
+    others = [AllReduce(BlockInt(4), Direct())]
+    if hierarchical:
+        ours = [algorithm for algorithm in [*named.values(), *others] if not isinstance(algorithm.collective, Native)]
+        others += [AllReduce(codec_of(algorithm), Hierarchical(algorithm.collective)) for algorithm in ours]
+    return {**named, **{_pasted(algorithm): algorithm for algorithm in others}}
+
+
+def codec_of(algorithm: AllReduce) -> Codec:
+    """Of one without a policy."""
+    assert isinstance(algorithm.codec, Codec)
+    return algorithm.codec
+
+
+def _pasted(algorithm: AllReduce) -> str:
+    return f"RingStrategy(AllReduce({as_code(codec_of(algorithm))}, {as_code(algorithm.collective)}))"
+
+
+def machines(
+    hosts: int,
+    devices_per_host: int,
+    bits_per_second: float,
+    *,
+    inside_bits_per_second: float,
+    latency: float,
+    cores: float,
+    codecs: Mapping[tuple[Codec, bool], CodecCost],
+    pack_seconds: float,
+) -> Machines:
+    """Machines as a data sheet describes them.
+
+    Args:
+        hosts: how many.
+        devices_per_host: ranks on each.
+        bits_per_second: nominal rate of each host's link.
+        inside_bits_per_second: between two devices of a host.
+        latency: seconds from one host to another, software included.
+        cores: that each rank has for itself; with one or less, codecs, sending and computing take it in turns, and with
+            less than one codecs and sending are slower.
+        codecs: what they cost a whole core.
+        pack_seconds: to copy one value of a gradient into a bucket, likewise.
+    """
+    scarce = max(1.0, 1.0 / cores)
+    crowding = min(1.0, max(0.0, 2.0 - cores))
+    return Machines(
+        hosts=tuple(str(host) for host in range(hosts) for _ in range(devices_per_host)),
+        across=Link(latency, 8 / (PAYLOAD * bits_per_second)),
+        inside=Link(min(latency, 2e-5), 8 / inside_bits_per_second),
+        post=POST_SECONDS * scarce,
+        codecs={key: cost.slower(scarce) for key, cost in codecs.items()},
+        crowding=crowding,
+        transport=TRANSPORT_SECONDS * scarce * crowding,
+        wake=WAKE_SECONDS * crowding,
+        pack=Work(0.0, pack_seconds).slower(scarce),
+    )
+
+
+def _keys(algorithms: Iterable[AllReduce]) -> list[tuple[Codec, bool]]:
+    """Each codec, and whether its errors are fed back, once."""
+    pairs = [(codec_of(algorithm), algorithm.feeds_back(codec_of(algorithm))) for algorithm in algorithms]
+    return list(dict.fromkeys(pairs))
+
+
+def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> CodecCosts:
+    """What the codecs of these cost here on one thread, as far as that can be told from what else runs now."""
+    return {key: codec_cost(*key, device, lambda work: work(), undisturbed=True) for key in _keys(algorithms)}
+
+
+def _given_codecs(algorithms: Iterable[AllReduce], gb_per_second: float) -> CodecCosts:
+    pass_over, nothing = Work(0.0, 4e-9 / gb_per_second), Work(0.0, 0.0)
+    return {
+        (codec, feedback): CodecCost(
+            pass_over, pass_over, pass_over, nothing if type(codec).prepare_ is Codec.prepare_ else pass_over
+        )
+        for codec, feedback in _keys(algorithms)
+    }
+
+
+@dataclass(frozen=True)
+class _Speeds:
+    """Of codecs, and seconds to copy a value into a bucket."""
+
+    codecs: CodecCosts
+    pack: float
+    source: str  # in words
+
+
+def _speeds(algorithms: Iterable[AllReduce], arguments: Arguments) -> _Speeds:
+    if arguments.codec_gb_per_s is not None:
+        given = _given_codecs(algorithms, arguments.codec_gb_per_s)
+        return _Speeds(given, 4e-9 / arguments.codec_gb_per_s, "encoded, as --codec-gb-per-s says.")
+    on_gpus = "on GPUs add --codec-gb-per-s 1000 (an estimate)"
+    if not arguments.measure_codecs:
+        source = f"encoded by one core of {reference.PROCESSOR}; {on_gpus}, for this machine --measure-codecs."
+        return _Speeds(reference.CODECS, reference.PACK_SECONDS, source)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(1)  # codecs get one core
+    costs, packing = measured_codecs(algorithms, device), pack_seconds(device, undisturbed=True)
+    where = f"one core of this machine; {on_gpus}" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return _Speeds(costs, packing, f"encoded, measured just now on {where}.")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is asked; rates in bits a second."""
+
+    parameters: float
+    hosts: int
+    devices_per_host: int
+    rate: float
+    inside_rate: float
+    step_ms: float
+    backward_part: float
+    latency_us: float
+    cores: float
+    codec_gb_per_s: float | None
+    measure_codecs: bool
+
+
+def _count(text: str) -> float:
+    """`350M` -> 3.5e8."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmgb]?)", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: write it like 350M, 1.5B, 25e6 or 25000000")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _rate(text: str) -> float:
+    """`10gbit`, `10Gbps`, `1.25GB/s` -> 1e10 bits a second."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)([a-z/]*)", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: {_RATES}")
+    number, prefix, unit = match.groups()
+    if unit in ("bps", "b/s") or unit.lower() in ("bit", "bits", "bit/s", "bits/s"):
+        bits = 1.0
+    elif unit in ("Bps", "B/s") or unit.lower() in ("byte/s", "bytes/s"):
+        bits = 8.0
+    elif prefix and unit.lower() in ("", "b", "bps", "b/s"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} may be bits or bytes: write {number}{prefix.lower()}bit or {number}{prefix.upper()}B/s"
+        )
+    else:
+        raise argparse.ArgumentTypeError(f"{text!r}: {_RATES}")
+    return bits * float(number) * _UNITS[prefix.lower()]
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number > 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = _positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a part of the step, between 0 and 1")
+    return value
+
+
+def _whole(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= 1")
+    return int(text)
+
+
+def parse(arguments: list[str] | None) -> Arguments:
+    """From the command line."""
+    parser = argparse.ArgumentParser(
+        prog="ringstrategy-plan",
+        description="Which strategy for my network? Predicts the time of a training step on machines that you do not "
+        "have, for torch DDP and for each name that reduces gradients, and recommends one.",
+    )
+    parser.add_argument("--parameters", type=_count, required=True, help="of the model: 350M, 1.5B")
+    parser.add_argument("--hosts", type=_whole, required=True)
+    parser.add_argument("--devices-per-host", type=_whole, default=1)
+    parser.add_argument("--rate", type=_rate, required=True, help="of each host's link: 100mbit, 10Gbps, 1.25GB/s")
+    parser.add_argument("--step-ms", type=_positive, required=True, help="a step without any exchange, milliseconds")
+    parser.add_argument(
+        "--backward-part", type=_share, default=0.6, help="of that step; exchanges hide behind it; default 0.6"
+    )
+    parser.add_argument("--inside-rate", type=_rate, default=1e11, help="between devices of one host; default 100gbit")
+    parser.add_argument(
+        "--latency-us", type=_positive, default=100.0, help="from host to host, software included; default 100"
+    )
+    parser.add_argument(
+        "--cores",
+        type=_positive,
+        default=2.0,
+        help="that each device's process has for itself: with less than 2, codecs slow the computing down; default 2",
+    )
+    speed = parser.add_mutually_exclusive_group()
+    speed.add_argument(
+        "--codec-gb-per-s",
+        type=_positive,
+        help="fp32 gradients that any codec encodes or decodes in a second there (a GPU: some 1000, an estimate); "
+        f"default: what one core of {reference.PROCESSOR} does",
+    )
+    speed.add_argument(
+        "--measure-codecs",
+        action="store_true",
+        help="measure the codecs on this machine instead: on a GPU if there is one, else on one core",
+    )
+    return Arguments(**vars(parser.parse_args(arguments)))
+
+
+def plan(arguments: Arguments) -> tuple[list[Row], str]:
+    """A prediction for each candidate, torch DDP first; and where the codecs' speeds come from."""
+    named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
+    auto = Auto()
+    hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
+    may_choose = eligible(auto.allow, hosts, error_feedback=auto.error_feedback)
+    speeds = _speeds([*named.values(), *may_choose], arguments)
+    there = machines(
+        arguments.hosts,
+        arguments.devices_per_host,
+        arguments.rate,
+        inside_bits_per_second=arguments.inside_rate,
+        latency=1e-6 * arguments.latency_us,
+        cores=arguments.cores,
+        codecs=speeds.codecs,
+        pack_seconds=speeds.pack,
+    )
+    step = 1e-3 * arguments.step_ms
+    profile = Profile(rest=step * (1 - arguments.backward_part), backward=step * arguments.backward_part)
+    each = max(1, round(arguments.parameters / _TENSORS))
+    parameters = {str(i): Parameter(torch.empty(each, device="meta")) for i in range(_TENSORS)}
+
+    def row(name: str, algorithm: AllReduce) -> Row:
+        [key] = _keys([algorithm])
+        cost = speeds.codecs[key]
+        return Row(
+            strategy=name if name.endswith(")") else f'"{name}"',
+            prediction=predict(algorithm, parameters, there, profile),
+            worst=accuracy.worst(*key),
+            loss=accuracy.in_words(*key),
+            codec_gb_per_s=None if key[0].lossless else 4e-9 / (cost.encode.per_value + cost.turn.per_value),
+        )
+
+    rows = [row(name, algorithm) for name, algorithm in named.items()]
+    chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
+    return [*rows, chosen], speeds.source
+
+
+def _several(number: float, noun: str) -> str:
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The console script."""
+    asked = parse(arguments)
+    rows, source = plan(asked)
+    ranks = asked.hosts * asked.devices_per_host
+    setting = (
+        f"{asked.parameters / 1e6:g} M parameters, {_several(ranks, 'rank')} on {_several(asked.hosts, 'host')} "
+        f"of {asked.rate / 1e9:g} Gbit/s ({asked.rate / 8e6:g} MB/s), {_several(asked.cores, 'core')} a rank, "
+        f"{asked.step_ms:g} ms of computing a step: predicted, in the lab up to 30 % too fast."
+    )
+    print(screen(rows, setting, source))
+
+
+if __name__ == "__main__":
+    main()

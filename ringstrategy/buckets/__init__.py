@@ -1,0 +1,1 @@
+"""Flat buffers of gradients that travel together, and what compression lost of them."""

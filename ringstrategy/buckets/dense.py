@@ -1,0 +1,206 @@
+"""One flat buffer of gradients.
+
+Where the buffer's dtype is the gradient's, gradients become views of it and the mean needs no copy back; 16-bit
+gradients are widened into a float32 buffer, since no sum is taken in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.buckets.aliases import references
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.slot import Slot
+from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.transport.agree import BUCKET, INDENT
+from ringstrategy.transport.base import Peers, Waitable
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.triton.buckets import Places
+
+
+class DenseBucket(Bucket):
+    """One flat buffer of whole blocks of the codec: behind the gradients, up to block - 1 zeros.
+
+    Args:
+        index: place in the order of launches.
+        parameters: of one device and dtype of sums, with their names.
+        dtype: of the buffer.
+        codec: for all of them.
+        feedback: keep a residual of the buffer's size.
+        residual_dtype: of the residual; None: the buffer's.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parameters: list[tuple[str, Parameter]],
+        dtype: torch.dtype,
+        codec: Codec,
+        feedback: bool,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        numel = sum(parameter.numel() for _, parameter in parameters)
+        device = parameters[0][1].device
+        # a short block would not be rotated
+        self.buffer = torch.zeros(-(-numel // codec.block) * codec.block, dtype=dtype, device=device)
+        self._padding = self.buffer[numel:]
+        self.residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
+        self.codec = codec
+        slots, offset = [], 0
+        for name, parameter in parameters:
+            slots.append(
+                Slot(
+                    name,
+                    parameter,
+                    _view_like(self.buffer, offset, parameter),
+                    None if self.residual is None else _view_like(self.residual, offset, parameter),
+                )
+            )
+            offset += parameter.numel()
+        super().__init__(index, slots, self.residual)
+        # what a kernel counts on: the gradient then lies in memory as its view does
+        self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
+        self._own_references = 0
+        self._places: Places | None = None
+        if device.type == "cuda" and dtype == torch.float32 and codec.needs_kernels:
+            self._places = self._lay_out(device)
+
+    def _lay_out(self, device: torch.device) -> Places:
+        from ringstrategy.kernels.triton.buckets import Places
+
+        numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]  # no tensor goes to the last
+        return Places(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradients."""
+        return self.buffer.numel() - self._padding.numel()
+
+    def describe(self) -> str:
+        """The bucket's line, then one for each parameter."""
+        lines = [f"{BUCKET}{self.index}: {self.numel} x {self.buffer.dtype} through {self.codec}"]
+        lines += [
+            f"{INDENT}{slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} strides {slot.view.stride()}"
+            for slot in self.slots
+        ]
+        return "\n".join(lines)
+
+    @torch.no_grad()
+    def pack(self, size: int) -> None:
+        """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
+        self.leave_held_memory()
+        if self.residual is not None:
+            self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
+        if self._places is not None:
+            self._gather(1 / size)
+            return
+        self._padding.zero_()
+        for slot in self.slots:
+            self._copy(slot, self._source(slot), 1 / size)
+
+    def leave_held_memory(self) -> None:
+        """Take new memory if somebody holds a gradient that lived in the buffer. Call it before the buffer changes."""
+        self._own_references = self._own_references or references(self.buffer)  # nothing was given away so far
+        living = sum(slot.holds_gradient() and not slot.is_left() for slot in self.slots)
+        if references(self.buffer) <= self._own_references + living:
+            return
+        numel = self.numel
+        self.buffer = torch.zeros_like(self.buffer)
+        self._padding = self.buffer[numel:]
+        offset = 0
+        for slot in self.slots:
+            slot.view = _view_like(self.buffer, offset, slot.parameter)
+            offset += slot.parameter.numel()
+        self._own_references = references(self.buffer)
+
+    def take_gradients(self) -> None:
+        """See `Bucket.take_gradients`."""
+        for slot in self.slots:
+            if slot.trains:  # a frozen one's gradient does not travel
+                slot.take_gradient()
+
+    def _gather(self, scale: float) -> None:
+        """All gradients that are as planned in one launch."""
+        from ringstrategy.kernels.triton.buckets import pack
+
+        assert self._places is not None
+        taken: list[Tensor | None] = []
+        others = []
+        for slot, planned in zip(self.slots, self._planned, strict=True):
+            source = self._source(slot)
+            fits = source is not None and (source.dtype, source.stride()) == planned
+            taken.append(source if fits else None)
+            if source is not None and not fits:
+                others.append((slot, source))
+        pack(self._places, [*taken, None], self.buffer, scale=scale)
+        for slot, source in others:
+            self._copy(slot, source, scale)
+
+    def _source(self, slot: Slot) -> Tensor | None:
+        """The gradient that travels; None: zeros."""
+        grad = slot.parameter.grad
+        if not slot.trains:
+            slot.release()
+            return None
+        if grad is not None and grad.is_sparse:
+            raise TypeError(
+                f"parameter {slot.name} got a sparse gradient, but no module that owns it has `sparse=True`: "
+                "set that attribute so that the gradient can travel sparse, or use a dense layer"
+            )
+        return grad
+
+    def _copy(self, slot: Slot, source: Tensor | None, scale: float) -> None:
+        view = slot.view
+        if source is None:
+            view.zero_()
+        elif slot.holds_gradient():
+            view.mul_(scale)
+        elif source.dtype == view.dtype:
+            torch.mul(source.detach(), scale, out=view)
+        else:
+            view.copy_(source)
+            view.mul_(scale)
+
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """See `Bucket.launch`."""
+
+        def work() -> None:
+            agreed.wait()
+            mean_(self.buffer, peers, collective, self.codec, residual=self.residual, seed=seed)
+
+        return peers.submit(work, where)
+
+    @torch.no_grad()
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.unpack`."""
+        taken: list[Tensor | None] = []
+        for slot, planned in zip(self.slots, self._planned, strict=True):
+            taken.append(None)
+            parameter, view = slot.parameter, slot.view
+            if not slot.trains or (parameter.grad is None and not used(slot)):
+                continue
+            if parameter.grad is None:
+                parameter.grad = view.detach() if parameter.dtype == view.dtype else torch.empty_like(parameter)
+            if slot.take_gradient() or not view.numel():
+                continue
+            if self._places is not None and (parameter.grad.dtype, parameter.grad.stride()) == planned:
+                taken[-1] = parameter.grad
+            else:
+                parameter.grad.copy_(view)
+        if self._places is not None and any(grad is not None for grad in taken):
+            from ringstrategy.kernels.triton.buckets import unpack
+
+            unpack(self._places, self.buffer, [*taken, None])
+
+
+def _view_like(buffer: Tensor, offset: int, parameter: Parameter) -> Tensor:
+    # the parameter's own strides if it is dense, e.g. channels_last
+    strides = torch.empty_like(parameter, device="meta").stride()
+    return buffer.as_strided(parameter.shape, strides, offset)

@@ -1,0 +1,64 @@
+"""A parameter's place in a bucket.
+
+Gradients move into the buffer only while nobody else holds their memory. Who keeps a gradient (`kept = p.grad`, a view
+of it) sees what torch DDP would show: the buffer then leaves that memory to the holder and takes new, and a gradient
+whose own memory is held gets the mean by a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.buckets.aliases import gradient_is_held, gradient_is_kept
+
+
+@dataclass
+class Slot:
+    """A parameter's place in a bucket; `view` has the parameter's shape and strides."""
+
+    name: str
+    parameter: Parameter
+    view: Tensor
+    residual: Tensor | None = None
+    gone: bool = False  # from the model
+
+    @property
+    def trains(self) -> bool:
+        """Does its gradient travel?"""
+        return self.parameter.requires_grad and not self.gone
+
+    def release(self) -> None:
+        """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""
+        if self.holds_gradient():
+            self.parameter.grad = self.view.clone()
+
+    def is_left(self) -> bool:
+        """Its gradient does not travel, and somebody keeps it: the bucket must leave that memory to them."""
+        return not self.trains and gradient_is_kept(self.parameter)
+
+    def take_gradient(self) -> bool:
+        """Let the gradient live in the buffer; False if another dtype or somebody who holds its memory forbids it."""
+        if self.holds_gradient():
+            return True
+        grad = self.parameter.grad
+        movable = grad is not None and not grad.is_sparse and grad.dtype == self.view.dtype
+        del grad
+        if not movable or gradient_is_held(self.parameter):
+            return False
+        self.parameter.grad = self.view.detach()  # another tensor, so that `references` counts who keeps it
+        return True
+
+    def holds_gradient(self) -> bool:
+        """Does the parameter's gradient live in the buffer?"""
+        grad = self.parameter.grad
+        return (
+            grad is not None
+            and not grad.is_sparse
+            and grad.numel() > 0  # the addresses of empty tensors are alike
+            and grad.dtype == self.view.dtype
+            and grad.data_ptr() == self.view.data_ptr()
+            and grad.stride() == self.view.stride()
+        )

@@ -1,0 +1,94 @@
+"""A sparse gradient: its rows and their indices travel, and stay sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.slot import Slot
+from ringstrategy.collectives.base import Collective, sums_dtype
+from ringstrategy.transport.agree import BUCKET, INDENT, exchange
+from ringstrategy.transport.base import Peers, Waitable
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient: rows and their indices go to everyone, and everyone adds them in rank order; no codec."""
+
+    def __init__(self, index: int, name: str, parameter: Parameter) -> None:
+        super().__init__(index, [Slot(name, parameter, torch.empty(0, dtype=parameter.dtype, device=parameter.device))])
+        self._indices = torch.empty(0, device="cpu")
+        self._values = torch.empty(0, device="cpu")
+        self._mean: Tensor | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rows of all ranks, after equal indices were added up."""
+        return 0 if self._mean is None else self._mean.values().numel()
+
+    def describe(self) -> str:
+        """One line."""
+        slot = self.slots[0]
+        parameter = f"{INDENT}{slot.name}: {tuple(slot.parameter.shape)} {slot.parameter.dtype} sparse"
+        return f"{BUCKET}{self.index}: sparse\n{parameter}"
+
+    @torch.no_grad()
+    def pack(self, size: int) -> None:
+        """See `Bucket.pack`."""
+        name, parameter = self.slots[0].name, self.slots[0].parameter
+        grad = parameter.grad
+        if grad is not None and not grad.is_sparse:
+            raise TypeError(f"parameter {name} got a dense gradient, but its module has `sparse=True`: set it to False")
+        if grad is None:
+            self._indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+            dtype = sums_dtype(parameter.dtype)
+            self._values = torch.empty(0, *parameter.shape[1:], dtype=dtype, device=parameter.device)
+        else:
+            rows = grad.detach().coalesce()
+            if rows.sparse_dim() != 1:
+                raise TypeError(f"the gradient of {name} is sparse in {rows.sparse_dim()} dimensions; only rows can be")
+            self._indices = rows.indices().contiguous()
+            self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
+
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """How many rows each rank has, then the rows."""
+        counts: list[Tensor] = []
+
+        def count() -> None:
+            agreed.wait()
+            own = torch.tensor([self._indices.shape[1]], device="cpu").view(torch.uint8)
+            counts.append(exchange(peers.control, own)().view(torch.int64).view(-1))
+
+        counted = peers.control.submit(count, where)
+
+        def work() -> None:
+            counted.wait()
+            self._exchange(peers, [int(rows) for rows in counts[0]])
+
+        return peers.submit(work, where)
+
+    def _exchange(self, peers: Peers, counts: list[int]) -> None:
+        shape = self._values.shape[1:]
+        indices = [self._indices.new_empty(1, rows) for rows in counts]
+        values = [self._values.new_empty(rows, *shape) for rows in counts]
+        indices[peers.rank], values[peers.rank] = self._indices, self._values
+        handles = []
+        for target, source in peers.pairs():
+            for tensors in (indices, values):
+                sent, arriving = (tensors[rank].view(-1).view(torch.uint8) for rank in (peers.rank, source))
+                handles.append(peers.swap(target, sent, source, arriving))
+        for handle in handles:
+            handle.wait()
+        whole = torch.sparse_coo_tensor(
+            torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
+        )
+        self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
+
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.unpack`."""
+        slot = self.slots[0]
+        if slot.trains and (slot.parameter.grad is not None or used(slot)):
+            slot.parameter.grad = self._mean

@@ -1,0 +1,1 @@
+"""Doors: what drives an algorithm from within a framework's training loop."""

@@ -1,0 +1,92 @@
+"""Lightning callbacks."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.transport.stats import Stats
+
+_SAMPLE = 1 << 18  # values by which the consensus distance is estimated: about 1 MB to send
+
+
+class CommunicationMonitor(Callback):
+    """Log what each step sent, how long it waited, and how far replicas are apart, to the trainer's loggers.
+
+    Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
+    `communication/bytes_sent` (this rank's, without what `ring_auto` measures with), `communication/exposed_ms`
+    (training waited) and `communication/communication_ms` (hidden or not).
+
+    Args:
+        consensus_every_n_steps: with gossip, after so many steps it logs `communication/consensus_distance` too: the
+            mean over ranks of the squared distance of all mixed parameters from their mean. Of models of more than
+            262,144 parameters it is estimated from as many, drawn at random each time: all ranks wait for each other,
+            and each sends up to 2 MB, which `bytes_sent` counts. 0: never.
+    """
+
+    def __init__(self, consensus_every_n_steps: int = 50) -> None:
+        if isinstance(consensus_every_n_steps, bool) or not isinstance(consensus_every_n_steps, int):
+            raise TypeError(f"consensus_every_n_steps is a whole number, got {consensus_every_n_steps!r}")
+        if consensus_every_n_steps < 0:
+            raise ValueError(f"consensus_every_n_steps is at least 1, or 0 for never, got {consensus_every_n_steps}")
+        self.consensus_every_n_steps = consensus_every_n_steps
+        self._before = Stats()
+        self._step_before = self._asked_before = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another strategy."""
+        if not isinstance(trainer.strategy, RingStrategy):
+            raise ValueError(
+                f"CommunicationMonitor reads the statistics of a RingStrategy, but the trainer's strategy is "
+                f"{type(trainer.strategy).__name__}: pass Trainer(strategy='ring')"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start from here."""
+        self._remember(trainer)
+        self._asked_before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the difference."""
+        self._log_traffic(trainer)
+        self._log_consensus(trainer)
+
+    def _log_traffic(self, trainer: Trainer) -> None:
+        steps = trainer.global_step - self._step_before
+        if steps <= 0 or not trainer._logger_connector.should_update_logs:
+            return
+        now, before = self._strategy(trainer).stats, self._before
+        metrics = {
+            "communication/exposed_ms": 1000 * (now.exposed_seconds - before.exposed_seconds) / steps,
+            "communication/communication_ms": 1000 * (now.communication_seconds - before.communication_seconds) / steps,
+        }
+        if now.bytes_sent is not None and before.bytes_sent is not None:
+            metrics["communication/bytes_sent"] = (now.bytes_sent - before.bytes_sent) / steps
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
+        self._remember(trainer)
+
+    def _log_consensus(self, trainer: Trainer) -> None:
+        # by steps alone, so that all ranks ask at once: `should_update_logs` is true on a rank that is to stop, too
+        every, now = self.consensus_every_n_steps, trainer.global_step
+        if not every or now // every == self._asked_before // every:
+            return
+        self._asked_before = now
+        distance = self._strategy(trainer).algorithm.consensus_distance(_SAMPLE)
+        if distance is not None:
+            for logger in trainer.loggers:
+                logger.log_metrics({"communication/consensus_distance": distance}, step=now - 1)
+
+    def _remember(self, trainer: Trainer) -> None:
+        self._before = dataclasses.replace(self._strategy(trainer).stats)
+        self._step_before = trainer.global_step
+
+    @staticmethod
+    def _strategy(trainer: Trainer) -> RingStrategy:
+        assert isinstance(trainer.strategy, RingStrategy)
+        return trainer.strategy

@@ -1,0 +1,1 @@
+"""The arithmetic of codecs and buckets on each kind of device."""

@@ -1,0 +1,28 @@
+"""The one table of names: `Trainer(strategy="ring_int8")` and every other door mean these algorithms by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
+from ringstrategy.collectives import Direct
+from ringstrategy.topologies import OnePeerExponential
+
+STRATEGIES: dict[str, Callable[[], Algorithm]] = {
+    "ring": lambda: AllReduce(),
+    "ring_fp16": lambda: AllReduce(Cast("float16")),
+    "ring_bf16": lambda: AllReduce(Cast("bfloat16")),
+    "ring_fp8": lambda: AllReduce(BlockFloat8()),
+    "ring_int8": lambda: AllReduce(BlockInt(8)),
+    "ring_int4": lambda: AllReduce(Rotated(Gaussian(4)), Direct()),
+    "ring_int2": lambda: AllReduce(Rotated(Gaussian(2)), Direct()),
+    "ring_sign": lambda: AllReduce(Rotated(Gaussian(1)), Direct()),
+    "ring_topk": lambda: AllReduce(TopK(), Direct()),
+    "ring_powersgd": lambda: PowerSGD(collective=Direct()),
+    "ring_auto": lambda: Auto(),
+    "gossip": lambda: Gossip(),
+    "gossip_exponential": lambda: Gossip(OnePeerExponential()),
+    "gossip_int8": lambda: Choco(codec=BlockInt(8)),
+    "push_sum": lambda: PushSum(),
+}

@@ -1,0 +1,104 @@
+"""Do all ranks say the same? Small messages that everyone sends to everyone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ringstrategy.errors import PlanMismatchError
+from ringstrategy.transport.base import Peers
+
+INDENT = "  "  # of a line that says what a parameter is
+BUCKET = "bucket "  # begins a line that sums up those below it
+
+
+def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
+    """Start sending `payload` (flat uint8, on the host, the same length on all ranks) to all.
+
+    Returns a function that waits and returns all payloads, shape (size, length), row i from rank i.
+    """
+    table = torch.empty(peers.size, payload.numel(), dtype=torch.uint8, device="cpu")
+    table[peers.rank] = payload
+    handles = [peers.swap(target, payload, source, table[source]) for target, source in peers.pairs()]
+
+    def collect() -> Tensor:
+        for handle in handles:
+            handle.wait()
+        return table
+
+    return collect
+
+
+def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> None:
+    """Raise PlanMismatchError on every rank, naming who differs and in what, unless all ranks have one `text`.
+
+    Args:
+        peers: who compares.
+        text: lines; "name: what it is" where something has a name.
+        details: a longer text, for people, if the short ones differ.
+    """
+    digest = hashlib.sha256(text.encode()).digest()
+    table = exchange(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
+    differing = [rank for rank in range(peers.size) if not torch.equal(table[rank], table[0])]
+    if not differing:
+        return
+    texts = _texts(peers, text if details is None else details())
+    raise PlanMismatchError(
+        "the ranks differ, so their gradients cannot be averaged: "
+        + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
+        + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy, and log what "
+        "a scheduler monitors with sync_dist=True"
+    )
+
+
+def _texts(peers: Peers, text: str) -> list[str]:
+    said = text.encode()
+    length = torch.tensor([len(said)]).view(torch.uint8)
+    lengths = exchange(peers, length)().view(torch.int64).view(-1).tolist()
+    padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    rows = zip(exchange(peers, padded)(), lengths, strict=True)
+    return [bytes(row[:length].tolist()).decode() for row, length in rows]
+
+
+def compare_plans(peers: Peers, text: str) -> None:
+    """`agree`, beside the training thread and waited for."""
+    peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
+
+
+def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: Iterable[str]) -> None:
+    """Compare what a model has got and lost while it trains, if it has; a rank whose model has not is told."""
+    lines = [text, *(f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in new.items())]
+    lines += [f"{INDENT}{name}: gone" for name in gone]
+    if peers.lifeline is None:
+        compare_plans(peers, "\n".join(lines))
+        return
+    with peers.lifeline.changing():
+        compare_plans(peers, "\n".join(lines))
+
+
+def _difference(text: str, reference: str) -> str:
+    """In the words of a line that only one of them has, and of the other's line of the same name.
+
+    Of a parameter, if only that differs: the lines about buckets differ then too, and say less.
+    """
+    mine, theirs = text.splitlines(), reference.splitlines()
+    only_mine = [line for line in mine if line not in set(theirs)]
+    only_theirs = [line for line in theirs if line not in set(mine)]
+    if all(line.startswith((INDENT, BUCKET)) for line in only_mine + only_theirs):
+        parameters = [[x for x in lines if x.startswith(INDENT)] for lines in (only_mine, only_theirs)]
+        if any(parameters):
+            only_mine, only_theirs = parameters
+    if not only_mine:
+        theirs_alone = (
+            f"nothing (is it frozen there?) where rank 0 has '{only_theirs[0].strip()}'" if only_theirs else ""
+        )
+        return theirs_alone or "another order than rank 0"
+    name = only_mine[0].partition(":")[0]
+    same_name = [line for line in only_theirs if line.partition(":")[0] == name]
+    if not same_name and not name.startswith(INDENT):
+        same_name = only_theirs
+    other = f"'{same_name[0].strip()}'" if same_name else "nothing of that name"
+    return f"'{only_mine[0].strip()}' where rank 0 has {other}"

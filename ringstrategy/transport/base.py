@@ -1,0 +1,122 @@
+"""What a transport offers: `post` starts sends and receives, `submit` runs an exchange beside the training thread."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.worker import Work
+
+
+class Handle(Protocol):
+    """Sends and receives under way."""
+
+    def wait(self) -> None:
+        """Return when the sent tensors may be changed and the received ones read."""
+
+
+class Waitable(Protocol):
+    """What `submit` returns."""
+
+    def wait(self) -> None:
+        """Return when the work is done (over NCCL: when the current stream will wait for it); raise its error."""
+
+
+class TransportError(RuntimeError):
+    """A transfer failed; `peer` is the rank at the other end, None if all were."""
+
+    def __init__(self, peer: int | None, error: BaseException) -> None:
+        self.peer, self.error = peer, error
+        super().__init__(str(error))
+
+
+class Peers(ABC):
+    """The ranks that average together, as one of them sees them.
+
+    Attributes:
+        rank: this one, 0 <= rank < size.
+        size: how many.
+        stats: bytes are counted here, where they are handed to the transport.
+        control: peers for small host-side messages (itself, unless the data go over NCCL).
+        hosts: for each rank which host it is on: equal where ranks share one. By default each has its own.
+    """
+
+    def __init__(self, rank: int, size: int, stats: Stats | None = None, hosts: tuple[str, ...] | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.stats = Stats() if stats is None else stats
+        self.hosts = tuple(map(str, range(size))) if hosts is None else hosts
+        assert len(self.hosts) == size
+        self._scratch: dict[tuple[str, torch.device], Tensor] = {}
+
+    @property
+    def control(self) -> Peers:
+        """Where small messages on host memory go."""
+        return self
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        """This rank's line to the store; None where nobody can get lost."""
+        return None
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """At each distance to whom and from whom, nearest first: so everyone sends to everyone, nobody to one twice."""
+        return [((self.rank + d) % self.size, (self.rank - d) % self.size) for d in range(1, self.size)]
+
+    @abstractmethod
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """Start sending and receiving flat uint8 tensors, keyed by the other rank; several posts may be in flight.
+
+        Every rank posts one static schedule: the i-th send from a to b meets the i-th receive at b from a.
+        """
+
+    def swap(self, target: int, leaving: Tensor, source: int, arriving: Tensor) -> Handle:
+        """`post` of one send and one receive. What is empty does not travel: both ends know its size."""
+        return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})
+
+    def add_(self, values: Tensor, summand: Tensor) -> None:
+        """Add in place. Who adds without a codec does it by this, so that `ringstrategy.cost` sees it."""
+        values.add_(summand)
+
+    @abstractmethod
+    def all_reduce_(self, values: Tensor) -> None:
+        """Sum over all peers in place, by the backend's own algorithm."""
+
+    @abstractmethod
+    def submit(self, work: Work, where: str) -> Waitable:
+        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors."""
+
+    def finish(self, tickets: Sequence[Waitable]) -> None:
+        """Wait for all, and count how long the training thread waited."""
+        begin = time.perf_counter()
+        for ticket in tickets:
+            ticket.wait()
+        self.stats.exposed_seconds += time.perf_counter() - begin
+
+    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
+        """A flat uint8 tensor of at least `nbytes`, the same memory at each call: no allocation in the steady state."""
+        held = self._scratch.get((name, device))
+        if held is None or held.numel() < nbytes:
+            held = self._scratch[name, device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return held
+
+    def forget_scratch(self) -> None:
+        """Give that memory back, while nothing is under way."""
+        self._scratch.clear()
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Name the lost peer behind a transport's `error`."""
+        return error
+
+    def abort(self, cause: str) -> None:
+        """After an error of this rank's own: tell the others why they must stop, and let go of them. No collective."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and connections. Idempotent, never a collective."""

@@ -1,0 +1,200 @@
+"""CPU tensors over gloo, exchanged by one thread."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable
+from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.worker import Ticket, Work, Worker
+
+_CLOSE_SECONDS = 30.0
+_CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out who was lost
+_CONTROL_TAG = 1  # small messages cannot meet values, wherever a rank is that has fewer batches
+_NOBODYS_TAG = 1 << 20
+
+
+class _GlooHandle:
+    def __init__(self, works: list[tuple[int, dist.Work]]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for peer, work in self._works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise TransportError(peer, error) from error
+        self._works = []
+
+
+class GlooPeers(Peers):
+    """CPU tensors over gloo, exchanged by one thread. `timed`: its work counts as communication time."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        lifeline: Lifeline,
+        stats: Stats,
+        hosts: tuple[str, ...],
+        *,
+        timed: bool = True,
+    ) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), stats, hosts)
+        self._group: dist.ProcessGroup | None = group
+        self._lifeline = lifeline
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._worker: Worker | None = Worker("ringstrategy-communication")
+        self._broken = False
+        self._timed = timed
+        self._control = _Control(self)
+
+    @property
+    def lifeline(self) -> Lifeline:
+        """See `Peers.lifeline`."""
+        return self._lifeline
+
+    @property
+    def control(self) -> Peers:
+        """The same connections, with a tag of their own."""
+        return self._control
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """Start; receives first, so that bytes land in place."""
+        return self.post_tagged(sends, recvs, 0)
+
+    def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
+        """`post` of messages that only meet those with the same tag."""
+        works: list[tuple[int, dist.Work]] = []
+        peer = None
+        try:
+            for peer, tensor in recvs.items():
+                works.append((peer, self._start(partial(dist.irecv, tag=tag), tensor, peer)))
+            for peer, tensor in sends.items():
+                works.append((peer, self._start(partial(dist.isend, tag=tag), tensor, peer)))
+        except RuntimeError as error:
+            raise TransportError(peer, error) from error
+        self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
+        return _GlooHandle(works)
+
+    def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
+        work = operation(tensor, self._global_ranks[peer], group=self._group)
+        assert work is not None, "this rank is not in its own group"
+        return work
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """Gloo's all-reduce."""
+        self.stats.uncountable()
+        try:
+            dist.all_reduce(values, group=self._group)
+        except RuntimeError as error:
+            raise TransportError(None, error) from error
+
+    def submit(self, work: Work, where: str) -> Ticket:
+        """Hand to the thread."""
+        if self._worker is None:
+            raise RuntimeError("these peers are closed")
+
+        def guarded() -> None:
+            begin = time.perf_counter()
+            try:
+                work()
+            except TransportError as error:
+                raise self.explain(error, where) from error
+            finally:
+                if self._timed and not self.stats.probing:
+                    self.stats.communication_seconds += time.perf_counter() - begin
+
+        def look_around() -> None:
+            lost = self._lifeline.news(where)
+            if lost is not None:
+                self._disconnect()
+                raise lost
+
+        return self._worker.submit(guarded, look_around)
+
+    def explain(self, error: RuntimeError, where: str) -> RuntimeError:
+        """Say that we noticed, disconnect so that all others notice too, then find the culprit."""
+        if isinstance(error, PeerLostError | PlanMismatchError):
+            return error
+        peer, cause = (error.peer, error.error) if isinstance(error, TransportError) else (None, error)
+        self._lifeline.witness()
+        self._disconnect()
+        return self._lifeline.explain(cause, peer, where)
+
+    def abort(self, cause: str) -> None:
+        """Publish, disconnect, and wait a moment for the others to read it if the store ends with this process."""
+        self._lifeline.fail(cause)
+        self._disconnect()
+        self._lifeline.outlast()
+
+    def _disconnect(self) -> None:
+        """The thread stops waiting, and so do the threads at the other ends."""
+        if self._group is not None and not self._broken:
+            self._broken = True
+            break_off(self._group)
+
+    def close(self) -> None:
+        """End the thread, then the group."""
+        self._lifeline.leave()
+        self._lifeline.go()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
+            if not worker.close(limit) and not self._broken:
+                raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
+        group, self._group = self._group, None  # only now: the thread may still have used it
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
+        self.forget_scratch()
+
+
+class _Control(Peers):
+    """Small messages on host memory beside the values that `peers` exchange."""
+
+    def __init__(self, peers: GlooPeers) -> None:
+        super().__init__(peers.rank, peers.size, peers.stats, peers.hosts)
+        self._peers = peers
+
+    @property
+    def lifeline(self) -> Lifeline:
+        """See `Peers.lifeline`."""
+        return self._peers.lifeline
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """See `Peers.post`."""
+        return GlooPeers.post_tagged(self._peers, sends, recvs, _CONTROL_TAG)
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """See `Peers.all_reduce_`."""
+        self._peers.all_reduce_(values)
+
+    def submit(self, work: Work, where: str) -> Waitable:
+        """To the same thread."""
+        return self._peers.submit(work, where)
+
+    def close(self) -> None:
+        """Closed with the others."""
+
+
+def break_off(group: dist.ProcessGroup | None) -> None:
+    """Close the connections of a gloo group: who waits for something over them gets an error.
+
+    Gloo's own `abort` does nothing, but a wait that times out closes all connections of its group.
+    """
+    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+    for peer in dist.get_process_group_ranks(group):
+        if peer != dist.get_rank():
+            with contextlib.suppress(RuntimeError):  # either it timed out, or this connection was closed already
+                receiving = dist.irecv(nothing, peer, group=group, tag=_NOBODYS_TAG)
+                assert receiving is not None
+                receiving.wait(timedelta(milliseconds=1))
