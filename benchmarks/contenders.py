@@ -25,8 +25,8 @@ from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, G
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
+from ringstrategy.session import Session
 from ringstrategy.topologies import OnePeerExponential
-from ringstrategy.transport import connect
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -256,9 +256,10 @@ class Ours(Training):
     ) -> None:
         super().__init__(model, batches, **how)
         self.algorithm = algorithm
-        self._peers = connect(torch.device("cpu"), timeout)
-        self._parameters = set(model.parameters())
-        algorithm.setup(dict(model.named_parameters()), self._peers)
+        # a case may mix at another place than after the step, and each notices only its own steps
+        self._session = Session(model, algorithm, timeout=timeout, notice_steps=False)
+        self._session.open(torch.device("cpu"))
+        self._session.bind([self.optimizer])
 
     def must_send(self, hosts: int) -> float | None:
         """See `Training.must_send`."""
@@ -272,23 +273,29 @@ class Ours(Training):
 
     def bytes_sent(self) -> int | None:
         """See `Training.bytes_sent`."""
-        return self._peers.stats.bytes_sent
+        return self._session.stats.bytes_sent
 
     def waited(self) -> float | None:
         """See `Training.waited`."""
-        return self._peers.stats.exposed_seconds
+        return self._session.stats.exposed_seconds
+
+    def before_forward(self) -> None:
+        """See `Training.before_forward`."""
+        self._session.begin_batch("in a benchmark", [self.optimizer], first=False, later_epoch=False)
+        self._session.send_buffers()
 
     def before_backward(self, loss: Tensor) -> None:
         """See `Training.before_backward`."""
-        self.algorithm.before_backward(loss)
+        self._session.before_backward(loss)
 
     def after_backward(self) -> None:
         """See `Training.after_backward`."""
-        self.algorithm.after_backward()
+        self._session.after_backward()
 
     def after_step(self) -> None:
         """See `Training.after_step`."""
-        self.algorithm.after_step(self._parameters)
+        self._session.after_step(self.optimizer)
+        self._session.end_batch(None)
 
     def choose(self) -> list[str]:
         """See `Training.choose`."""
@@ -306,17 +313,13 @@ class Ours(Training):
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:
         """See `Training.as_seen`."""
-        self.algorithm.enter_consensus()
-        try:
+        with self._session.consensus():
             yield self.model
-        finally:
-            self.algorithm.leave_consensus()
 
     def close(self) -> None:
         """See `Training.close`."""
         self.algorithm.settle()
-        self.algorithm.close()
-        self._peers.close()
+        self._session.close()
 
 
 class WholeIntervals(Ours):
@@ -351,6 +354,7 @@ class WholeIntervals(Ours):
     def before_forward(self) -> None:
         """See `Training.before_forward`."""
         super().after_step()
+        super().before_forward()
 
     def after_step(self) -> None:
         """Nothing: see the class."""

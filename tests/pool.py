@@ -28,7 +28,7 @@ class RankFailed(AssertionError):
 class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["lightning.pytorch", "ringstrategy"])
+        self._context.set_forkserver_preload(["ringstrategy.integrations.lightning.strategy", "ringstrategy.names"])
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:

@@ -21,7 +21,7 @@ from pool import Pool
 from torch import Tensor
 
 from ringstrategy import Cast, Codec
-from ringstrategy.algorithms import synchronous
+from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 

@@ -19,7 +19,7 @@ FLOORS = [  # from the ground; a room is a package or a module of the top level
     {"buckets"},
     {"cost"},
     {"algorithms"},
-    {"names", "simulator"},
+    {"names", "session", "simulator"},
     {"integrations"},
     {"app"},
 ]

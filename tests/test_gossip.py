@@ -40,7 +40,7 @@ from ringstrategy import (
     Rotated,
     Sign,
 )
-from ringstrategy.algorithms import exchange
+from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.topologies import (
     Complete,

@@ -57,7 +57,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.algorithms import synchronous
+from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.topologies import Complete, Star
 from ringstrategy.transport.connect import connect
 

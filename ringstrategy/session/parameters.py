@@ -1,0 +1,68 @@
+"""What of a module and of its optimizers travels, or must be the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+
+def shared_parameters(module: Module) -> dict[str, Parameter]:
+    """By name, except those that the module tells torch DDP to ignore."""
+    ignored = _ignored(module)
+    return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
+
+
+def shared_buffers(module: Module) -> list[Tensor]:
+    """Likewise."""
+    ignored = _ignored(module)
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def _ignored(module: Module) -> set[str]:
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def sparse_parameters(module: Module) -> frozenset[str]:
+    """Names of the parameters whose gradients are sparse: weights of modules with `sparse=True`, such as Embedding."""
+    weights: set[Parameter] = {
+        parameter
+        for part in module.modules()
+        if getattr(part, "sparse", False) is True
+        for parameter in part.parameters(recurse=False)
+    }
+    return frozenset(name for name, parameter in module.named_parameters() if parameter in weights)
+
+
+def stepped_by(optimizer: Optimizer) -> set[Parameter]:
+    """Its parameters."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def options(optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """A line a group: what makes an optimizer step the same gradients alike."""
+    kept = (bool, int, float, str, tuple)
+    for place, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            said = (f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if isinstance(value, kept))
+            yield f"optimizer {place}, a {type(optimizer).__name__}, group {i}: {', '.join(said)}"
+
+
+def rates(optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    """A line a group: its learning rate."""
+    for place, optimizer in enumerate(optimizers):
+        for i, rate in enumerate(group.get("lr") for group in optimizer.param_groups):
+            if (
+                isinstance(rate, Tensor) and rate.numel() == 1 and rate.device.type == "cpu"
+            ):  # a GPU would be waited for
+                rate = rate.item()
+            if isinstance(rate, int | float):
+                yield f"optimizer {place}, group {i}: lr={_rounded(rate)}"
+
+
+def _rounded(value: Any) -> str:
+    """In so many digits as machines whose mathematics differ agree in."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,369 @@
+"""Train a module on several ranks: connect them, drive an algorithm through each step, and close. No framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.buckets.sample import sample
+from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.session.new_parts import NewParts
+from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
+from ringstrategy.session.parameters import (
+    options,
+    rates,
+    shared_buffers,
+    shared_parameters,
+    sparse_parameters,
+    stepped_by,
+)
+from ringstrategy.transport.base import Peers
+from ringstrategy.transport.connect import connect
+from ringstrategy.transport.gloo import break_off
+from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.watch import Watch
+
+_BROADCAST_BYTES = 250 * 2**20
+_WORLD_OF_ONE = "Session.open needs a process group: call torch.distributed.init_process_group before"
+
+
+class Session:
+    """A module's training on all ranks of the default process group, as one of them sees it.
+
+    Order of calls: `open`, `bind`; then for each batch `begin_batch`, `send_buffers` before the forward,
+    `before_backward` and `after_backward` around the backward (or `backward`), the optimizer's step, `end_batch`; at
+    last `close`. Steps of torch's optimizers are noticed, whoever calls them; nothing is to be called for them.
+
+    Args:
+        module: its parameters and buffers, except those that it tells torch DDP to ignore.
+        algorithm: what is averaged, and when; not copied.
+        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
+        stats: counters to add to.
+        broadcast_buffers: give every rank rank 0's buffers, where ranks have equal parameters.
+        notice_steps: False: call `after_step` after each step of an optimizer; for optimizers that are none of torch's.
+
+    Attributes:
+        accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
+        place: where training is, for errors.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        algorithm: Algorithm,
+        *,
+        timeout: timedelta = default_pg_timeout,
+        stats: Stats | None = None,
+        broadcast_buffers: bool = True,
+        notice_steps: bool = True,
+    ) -> None:
+        self.module, self.algorithm = module, algorithm
+        self.stats = Stats() if stats is None else stats
+        self.accumulating = False
+        self.place = "while setting up"
+        self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
+        self._buffers_due = True
+        self._peers: Peers | None = None
+        self._watch: Watch | None = None
+        self._steps: OptimizerSteps | None = None
+        self._new_parts: NewParts | None = None
+        self._noticed = 0  # steps in this batch
+        self._known: set[Parameter] = set()  # to the algorithm
+        self._optimizers: Sequence[Optimizer] = ()
+        self._optimized: list[set[Parameter]] = []  # by each optimizer, at this batch's beginning
+
+    # From open to close
+
+    def open(self, device: torch.device) -> None:
+        """Connect and compare plans; every rank calls it. `device` is where the parameters are.
+
+        PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank.
+        """
+        if not dist.is_initialized():
+            raise RuntimeError(_WORLD_OF_ONE)
+        self._peers = connect(device, self._timeout, self.stats)
+        if "gloo" in dist.get_backend():
+            self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
+        parameters = shared_parameters(self.module)
+        self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
+        self._known = set(parameters.values())
+        if self._notices_steps:
+            self._steps = OptimizerSteps(self._before_step, self._after_step)
+        self._new_parts = NewParts()
+
+    def synchronize(self) -> None:
+        """Give every rank rank 0's parameters and buffers."""
+        self._from_rank_0([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
+
+    def bind(self, optimizers: Sequence[Optimizer]) -> None:
+        """These step the parameters; every rank calls it, with optimizers that are alike where replicas are."""
+        self._optimizers = optimizers
+        for optimizer in optimizers:
+            self.algorithm.bind(stepped_by(optimizer))
+
+    def compare_optimizers(self) -> None:
+        """PlanMismatchError on every rank unless they are of the same classes, with the same options."""
+        self.algorithm.compare("\n".join(options(self._optimizers)))
+
+    def close(self) -> None:
+        """Join the communication thread, remove the hooks; no collective. What a checkpoint needs stays."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        for watching in (self._steps, self._new_parts):
+            if watching is not None:
+                watching.close()
+        self.algorithm.close()
+        peers, self._peers = self._peers, None
+        if peers is not None:
+            peers.close()
+
+    # A batch
+
+    def begin_batch(self, place: str, optimizers: Sequence[Optimizer], *, first: bool, later_epoch: bool) -> None:
+        """Take in parameters that the module has got or lost; an epoch may have ended.
+
+        Args:
+            place: for errors.
+            optimizers: of this batch.
+            first: of its epoch.
+            later_epoch: not of the first one.
+        """
+        self.place, self._noticed = place, 0
+        if self.lifeline is not None:
+            self.lifeline.begin_batch()
+        if self._new_parts is None:
+            return
+        if self._steps is not None:
+            self._steps.forget()
+        self._optimizers = optimizers
+        before, self._optimized = self._optimized, [stepped_by(optimizer) for optimizer in optimizers]
+        # nothing tells of a part that was deleted, except that its optimizer is given others
+        if self._new_parts.any_since() or first or self._optimized != before:
+            self._adopt()
+        for parameters in self._optimized if first and later_epoch else ():
+            self.algorithm.after_epoch(parameters)
+
+    def _adopt(self) -> None:
+        """New parameters get rank 0's values, as those had that it began with."""
+        parameters = shared_parameters(self.module)
+        new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
+        self._known = set(parameters.values())
+        self._from_rank_0(new)
+
+    def end_batch(self, steps: int | None) -> None:
+        """All exchanges of this batch have begun.
+
+        Args:
+            steps: how many the loop has counted, with those that a user dropped on this rank alone: mixing goes on
+                even so. None: nobody can tell a dropped step from none.
+        """
+        while steps is not None and self._noticed < steps:
+            self._noticed += 1
+            self.algorithm.after_step(stepped_by(self._optimizers[0]), False)
+        if self.lifeline is not None:
+            self.lifeline.end_batch()
+
+    def send_buffers(self, *, between: bool = False) -> None:
+        """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
+
+        Args:
+            between: batches, before a validation. No bytes may meet those of the next batch, so a rank that has one
+                more is told of here.
+        """
+        if self._broadcast_buffers and self._buffers_due and not self.algorithm.decentralized:
+            buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
+            if buffers and between:
+                self.algorithm.compare("the buffers of rank 0")
+            self._from_rank_0(buffers)
+        self._buffers_due = between is False and not self.accumulating
+
+    def _from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
+        if filled and self._peers is not None:
+            with self.naming_lost_peers():
+                world = dist.group.WORLD
+                assert world is not None
+                dist._broadcast_coalesced(world, filled, _BROADCAST_BYTES, 0)
+
+    def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
+        """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError."""
+        same = "" if self.algorithm.decentralized else "\n".join(rates(self._optimizers))
+        self.algorithm.before_backward(loss, sync=not self.accumulating, scale=scale, same=same)
+
+    def after_backward(self) -> None:
+        """Gradients are final when this returns, unless they accumulate."""
+        self.algorithm.after_backward()
+
+    def backward(self, loss: Tensor) -> None:
+        """Both, and the backward between them."""
+        self.before_backward(loss)
+        loss.backward()
+        self.after_backward()
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Gradients of a backward in here only accumulate: zero bytes are sent."""
+        before, self.accumulating = self.accumulating, True
+        try:
+            yield
+        finally:
+            self.accumulating = before
+
+    # Steps
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer, scale: Callable[[], Tensor | None]) -> Generator[None, None, None]:
+        """Around a step of which the caller says that it is one, such as that of a loss scaler, which may skip it.
+
+        Args:
+            optimizer: as the caller knows it; it may wrap one of torch's, or be none.
+            scale: the loss scale now; None without a loss scaler.
+        """
+        assert self._steps is not None
+        before = scale()
+        with self._steps.expecting() as seen:
+            yield
+        stepped: Tensor | bool
+        if seen or announces_steps(optimizer):
+            stepped = any_of(seen)
+        else:
+            after = scale()
+            # a scaler backs off when it skips, and only then
+            stepped = True if before is None or after is None else after >= before
+        self._noticed += 1
+        self.algorithm.after_step(stepped_by(optimizer), stepped)
+
+    def _before_step(self, optimizer: Optimizer) -> None:
+        self.check_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer) -> None:
+        self.check_step(optimizer)  # a step with a closure
+        self.after_step(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped. Parameters are final when this returns."""
+        self._noticed += optimizer in self._optimizers
+        parameters = stepped_by(optimizer)
+        if not self._known.isdisjoint(parameters):  # else another module's
+            self.algorithm.after_step(parameters, True)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged."""
+        parameters = stepped_by(optimizer)
+        if self._new_parts is not None and self._new_parts.any and not self.algorithm.decentralized:
+            for name, parameter in shared_parameters(self.module).items():
+                if parameter in parameters and parameter not in self._known and parameter.grad is not None:
+                    raise RuntimeError(
+                        f"{name} joined the model within this batch, so its gradient is this rank's alone and replicas "
+                        "would differ: make it before the batch, in on_train_start or on_train_batch_start, or give it "
+                        "to the optimizer at the next batch"
+                    )
+        self.algorithm.before_step(parameters)
+
+    # What people look at, where ranks have parameters of their own
+
+    def leave_training(self, place: str, what: str) -> None:
+        """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
+        self.place = place
+        if self.lifeline is not None:
+            self.lifeline.leave_training(what)
+
+    def enter_consensus(self, *, replaced: bool = False) -> bool:
+        """See `Algorithm.enter_consensus`; buffers are averaged too."""
+        # a validation may be in inference mode, and what is allocated there cannot be used outside
+        with torch.inference_mode(False):
+            return self.algorithm.enter_consensus(shared_buffers(self.module), replaced=replaced)
+
+    @contextmanager
+    def consensus(self) -> Generator[None, None, None]:
+        """Within, the module has the mean of all ranks, who all enter; then each goes on with its own."""
+        self.enter_consensus()
+        try:
+            yield
+        finally:
+            self.algorithm.leave_consensus()
+
+    def glance(self) -> list[Tensor]:
+        """A few values of each parameter and buffer, by which one sees later whether somebody has replaced them."""
+        return [sample(t.detach()) for t in (*shared_parameters(self.module).values(), *shared_buffers(self.module))]
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank must save to go on bit for bit beside the state of module and optimizers; all ranks call it.
+
+        Tensors and primitives only. Tensors may be views of the memory in use.
+        """
+        self.algorithm.settle()
+        return {
+            "rank": dist.get_rank(),
+            "world_size": dist.get_world_size(),
+            "shared": self.algorithm.state_dict(),
+            "residuals": dict(self.algorithm.residuals()),
+            "own": self.algorithm.own_state(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what `state_dict` gave on this rank, after `open` and before `bind`; all ranks call it."""
+        mine = dist.get_rank(), dist.get_world_size()
+        if (state["rank"], state["world_size"]) != mine:
+            raise ValueError(
+                f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "
+                f"{mine[1]}: give each rank what it saved itself, and start as many"
+            )
+        self.algorithm.load_own_state(state["own"])
+        self.algorithm.load_state_dict(state["shared"])
+        self.algorithm.load_residuals(state["residuals"])
+
+    # Errors
+
+    @property
+    def lifeline(self) -> Lifeline | None:
+        """This rank's line to the store, while peers are connected."""
+        return None if self._peers is None else self._peers.lifeline
+
+    def _waits_in_vain(self) -> bool:
+        return self.lifeline is not None and self.lifeline.news(self.place) is not None
+
+    @contextmanager
+    def naming_lost_peers(self) -> Generator[None, None, None]:
+        """Around a collective of torch's: it ends when ranks wait in vain, and its error names who was lost."""
+        try:
+            with nullcontext() if self._watch is None else self._watch.over():
+                yield
+        except RuntimeError as error:
+            if self._peers is None or not _is_of_a_connection(error):
+                raise
+            raise self._peers.explain(error, self.place) from error
+
+    def tell(self, exception: BaseException) -> None:
+        """This rank ends in an exception: tell the others why. No collective. A broken connection gets words."""
+        if self._peers is None:
+            return
+        if _is_of_a_connection(exception):  # a collective that nobody has put under `naming_lost_peers`
+            exception.args = (f"{self._peers.explain(exception, self.place)}",)
+        self._peers.abort(last_words(exception))
+
+
+def last_words(exception: BaseException) -> str:
+    """What other ranks are told."""
+    return f"{type(exception).__name__}: {exception}"[:500]
+
+
+def _is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
+    if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
+        return False
+    # gloo throws plain RuntimeErrors that name its source files, or their first line
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("/gloo/", "gloo::", "pair closure"))
