@@ -104,10 +104,10 @@ class Outcome:
 
 def feeds_back(algorithm: Algorithm | None) -> bool:
     """Whether it keeps what its codec loses, `error_feedback=None` resolved."""
-    codec, asked = getattr(algorithm, "codec", None), getattr(algorithm, "error_feedback", None)
+    codec = getattr(algorithm, "codec", None)
     if isinstance(algorithm, AllReduce) and isinstance(codec, Codec) and codec.lossless:
         return False
-    return bool(codec.error_feedback if asked is None and isinstance(codec, Codec) else asked)
+    return bool(getattr(algorithm, "error_feedback", None))
 
 
 def described(algorithm: Algorithm | None) -> str:

@@ -611,10 +611,6 @@ class Spy(Codec):
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         out.add_(wire.view(out.dtype)) if add else out.copy_(wire.view(out.dtype))
 
-    def relay(self, *tensors: Tensor, seed: int = 0, **options: Any) -> None:
-        self.note("relay", seed)
-        super().relay(*tensors, seed=seed, **options)
-
     def reduce(self, wires: Sequence[Tensor], *tensors: Tensor, seed: int = 0, **options: Any) -> None:
         self.note("reduce", seed)
         super().reduce(wires, *tensors, seed=seed, **options)
@@ -645,9 +641,9 @@ def _seeds(collective: Collective, shared: bool, stops: tuple[int, ...] = ()) ->
             for bucket, numel in NUMELS.items():
                 seen = [(method, seed, places) for method, name, seed, places in SEEN if name == bucket]
                 methods = {method for method, _, _ in seen}
-                assert methods >= {"encode", "relay" if isinstance(collective, Ring) else "reduce", "prepare_"}
+                assert methods >= {"encode", "reduce", "prepare_"}
                 # one seed, and under it each place once
-                [encoding[step, bucket]] = {s for method, s, _ in seen if method in ("encode", "relay", "reduce")}
+                [encoding[step, bucket]] = {s for method, s, _ in seen if method in ("encode", "reduce")}
                 [preparing[step, bucket]] = {s for method, s, _ in seen if method in ("prepare_", "restore_")}
                 encoded = chain.from_iterable(places for method, _, places in seen if method == "encode")
                 assert sorted(encoded) == list(range(numel))

@@ -141,10 +141,8 @@ def test_adding_relaying_and_reducing_are_decoding_and_encoding(codec: Codec) ->
         expected = total if many else inputs[0] + decoded(codec, wires[0], numel)
         lost, expected_lost = torch.full((numel,), 1e9), torch.full((numel,), 2e9)
         wire = torch.empty_like(wires[0])
-        if many:
-            codec.reduce(wires, inputs[0].clone(), wire, lost=lost, seed=3, offset=codec.block)
-        else:
-            codec.relay(wires[0], inputs[0].clone(), wire, lost=lost, seed=3, offset=codec.block)
+        arrived = wires if many else wires[:1]
+        codec.reduce(arrived, inputs[0].clone(), wire, lost=lost, seed=3, offset=codec.block)
         assert torch.equal(wire, encoded(codec, expected, expected_lost, seed=3, offset=codec.block))
         assert torch.equal(lost, expected_lost)
 

@@ -30,7 +30,6 @@ class Codec(ABC):
     """
 
     block: int = 1  # chunks and segments are cut on multiples of it
-    error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
     hop_by_hop: bool = True  # can a partial sum be encoded again at each hop of a ring?
     shares_seed: bool = False  # do all ranks encode with the same seed?
     adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?
@@ -56,22 +55,6 @@ class Codec(ABC):
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write (or with `add`, add) the values in `wire` to `out`."""
 
-    def relay(
-        self,
-        wire_in: Tensor,
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """One hop of a ring: encode `values + decoded wire_in`.
-
-        `values` may be used as scratch; `wire_out` shares no memory with `wire_in`.
-        """
-        self.reduce((wire_in,), values, wire_out, lost=lost, seed=seed, offset=offset)
-
     def reduce(
         self,
         wires: Sequence[Tensor],
@@ -82,7 +65,7 @@ class Codec(ABC):
         seed: int = 0,
         offset: int = 0,
     ) -> None:
-        """The owner's hop of `Direct`: encode the sum of `values` and then `wires`, in that order of addition.
+        """Add what arrived and send it on: encode the sum of `values` and then `wires`, in that order of addition.
 
         `values` may be used as scratch; `wire_out` shares no memory with `wires`.
         """

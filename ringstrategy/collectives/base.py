@@ -80,24 +80,6 @@ def mean_(
         residual.copy_(lost)
 
 
-def prepare_piece_(values: Tensor, residual: Tensor | None, lost: Tensor | None, codec: Codec, seed: int) -> None:
-    """Before a piece is first encoded or added to.
-
-    `lost` too, so that what the encode leaves as it was comes back through `restore_lost_` as it was.
-    """
-    if residual is not None:
-        values.add_(residual)
-    codec.prepare_(values, seed)
-    if lost is not None:
-        codec.prepare_(lost, seed)
-
-
-def restore_lost_(codec: Codec, lost: Tensor | None, seed: int) -> None:
-    """Turn what an encode lost back into parameter space."""
-    if lost is not None:
-        codec.restore_(lost, seed)
-
-
 def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:
     """Cut [begin, end) into `parts` runs whose inner edges lie whole blocks from `begin`; some may be empty."""
     blocks = -(-(end - begin) // block)

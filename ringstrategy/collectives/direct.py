@@ -9,14 +9,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import (
-    Collective,
-    check_segments,
-    cut_chunks,
-    prepare_piece_,
-    restore_lost_,
-    wire_stride,
-)
+from ringstrategy.collectives.base import Collective, check_segments
+from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.transport.base import Handle, Peers
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
@@ -55,34 +49,14 @@ class Direct(Collective):
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
             return
-        chunks = cut_chunks(values, size, self.segments, codec.block)
-        count = len(chunks[0])
-        own_seed = codec.own_seed(seed, rank)
-        in_place = codec.raw(values) is not None
-        stride = wire_stride(chunks, codec, values)
-        leaving = peers.scratch("direct.leaving", 0 if in_place else size * count * stride, values.device)
+        pieces = Pieces(values, size, self.segments, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        count, stride = pieces.count, pieces.stride
+        leaving = peers.scratch("direct.leaving", 0 if pieces.in_place else size * count * stride, values.device)
         filling = peers.scratch("direct.filling", size * count * stride, values.device)
 
-        def part(chunk: int, k: int) -> Tensor:
-            begin, end = chunks[chunk][k]
-            return values[begin:end]
-
-        def part_of(whole: Tensor | None, chunk: int, k: int) -> Tensor | None:
-            begin, end = chunks[chunk][k]
-            return None if whole is None else whole[begin:end]
-
-        def wire(store: Tensor, peer: int, chunk: int, k: int) -> Tensor:
-            begin, end = chunks[chunk][k]
-            place = (peer * count + k) * stride
-            return store[place : place + codec.nbytes(end - begin, values.dtype)]
-
-        def prepare(chunk: int, k: int) -> None:
-            prepare_piece_(part(chunk, k), part_of(residual, chunk, k), part_of(lost, chunk, k), codec, seed)
-
-        def deliver(wire: Tensor, part: Tensor) -> None:
-            if not in_place:
-                codec.decode(wire, part)
-                codec.restore_(part, seed)
+        def memory(store: Tensor, peer: int, k: int) -> Tensor:
+            """For a piece that goes to `peer`, or comes from there."""
+            return store[(peer * count + k) * stride :]
 
         pairs = peers.pairs()
         in_turn = count > 1 and stride >= _LONG
@@ -98,48 +72,33 @@ class Direct(Collective):
             while any(segment == k for segment, _ in under_way):
                 under_way.popleft()[1].wait()
 
+        # Everyone's parts to their owners.
         for batch in batches:
             for k in range(count):
                 for target, source in batch:
-                    prepare(target, k)
-                    out = codec.raw(part(target, k))
-                    if out is None:
-                        out, rest = wire(leaving, target, target, k), part_of(lost, target, k)
-                        codec.encode(part(target, k), out, lost=rest, seed=own_seed, offset=chunks[target][k][0])
-                    post(k, target, out, source, wire(filling, source, rank, k))
-                    restore_lost_(codec, part_of(lost, target, k), seed)
-
-        def add_up(k: int) -> Tensor:
-            """The wire of this rank's chunk, all ranks' sum."""
-            arrived = [wire(filling, peer, rank, k) for peer in range(size) if peer != rank]
-            own = part(rank, k)
-            out = codec.raw(own)
-            if out is None:
-                out = wire(leaving, rank, rank, k)
-                codec.reduce(arrived, own, out, lost=part_of(lost, rank, k), seed=own_seed, offset=chunks[rank][k][0])
-                return out
-            for summand in arrived:
-                codec.decode(summand, own, add=True)
-            return out
+                    pieces.prepare_(target, k)
+                    out = pieces.encode(target, k, memory(leaving, target, k))
+                    post(k, target, out, source, pieces.wire(rank, k, memory(filling, source, k)))
+                    pieces.restore_lost_(target, k)
 
         def share(k: int, batch: list[tuple[int, int]]) -> None:
             for target, source in batch:
-                landing = codec.raw(part(source, k))
-                arriving = wire(filling, source, source, k) if landing is None else landing
-                post(k, target, sums[k], source, arriving)
+                post(k, target, sums[k], source, pieces.landing(source, k, memory(filling, source, k)))
 
         def take(k: int, batch: list[tuple[int, int]]) -> None:
             for _, source in batch:
-                deliver(wire(filling, source, source, k), part(source, k))
+                pieces.deliver_(source, k, pieces.wire(source, k, memory(filling, source, k)))
 
+        # This rank's chunk: all ranks' sum, which goes to everyone.
         sums: list[Tensor] = []
         for k in range(count):
-            prepare(rank, k)
+            pieces.prepare_(rank, k)
             wait(k)
-            sums.append(add_up(k))
+            arrived = [pieces.wire(rank, k, memory(filling, peer, k)) for peer in range(size) if peer != rank]
+            sums.append(pieces.add_and_encode(rank, k, arrived, memory(leaving, rank, k)))
             share(k, batches[0])
-            restore_lost_(codec, part_of(lost, rank, k), seed)
-            deliver(sums[k], part(rank, k))
+            pieces.restore_lost_(rank, k)
+            pieces.deliver_(rank, k, sums[k])
         for before, batch in pairwise(batches):
             for k in range(count):
                 wait(k)

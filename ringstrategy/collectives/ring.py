@@ -7,14 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import (
-    Collective,
-    check_segments,
-    cut_chunks,
-    prepare_piece_,
-    restore_lost_,
-    wire_stride,
-)
+from ringstrategy.collectives.base import Collective, check_segments
+from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.transport.base import Handle, Peers
 
 
@@ -55,93 +49,51 @@ class Ring(Collective):
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
             return
-        chunks = cut_chunks(values, size, self.segments, codec.block)
-        count = len(chunks[0])
-        own_seed = codec.own_seed(seed, rank)
-        in_place = codec.raw(values) is not None
-        after, before = (rank + 1) % size, (rank - 1) % size
-
+        pieces = Pieces(values, size, self.segments, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        each = range(pieces.count)
         # Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory
         # is written again, because a handle covers the send and the receive that were posted together.
-        stride = wire_stride(chunks, codec, values)
-        leaving = _wires(peers, "ring.leaving", count, 0 if in_place else stride, values)
-        filling = _wires(peers, "ring.filling", count, stride, values)
+        leaving = _wires(peers, "ring.leaving", pieces.count, 0 if pieces.in_place else pieces.stride, values)
+        filling = _wires(peers, "ring.filling", pieces.count, pieces.stride, values)
 
-        def piece(chunk: int, k: int) -> tuple[Tensor, int, int]:
-            begin, end = chunks[chunk % size][k]
-            return values[begin:end], begin, codec.nbytes(end - begin, values.dtype)
+        def pass_on(wire: Tensor, arriving: Tensor) -> Handle:
+            return peers.swap((rank + 1) % size, wire, (rank - 1) % size, arriving)
 
-        def send(wire: Tensor, arriving: Tensor) -> Handle:
-            return peers.swap(after, wire, before, arriving)
-
-        def part_of(whole: Tensor | None, chunk: int, k: int) -> Tensor | None:
-            begin, end = chunks[chunk % size][k]
-            return None if whole is None else whole[begin:end]
-
-        # Preparing and restoring a segment stand where the wire is busy with others.
-        def prepare(chunk: int, k: int) -> None:
-            part = piece(chunk, k)[0]
-            prepare_piece_(part, part_of(residual, chunk, k), part_of(lost, chunk, k), codec, seed)
-
-        def hop(chunk: int, k: int, *, add: bool) -> Tensor:
-            """The wire that leaves: this rank's partial sum of a segment, after adding what arrived."""
-            part, begin, nbytes = piece(chunk, k)
-            if in_place:
-                if add:
-                    codec.decode(filling[k][:nbytes], part, add=True)
-                return _raw(codec, part)
-            wire = leaving[k][:nbytes]
-            if add:
-                codec.relay(filling[k][:nbytes], part, wire, lost=part_of(lost, chunk, k), seed=own_seed, offset=begin)
-            else:
-                codec.encode(part, wire, lost=part_of(lost, chunk, k), seed=own_seed, offset=begin)
-            return wire
-
-        def landing(chunk: int, k: int) -> Tensor:
-            """Where a finished segment arrives."""
-            part, _, nbytes = piece(chunk, k)
-            return _raw(codec, part) if in_place else filling[k][:nbytes]
-
-        def deliver(wire: Tensor, part: Tensor) -> None:
-            codec.decode(wire, part)
-            codec.restore_(part, seed)
-
+        # Reduce-scatter. Preparing and restoring a segment stand where the wire is busy with others.
         handles: list[Handle] = []
-        for k in range(count):
-            prepare(rank, k)
-            handles.append(send(hop(rank, k, add=False), filling[k][: piece(rank - 1, k)[2]]))
-            restore_lost_(codec, part_of(lost, rank, k), seed)
-        for step in range(1, size - 1):
-            for k in range(count):
-                prepare(rank - step, k)
+        for k in each:
+            pieces.prepare_(rank, k)
+            wire = pieces.encode(rank, k, leaving[k])
+            handles.append(pass_on(wire, pieces.wire(rank - 1, k, filling[k])))
+            pieces.restore_lost_(rank, k)
+        for chunk in range(rank - 1, rank - size + 1, -1):
+            for k in each:
+                pieces.prepare_(chunk, k)
                 handles[k].wait()
-                wire = hop(rank - step, k, add=True)
-                handles[k] = send(wire, filling[k][: piece(rank - step - 1, k)[2]])
-                restore_lost_(codec, part_of(lost, rank - step, k), seed)
-        for k in range(count):
-            prepare(rank + 1, k)
+                arrived = pieces.wire(chunk, k, filling[k])
+                wire = pieces.add_and_encode(chunk, k, (arrived,), leaving[k])
+                handles[k] = pass_on(wire, pieces.wire(chunk - 1, k, filling[k]))
+                pieces.restore_lost_(chunk, k)
+
+        # This rank owns the next chunk.
+        own = rank + 1
+        for k in each:
+            pieces.prepare_(own, k)
             handles[k].wait()
-            wire = hop(rank + 1, k, add=True)
-            handles[k] = send(wire, landing(rank, k))
-            restore_lost_(codec, part_of(lost, rank + 1, k), seed)
-            if not in_place:
-                deliver(wire, piece(rank + 1, k)[0])
-        for step in range(1, size):
-            for k in range(count):
+            wire = pieces.add_and_encode(own, k, (pieces.wire(own, k, filling[k]),), leaving[k])
+            handles[k] = pass_on(wire, pieces.landing(own - 1, k, filling[k]))
+            pieces.restore_lost_(own, k)
+            pieces.deliver_(own, k, wire)
+
+        # All-gather.
+        for chunk in range(own - 1, own - size, -1):
+            for k in each:
                 handles[k].wait()
-                part = piece(rank + 1 - step, k)[0]
-                wire = landing(rank + 1 - step, k)
+                wire = pieces.landing(chunk, k, filling[k])
                 filling[k], leaving[k] = leaving[k], filling[k]
-                if step < size - 1:
-                    handles[k] = send(wire, landing(rank - step, k))
-                if not in_place:
-                    deliver(wire, part)
-
-
-def _raw(codec: Codec, part: Tensor) -> Tensor:
-    wire = codec.raw(part)
-    assert wire is not None
-    return wire
+                if chunk > own - size + 1:
+                    handles[k] = pass_on(wire, pieces.landing(chunk - 1, k, filling[k]))
+                pieces.deliver_(chunk, k, wire)
 
 
 def _wires(peers: Peers, name: str, count: int, stride: int, values: Tensor) -> list[Tensor]:

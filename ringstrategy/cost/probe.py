@@ -207,7 +207,7 @@ def codec_cost(
 
         def relay(repeat: int) -> None:
             values, lost = fed(repeat)
-            codec.relay(wires[0], values, wires[1], lost=lost)
+            codec.reduce((wires[0],), values, wires[1], lost=lost)
 
         return [
             encode,
