@@ -17,7 +17,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from ringstrategy.kernels.triton import formats
 from ringstrategy.kernels.triton.buckets import _pack_kernel, _unpack_kernel
-from ringstrategy.kernels.triton.decode import _decode_kernel, _mix_kernel
+from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
 from ringstrategy.kernels.triton.formats import LAUNCH
 from ringstrategy.kernels.triton.rotate import ROWS, _rotate_kernel
@@ -46,11 +46,11 @@ N, SEED = 2**20 + 3, 2**60 + 7
 ENCODE = {"encode": None, "relay": U8, "reduce": I64}  # dtype of the payloads
 CASES = [
     *(("sm_90", "encode", name) for name in FORMATS),
-    *(("sm_90", kernel, name) for kernel in ("relay", "reduce", "mix") for name in ("int8", "sign")),
+    *(("sm_90", kernel, name) for kernel in ("relay", "reduce") for name in ("int8", "sign")),
     *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
     *(("sm_90", kernel, "rotated") for kernel in ("pack", "unpack", "rotate")),
     ("sm_90", "pack", "plain"),
-    *(("sm_90", kernel, "int8 of one value") for kernel in ("encode", "relay", "decode", "mix")),
+    *(("sm_90", kernel, "int8 of one value") for kernel in ("encode", "relay", "decode")),
     *(("sm_90", "encode", f"{name} losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
     *(("sm_90", "relay", f"{name} losing nothing") for name in ("int8", "e4m3")),
     *(("sm_90", "reduce", f"{name} losing nothing") for name in ("gaussian4", "sign")),
@@ -62,7 +62,7 @@ CASES = [
     ("gfx942", "encode", "int8"),
     ("gfx942", "relay", "gaussian4"),
     ("gfx942", "reduce", "int4"),
-    ("gfx942", "mix", "e4m3"),
+    ("gfx942", "decode", "e4m3"),
     ("gfx942", "pack", "rotated"),
     ("gfx942", "unpack", "plain"),
 ]
@@ -80,8 +80,7 @@ def compiled(target, kernel, case, monkeypatch):
     n = 1 if case.endswith("of one value") else N
     kind = getattr(torch, case.split()[-1]) if "float16" in case else F32
     jitted, arguments = {
-        "decode": (_decode_kernel, (U8, kind, kind, n, 1.0, fmt, 2)),
-        "mix": (_mix_kernel, (F32, I64, F32, n, 3, 0.25, fmt, 2)),
+        "decode": (_decode_kernel, (U8, kind, kind, n, fmt, 2)),
         "pack": (_pack_kernel, (I64, I64, I32, I32, F32, F32, signs, N, 0.25, ROWS)),
         "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, signs, N, ROWS)),
         "rotate": (_rotate_kernel, (F32, F32, N, ROWS, False)),

@@ -9,6 +9,7 @@ tiles.py; `place` is that of each block among the bucket's; headers are float32 
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,18 +18,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringstrategy.kernels import layout
+
 LARGEST_BLOCK = 8192  # a block lies in the registers of one program
 # 128 threads; each operation rounds, as in torch
 LAUNCH: dict[str, Any] = {"num_warps": 4 if torch.version.hip is None else 2, "enable_fp_fusion": False}
 _TILE = 512  # values of a tile, 16 bytes of float32 a thread
 
-# steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
-_STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
+
+def _bits(number: float) -> int:
+    """Of a positive float32, as an integer."""
+    return int(struct.unpack("i", struct.pack("f", number))[0])
+
 
 _NAN = tl.constexpr(0x7FC00000)
-_LARGEST = tl.constexpr(0x7F7E0000)  # 1.984375 * 2^127: from here up, a scale rounded up could overflow
+_LARGEST = tl.constexpr(_bits(layout.LARGEST))  # from here up, a scale rounded up could overflow
 _INFINITY = tl.constexpr(0x7F800000)
-_SMALLEST_NORMAL = tl.constexpr(0x00800000)
+_SMALLEST_NORMAL = tl.constexpr(_bits(layout.SMALLEST_SCALE))
+_SMALLEST_STEP = tl.constexpr(layout.SMALLEST_SCALE)
+_LARGEST_STEP = tl.constexpr(layout.LARGEST_STEP)
 _TO_INTEGER = tl.constexpr(
     12582912.0
 )  # 1.5 * 2^23: adding it rounds, halves to even, and the low bits hold the integer
@@ -142,7 +150,9 @@ def sign(block: int = 256) -> Format:
 
 def gaussian(bits: int, block: int = 256) -> Format:
     """Odd multiples of a scale, spaced as is best for normal values; `bits` 1 to 7."""
-    return Format(block, bits, _to_gaussian, _from_gaussian, _STEPS[bits] * math.sqrt(math.pi / 2), 1 << (bits - 1))
+    return Format(
+        block, bits, _to_gaussian, _from_gaussian, layout.GAUSSIAN_STEPS[bits] * math.sqrt(math.pi / 2), 1 << (bits - 1)
+    )
 
 
 @triton.jit
@@ -329,7 +339,7 @@ def _to_gaussian(
     tiles, exists, length, seed, place, FORMAT: tl.constexpr
 ):  # u = clamp(floor(v)) + 2^(bits-1), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
     distance = mean_magnitude(tiles, length) * FORMAT.unit
-    tiny = distance < 2.0**-126
+    tiny = distance < _SMALLEST_STEP
     inverse = tl.div_rn(1.0, tl.where(tiny, 1.0, distance))
     v = _scaled(tiles, tl.where(tiny, 0.0, inverse))
     near = rounded(v, 0, 0, False)
@@ -344,7 +354,7 @@ def _to_gaussian(
         products = products + (v[t] * (2 * code - ((1 << FORMAT.bits) - 1)).to(tl.float32),)
     projection = tl.div_rn(sum_rows(squares), sum_rows(products))
     scale = tl.where(tiny, 0.0, nearest_scale(distance * projection))
-    return codes, tl.where(distance < 2.0**110, scale, float("nan")), tl.zeros_like(distance)
+    return codes, tl.where(distance < _LARGEST_STEP, scale, float("nan")), tl.zeros_like(distance)
 
 
 @triton.jit

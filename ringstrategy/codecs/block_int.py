@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.blocked import LARGEST, Blocked, bounding_scale, check_bits, check_block
+from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_bits, check_block
 from ringstrategy.codecs.noise import add_noise_
+from ringstrategy.kernels.layout import LARGEST
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.scratch import scratch
+from ringstrategy.kernels.layout import LARGEST, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format
 
 TILE = 1 << 19  # values worked on at once: enough to hide the cost of a torch call, few enough for a core's cache
-SMALLEST_SCALE = 2.0**-126  # the smallest normal float32, so that 1 / scale is finite
-LARGEST = 1.984375 * 2.0**127  # below it, the largest code times a scale that was rounded up is finite
 _PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 

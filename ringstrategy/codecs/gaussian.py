@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.blocked import SMALLEST_SCALE, Blocked, check_bits, check_block, mean_magnitude
+from ringstrategy.codecs.blocked import Blocked, check_bits, check_block, mean_magnitude
 from ringstrategy.codecs.scratch import scratch
+from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, SMALLEST_SCALE
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format
-
-# steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
-STEPS = {1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041, 7: 0.0569}
-
-LARGEST_STEP = 2.0**110  # below it, all that is decoded is finite
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class Gaussian(Blocked):
 
     def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
         """The step; `quantize` makes it the scale."""
-        step = mean_magnitude(blocks) * (STEPS[self.bits] * math.sqrt(math.pi / 2))
+        step = mean_magnitude(blocks) * (GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2))
         step = torch.where(step < SMALLEST_SCALE, 0.0, step)
         return (torch.where(step < LARGEST_STEP, step, torch.nan),)
 
