@@ -10,13 +10,16 @@ trains := $(VENV)/.trains
 installed := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint format types bench gpu clean
+.PHONY: help train demo test lint format types bench gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(trains)  ## train on real data, 2 processes over the ring
-	"$(VENV)/bin/ringstrategy-train" $(ARGS)
+train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, with ddp beside it
+	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),-m strategy=ddp,ring_int8)
+
+demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
+	"$(py)" benchmarks/demo.py $(ARGS)
 
 test: $(installed)  ## run the tests
 	"$(py)" -m pytest $(ARGS)

@@ -206,7 +206,7 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Mea
         for place in range(len(cases)):
             case = cases[(place + round_) % len(cases)]
             case.prepare()
-            sent, waited, counted = case.bytes_sent(), case.waited(), _interface_bytes()
+            sent, waited, counted = case.bytes_sent(), case.waited(), interface_bytes()
             dist.barrier()
             start = time.perf_counter()
             case.run()
@@ -214,7 +214,7 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> dict[str, Mea
             now, waited_now = case.bytes_sent(), case.waited()
             bytes_sent = None if now is None or sent is None else now - sent
             slowest = max_over_ranks(elapsed)  # and by now nothing is left in any queue
-            bytes_at_interface = None if counted is None else (_interface_bytes() or 0) - counted
+            bytes_at_interface = None if counted is None else (interface_bytes() or 0) - counted
             if round_ >= warmup:
                 measured[case.name].seconds.append(slowest / case.steps)
                 measured[case.name].bytes_sent = _max_count(bytes_sent, case.steps)
@@ -358,7 +358,7 @@ def shown(value: float | None, form: str, scale: float = 1.0) -> str:
     return "-" if value is None else form.format(value * scale)
 
 
-def _interface_bytes() -> int | None:
+def interface_bytes() -> int | None:
     """Bytes this host has sent, as its kernel counts them; None on loopback, which all ranks share."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     counters = Path("/proc/self/net/dev")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -72,6 +73,17 @@ def test_collectives_on_loopback(tmp_path):
     assert rows["ring fp16"]["bytes_sent"] == rows["ring bf16"]["bytes_sent"] == 2**19
     assert rows["gloo fp32"]["bytes_sent"] is None
     assert rows["native identity"]["bytes_sent"] is None
+
+
+def test_the_demo_on_loopback():
+    command = ["demo.py", "--rate", "loopback", "--steps", "3", "--strategies", "ddp,ring_int8"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=120
+    )
+    rows = [re.findall(r"[\w.]+", line) for line in done.stdout.splitlines() if "│" in line]
+    assert [row[0] for row in rows] == ["ddp", "ring_int8"]
+    assert all(float(row[1]) > 0 for row in rows)
+    assert rows[0][2] == "1.00"
 
 
 def test_a_training_step(ranks, tmp_path):
