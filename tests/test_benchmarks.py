@@ -76,10 +76,9 @@ def test_collectives_on_loopback(tmp_path):
 
 
 def test_the_demo_on_loopback():
-    command = ["demo.py", "--rate", "loopback", "--steps", "3", "--strategies", "ddp,ring_int8"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=BENCHMARKS, capture_output=True, text=True, check=True, timeout=120
-    )
+    command = [sys.executable, "demo.py", "--rate", "loopback", "--steps", "3", "--strategies", "ddp,ring_int8"]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
     rows = [re.findall(r"[\w.]+", line) for line in done.stdout.splitlines() if "│" in line]
     assert [row[0] for row in rows] == ["ddp", "ring_int8"]
     assert all(float(row[1]) > 0 for row in rows)

@@ -30,6 +30,7 @@ class Codec(ABC):
     """
 
     block: int = 1  # chunks and segments are cut on multiples of it
+    error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
     hop_by_hop: bool = True  # can a partial sum be encoded again at each hop of a ring?
     shares_seed: bool = False  # do all ranks encode with the same seed?
     adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?

@@ -51,6 +51,11 @@ class Rotated(Codec):
         """The inner codec's."""
         return self.codec.block
 
+    @property
+    def error_feedback(self) -> bool:  # type: ignore[override]
+        """The inner codec's."""
+        return self.codec.error_feedback
+
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """The inner codec's."""
         return self.codec.nbytes(numel, dtype)

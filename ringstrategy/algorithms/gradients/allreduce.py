@@ -91,4 +91,4 @@ class AllReduce(Synchronous):
         """Do buckets of this codec keep residuals?"""
         if codec.lossless:
             return self.delivers
-        return bool(self.error_feedback)
+        return codec.error_feedback if self.error_feedback is None else self.error_feedback
