@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from ringstrategy import AllReduce, Gossip, Identity, PeerLostError, PlanMismatchError, RingStrategy
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Star
+from ringstrategy.transport import lifeline
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.lifeline import Lifeline
 
@@ -289,6 +290,7 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[...
 
 
 def _uneven(name: str, validates: bool, normed: bool) -> None:
+    lifeline.DOUBT_SECONDS = 4.0
     mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
     layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
     strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))

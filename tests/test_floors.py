@@ -120,6 +120,21 @@ print(strategy.algorithm.codec, "gossip" in StrategyRegistry)
     assert "BlockInt(bits=8" in done.stdout
 
 
+@pytest.mark.timeout(60)
+def test_a_package_that_is_imported_anew_registers_too() -> None:
+    code = """
+import sys, ringstrategy
+assert ringstrategy.topologies.RingGraph() is not None
+for name in [name for name in sys.modules if name.split(".")[0] == "ringstrategy"]:
+    del sys.modules[name]
+import ringstrategy, lightning
+strategy = lightning.Trainer(strategy="ring", accelerator="cpu", devices=2, logger=False).strategy
+print(isinstance(strategy, ringstrategy.RingStrategy))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd="/")
+    assert done.stdout.strip().endswith("True"), done.stderr
+
+
 def test_public_names_are_all_there() -> None:
     import ringstrategy
 

@@ -211,6 +211,73 @@ def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:
     ranks(2, _refuses)
 
 
+def _alone() -> None:
+    with process_group():
+        plain, alone = model(), model()
+        optimizer = torch.optim.SGD(plain.parameters(), 0.05, momentum=0.9)
+        for inputs, targets in batches():
+            optimizer.zero_grad()
+            nn.functional.mse_loss(plain(inputs), targets).backward()
+            optimizer.step()
+        with opened(alone, PowerSGD()) as (session, optimizer):
+            train(session, optimizer, batches())
+            with session.consensus():
+                assert all(map(torch.equal, values(alone), values(plain)))
+            assert (session.stats.steps, session.stats.bytes_sent) == (6, 0)
+
+
+def test_one_rank_trains_as_without(ranks: Pool) -> None:
+    ranks(1, _alone)
+
+
+def _looks_twice() -> None:
+    """Who looks while somebody looks already ends nothing."""
+    with process_group():
+        module = model()
+        with opened(module, Gossip(interval=2)) as (session, optimizer):
+            train(session, optimizer, batches(3))
+            own = values(module)
+            with session.consensus():
+                mean = values(module)
+                with session.consensus():
+                    pass
+                assert all(map(torch.equal, values(module), mean))
+            assert all(map(torch.equal, values(module), own))
+
+
+def test_looking_may_be_nested(ranks: Pool) -> None:
+    ranks(2, _looks_twice)
+
+
+def _own_head() -> None:
+    """A part that is never averaged may be stepped by other rates, but not where one norm or scale is of all."""
+    with process_group():
+        module = model()
+        for parameter in module[3].parameters():
+            parameter.ring_local = True  # type: ignore[attr-defined]
+        session = Session(module, AllReduce(), timeout=MINUTE)
+        session.open(CPU)
+        session.synchronize()
+        groups = [{"params": module[0].parameters()}, {"params": module[3].parameters(), "lr": 0.1 + dist.get_rank()}]
+        optimizer = torch.optim.SGD(groups, 0.05)
+        session.bind([optimizer])
+        session.compare_optimizers()
+        train(session, optimizer, batches(2))
+        session.close()
+        session = Session(module, AllReduce(), timeout=MINUTE)
+        with pytest.raises(ValueError, match="clipping by norm looks at all gradients"):
+            session.open(CPU, clips_by_norm=True)
+        session.close()
+        with opened(model(), Gossip()) as (gossip, _):
+            state = gossip.state_dict()
+        with opened(model(), Choco()) as (choco, _), pytest.raises(ValueError, match="this state is of Gossip"):
+            choco.load_state_dict(state)
+
+
+def test_local_parts_have_rates_of_their_own(ranks: Pool) -> None:
+    ranks(2, _own_head)
+
+
 def _accumulates() -> list[int]:
     with process_group(), opened(model(), AllReduce(), broadcast_buffers=False) as (session, optimizer):
         sent = []

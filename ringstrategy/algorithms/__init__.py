@@ -1,4 +1,4 @@
-"""Floor 3: what is averaged, and when; an algorithm knows nothing of Lightning."""
+"""What is averaged, and when; an algorithm knows nothing of Lightning."""
 
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm

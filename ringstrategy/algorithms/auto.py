@@ -406,6 +406,10 @@ class Auto(Algorithm):
         self._sparse |= sparse
         return self._inner.adopt(parameters, sparse=sparse)
 
+    def is_local(self, name: str) -> bool:
+        """See `Algorithm.is_local`."""
+        return self._inner.is_local(name)
+
     def compare(self, text: str) -> None:
         """See `Algorithm.compare`."""
         self._inner.compare(text)

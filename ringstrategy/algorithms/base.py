@@ -69,10 +69,14 @@ class Algorithm(ABC):
         one at the same time.
         """
 
-    def compare(self, text: str) -> None:
-        """Lines "name: what it is" of what else must be the same on all ranks, who all call it; after `setup`.
+    def is_local(self, name: str) -> bool:
+        """Is this parameter never averaged? After `setup`, which knows it."""
+        return False
 
-        PlanMismatchError on every rank unless it is.
+    def compare(self, text: str) -> None:
+        """Lines "name: what it is" of what else must be the same where replicas are equal; all ranks call it.
+
+        After `setup`. PlanMismatchError on every rank unless it is; nothing if ranks have parameters of their own.
         """
 
     @abstractmethod

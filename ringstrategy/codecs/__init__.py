@@ -1,4 +1,4 @@
-"""Floor 1: values to bytes and back; a codec knows nothing of ranks."""
+"""Values to bytes and back; a codec knows nothing of ranks."""
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_float8 import BlockFloat8

@@ -35,15 +35,16 @@ from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.watch import Watch
 
 _BROADCAST_BYTES = 250 * 2**20
-_WORLD_OF_ONE = "Session.open needs a process group: call torch.distributed.init_process_group before"
+_NO_GROUP = "Session.open needs a process group: call torch.distributed.init_process_group before"
 
 
 class Session:
     """A module's training on all ranks of the default process group, as one of them sees it.
 
-    Order of calls: `open`, `bind`; then for each batch `begin_batch`, `send_buffers` before the forward,
+    Order of calls: `open`, `synchronize`, `bind`; then for each batch `begin_batch`, `send_buffers` before the forward,
     `before_backward` and `after_backward` around the backward (or `backward`), the optimizer's step, `end_batch`; at
-    last `close`. Steps of torch's optimizers are noticed, whoever calls them; nothing is to be called for them.
+    last `close`, after an `open` that failed too. Steps of torch's optimizers are noticed, whoever calls them; nothing
+    is to be called for them. With one rank nothing is averaged or sent.
 
     Args:
         module: its parameters and buffers, except those that it tells torch DDP to ignore.
@@ -51,7 +52,8 @@ class Session:
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
         stats: counters to add to.
         broadcast_buffers: give every rank rank 0's buffers, where ranks have equal parameters.
-        notice_steps: False: call `after_step` after each step of an optimizer; for optimizers that are none of torch's.
+        notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer; for optimizers
+            that are none of torch's.
 
     Attributes:
         accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
@@ -80,27 +82,41 @@ class Session:
         self._new_parts: NewParts | None = None
         self._noticed = 0  # steps in this batch
         self._known: set[Parameter] = set()  # to the algorithm
+        self._equal: set[Parameter] = set()  # those of them that are the same on all ranks, or mixed
         self._optimizers: Sequence[Optimizer] = ()
         self._optimized: list[set[Parameter]] = []  # by each optimizer, at this batch's beginning
 
     # From open to close
 
-    def open(self, device: torch.device) -> None:
-        """Connect and compare plans; every rank calls it. `device` is where the parameters are.
+    def open(self, device: torch.device, *, scaled_loss: bool = False, clips_by_norm: bool = False) -> None:
+        """Connect and compare plans; every rank calls it.
 
-        PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank.
+        PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank. ValueError if the
+        algorithm cannot be right with a loss scaler, or with clipping by norm.
+
+        Args:
+            device: where the parameters are.
+            scaled_loss: there is a loss scaler.
+            clips_by_norm: gradients are clipped by their norm.
         """
         if not dist.is_initialized():
-            raise RuntimeError(_WORLD_OF_ONE)
+            raise RuntimeError(_NO_GROUP)
+        if dist.get_world_size() == 1:
+            return
         self._peers = connect(device, self._timeout, self.stats)
         if "gloo" in dist.get_backend():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
-        self._known = set(parameters.values())
+        self.algorithm.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+        self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self._before_step, self._after_step)
         self._new_parts = NewParts()
+
+    def _know(self, parameters: Mapping[str, Parameter]) -> None:
+        self._known = set(parameters.values())
+        self._equal = {p for name, p in parameters.items() if not self.algorithm.is_local(name)}
 
     def synchronize(self) -> None:
         """Give every rank rank 0's parameters and buffers."""
@@ -109,12 +125,16 @@ class Session:
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
         """These step the parameters; every rank calls it, with optimizers that are alike where replicas are."""
         self._optimizers = optimizers
-        for optimizer in optimizers:
+        for optimizer in optimizers if self._peers is not None else ():
             self.algorithm.bind(stepped_by(optimizer))
 
     def compare_optimizers(self) -> None:
-        """PlanMismatchError on every rank unless they are of the same classes, with the same options."""
-        self.algorithm.compare("\n".join(options(self._optimizers)))
+        """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
+
+        With gossip ranks may differ.
+        """
+        if self._peers is not None:
+            self.algorithm.compare("\n".join(options(self._optimizers, self._equal)))
 
     def close(self) -> None:
         """Join the communication thread, remove the hooks; no collective. What a checkpoint needs stays."""
@@ -159,7 +179,7 @@ class Session:
         """New parameters get rank 0's values, as those had that it began with."""
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
-        self._known = set(parameters.values())
+        self._know(parameters)
         self._from_rank_0(new)
 
     def end_batch(self, steps: int | None) -> None:
@@ -169,7 +189,7 @@ class Session:
             steps: how many the loop has counted, with those that a user dropped on this rank alone: mixing goes on
                 even so. None: nobody can tell a dropped step from none.
         """
-        while steps is not None and self._noticed < steps:
+        while self._peers is not None and steps is not None and self._noticed < steps:
             self._noticed += 1
             self.algorithm.after_step(stepped_by(self._optimizers[0]), False)
         if self.lifeline is not None:
@@ -182,7 +202,8 @@ class Session:
             between: batches, before a validation. No bytes may meet those of the next batch, so a rank that has one
                 more is told of here.
         """
-        if self._broadcast_buffers and self._buffers_due and not self.algorithm.decentralized:
+        sends = self._broadcast_buffers and self._buffers_due and not self.algorithm.decentralized
+        if sends and self._peers is not None:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self.algorithm.compare("the buffers of rank 0")
@@ -199,12 +220,17 @@ class Session:
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError."""
-        same = "" if self.algorithm.decentralized else "\n".join(rates(self._optimizers))
+        if self._peers is None:
+            return
+        same = "" if self.algorithm.decentralized else "\n".join(rates(self._optimizers, self._equal))
         self.algorithm.before_backward(loss, sync=not self.accumulating, scale=scale, same=same)
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        self.algorithm.after_backward()
+        if self._peers is not None:
+            self.algorithm.after_backward()
+        elif not self.accumulating:
+            self.stats.steps += 1
 
     def backward(self, loss: Tensor) -> None:
         """Both, and the backward between them."""
@@ -231,10 +257,16 @@ class Session:
             optimizer: as the caller knows it; it may wrap one of torch's, or be none.
             scale: the loss scale now; None without a loss scaler.
         """
-        assert self._steps is not None
-        before = scale()
-        with self._steps.expecting() as seen:
+        if self._peers is None:
             yield
+            return
+        before = scale()
+        seen: list[Tensor | bool] = []
+        if self._steps is None:
+            yield
+        else:
+            with self._steps.expecting() as seen:
+                yield
         stepped: Tensor | bool
         if seen or announces_steps(optimizer):
             stepped = any_of(seen)
@@ -261,6 +293,8 @@ class Session:
 
     def check_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged."""
+        if self._peers is None:
+            return
         parameters = stepped_by(optimizer)
         if self._new_parts is not None and self._new_parts.any and not self.algorithm.decentralized:
             for name, parameter in shared_parameters(self.module).items():
@@ -289,11 +323,16 @@ class Session:
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
         """Within, the module has the mean of all ranks, who all enter; then each goes on with its own."""
-        self.enter_consensus()
+        entered = False
         try:
+            entered = self.enter_consensus()
             yield
+        except BaseException:
+            entered = True  # perhaps half-way
+            raise
         finally:
-            self.algorithm.leave_consensus()
+            if entered:
+                self.algorithm.leave_consensus()
 
     def glance(self) -> list[Tensor]:
         """A few values of each parameter and buffer, by which one sees later whether somebody has replaced them."""
@@ -304,28 +343,39 @@ class Session:
     def state_dict(self) -> dict[str, Any]:
         """What this rank must save to go on bit for bit beside the state of module and optimizers; all ranks call it.
 
-        Tensors and primitives only. Tensors may be views of the memory in use.
+        Tensors and primitives only. Tensors may be views of the memory in use, but for the residuals.
         """
         self.algorithm.settle()
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
             "shared": self.algorithm.state_dict(),
-            "residuals": dict(self.algorithm.residuals()),
+            "residuals": {name: value.clone() for name, value in self.algorithm.residuals()},
             "own": self.algorithm.own_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave on this rank, after `open` and before `bind`; all ranks call it."""
+        """Take back what `state_dict` gave on this rank, in place of `synchronize`, before `bind`; all ranks call it.
+
+        ValueError if another rank gave it, or another algorithm, or there is no place for a residual.
+        """
         mine = dist.get_rank(), dist.get_world_size()
         if (state["rank"], state["world_size"]) != mine:
             raise ValueError(
                 f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "
                 f"{mine[1]}: give each rank what it saved itself, and start as many"
             )
-        self.algorithm.load_own_state(state["own"])
+        if self._peers is None:
+            return
+        if not self.algorithm.load_own_state(state["own"]):
+            raise ValueError(f"this state is of {state['own']['of']}, and this run of {self.algorithm}")
         self.algorithm.load_state_dict(state["shared"])
-        self.algorithm.load_residuals(state["residuals"])
+        homeless = self.algorithm.load_residuals(state["residuals"])
+        if homeless:
+            raise ValueError(
+                f"this state has residuals of {', '.join(homeless)}, for which there is no place: give the run the "
+                "model and the algorithm with which it was saved"
+            )
 
     # Errors
 

@@ -47,7 +47,7 @@ def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> 
         return
     texts = _texts(peers, text if details is None else details())
     raise PlanMismatchError(
-        "the ranks differ, so their gradients cannot be averaged: "
+        "the ranks differ, so nothing can be averaged: "
         + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
         + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy, and log what "
         "a scheduler monitors with sync_dist=True"
@@ -92,10 +92,10 @@ def _difference(text: str, reference: str) -> str:
         if any(parameters):
             only_mine, only_theirs = parameters
     if not only_mine:
-        theirs_alone = (
-            f"nothing (is it frozen there?) where rank 0 has '{only_theirs[0].strip()}'" if only_theirs else ""
-        )
-        return theirs_alone or "another order than rank 0"
+        if not only_theirs:
+            return "another order than rank 0"
+        hint = " (is it frozen there?)" if only_theirs[0].startswith(INDENT) else ""
+        return f"nothing{hint} where rank 0 has '{only_theirs[0].strip()}'"
     name = only_mine[0].partition(":")[0]
     same_name = [line for line in only_theirs if line.partition(":")[0] == name]
     if not same_name and not name.startswith(INDENT):

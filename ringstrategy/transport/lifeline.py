@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 
+DOUBT_SECONDS = 30.0  # how long a rank waits between two batches, before it believes that no other will come there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
 _PATIENCE_SECONDS = 60.0  # how long who has failed waits for others that have, and still save what they have
 _POLL_SECONDS = 0.02
@@ -130,7 +131,8 @@ class Lifeline:
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
         self._place: _Place | None = None  # where this rank is, unless within a batch
-        self._doubted_at: float | None = None  # since when it looks as if another one were elsewhere
+        self._doubted_at: float | None = None  # since when it looks as if another one were elsewhere, and waits
+        self._asked_at = 0.0  # last
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
@@ -336,10 +338,14 @@ class Lifeline:
             return here
         if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
             return None
-        # After as much, this rank waits for its next batch. It could still follow there, unless it goes on to wait.
-        self._doubted_at = self._doubted_at or time.monotonic()
-        waits = time.monotonic() - self._doubted_at
-        return f"rank {self._rank} waits for batch {self._batches + 1}" if waits > 2 * GRACE_SECONDS else None
+        # After as much, this rank waits for its next batch, or in a collective of the user's, which may take a while.
+        now = time.monotonic()
+        if self._doubted_at is None or now > self._asked_at + GRACE_SECONDS:
+            self._doubted_at = now  # it did not wait all the time
+        self._asked_at = now
+        return (
+            f"rank {self._rank} waits for batch {self._batches + 1}" if now > self._doubted_at + DOUBT_SECONDS else None
+        )
 
     # Who was lost
 

@@ -143,6 +143,10 @@ class Synchronous(Algorithm):
             slot.gone = slot.parameter not in there
         return gone
 
+    def is_local(self, name: str) -> bool:
+        """See `Algorithm.is_local`."""
+        return name in self._local_names
+
     def compare(self, text: str) -> None:
         """See `Algorithm.compare`."""
         assert self._peers is not None
