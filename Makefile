@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+both := -m strategy=ddp,ring_int8
 
 py := $(VENV)/bin/python
 trains := $(VENV)/.trains
@@ -16,7 +17,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, with ddp beside it
-	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),-m strategy=ddp,ring_int8)
+	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),$(both))
 
 demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
 	"$(py)" benchmarks/demo.py $(ARGS)
