@@ -9,9 +9,10 @@ both := -m strategy=ddp,ring_int8
 py := $(VENV)/bin/python
 trains := $(VENV)/.trains
 installed := $(VENV)/.installed
+documents := $(VENV)/.documents
 
 .DEFAULT_GOAL := help
-.PHONY: help train demo test lint format types bench gpu clean
+.PHONY: help train demo test lint format types docs bench gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -36,6 +37,9 @@ format: $(installed)  ## let ruff mend what it can
 types: $(installed)  ## mypy
 	"$(py)" -m mypy
 
+docs: $(documents)  ## the pages of docs/ as a site, in site/; a broken link is an error
+	"$(py)" -m mkdocs build --strict $(ARGS)
+
 bench: $(trains)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
 	"$(py)" benchmarks/suite.py --short $(ARGS)
 
@@ -48,10 +52,10 @@ gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanit
 	"$(py)" benchmarks/kernels.py $(ARGS)
 
 clean:  ## remove the environment, builds and outputs
-	rm -rf "$(VENV)" build dist outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf "$(VENV)" build dist site outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Stamps: what training needs is installed; and what tests, lint and types need, which contains it.
+# Stamps: what training needs is installed; what tests, lint and types need, which contains it; what the pages need.
 # A stamp holds the checkout it was made for: an environment moved or copied with its folder is installed again.
 ifneq ($(shell cat "$(trains)" 2>/dev/null),$(CURDIR))
 .PHONY: $(trains)
@@ -59,12 +63,17 @@ endif
 ifneq ($(shell cat "$(installed)" 2>/dev/null),$(CURDIR))
 .PHONY: $(installed)
 endif
+ifneq ($(shell cat "$(documents)" 2>/dev/null),$(CURDIR))
+.PHONY: $(documents)
+endif
 
 $(trains): extra := app
 $(installed): extra := dev
-$(trains) $(installed): $(py) pyproject.toml constraints.txt
+$(installed): contains := $(trains)
+$(documents): extra := docs
+$(trains) $(installed) $(documents): $(py) pyproject.toml constraints.txt
 	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(extra)]"
-	@for stamp in "$(trains)" "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
+	@for stamp in $(if $(contains),"$(contains)") "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
 
 $(py):
 	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here: say which Python to use, make PYTHON=/path/to/python3" >&2; exit 1; }

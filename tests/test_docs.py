@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+import ringstrategy
+from ringstrategy import topologies
 from ringstrategy.app.overrides import lengthened
 
 if sys.version_info >= (3, 11):
@@ -79,6 +81,14 @@ def test_named_commands_exist(page):
 def test_named_files_exist(page):
     for link in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+def test_the_reference_has_every_public_name():
+    shown = set(re.findall(r"^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    public = {f"ringstrategy.{name}" for name in ringstrategy.__all__ if name != "__version__"}
+    assert shown == public | {f"ringstrategy.topologies.{name}" for name in topologies.__all__} | {
+        "ringstrategy.session.Session"
+    }
 
 
 def test_hydra_overrides_compose():

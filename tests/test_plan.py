@@ -23,7 +23,7 @@ from ringstrategy.app.plan import candidates, main, parse, plan
 from ringstrategy.cost import CodecCost, Prediction, Work
 from ringstrategy.names import STRATEGIES
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGES = Path(__file__).parents[1] / "docs"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50"]
 SLOW = [*GIVEN, "--rate", "100mbit", "--devices-per-host", "2"]
@@ -168,9 +168,10 @@ def test_the_reference_command_prints_its_table(capsys: pytest.CaptureFixture[st
 # What it says of the loss
 
 
-def test_losses_are_those_of_the_readme() -> None:
+def test_losses_are_those_of_the_accuracy_page() -> None:
     rows = {}
-    for line in README.split("<!-- accuracy: begin")[1].split("<!-- accuracy: end")[0].splitlines():
+    page = (PAGES / "accuracy.md").read_text()
+    for line in page.split("<!-- accuracy: begin")[1].split("<!-- accuracy: end")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         differences = [re.match(r"[+-]\d+\.\d(?= %)", cell) for cell in cells[1:3]]
         if all(differences):
@@ -297,8 +298,9 @@ def test_the_answer_is_one_screen_with_one_recommendation(
     assert ("plain ddp" in "\n".join(lines)) == (given == 'strategy="ddp"')
 
 
-def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", README, re.DOTALL)
+def test_the_planning_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (PAGES / "planning.md").read_text()
+    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
     main(command.split())
     assert capsys.readouterr().out == shown
 

@@ -36,7 +36,7 @@ class FromMatrix(_Given):
     """W as given. Its columns must sum to 1; unless its rows do too, it is for push-sum alone.
 
     Args:
-        matrix: square, W[i][j] is what rank i takes of rank j: nested sequences, an array or a tensor, no weight
+        matrix: square, `W[i][j]` is what rank i takes of rank j: nested sequences, an array or a tensor, no weight
             below 0; from every rank a way must lead to every other.
     """
 
