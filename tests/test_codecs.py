@@ -114,7 +114,10 @@ def test_the_same_arguments_give_the_same_bytes(codec: Codec) -> None:
     assert torch.equal(encoded(codec, values), encoded(codec, values))
     twin = pickle.loads(pickle.dumps(copy.deepcopy(codec)))
     assert twin == codec
-    assert eval(repr(codec), {**vars(ringstrategy), "torch": torch}) == codec
+    assert (
+        eval(repr(codec), {name: getattr(ringstrategy, name) for name in ringstrategy.__all__} | {"torch": torch})
+        == codec
+    )
     assert torch.equal(encoded(twin, values), encoded(codec, values))
 
 

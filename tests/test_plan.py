@@ -23,7 +23,8 @@ from ringstrategy.app.plan import candidates, main, parse, plan
 from ringstrategy.cost import CodecCost, Prediction, Work
 from ringstrategy.names import STRATEGIES
 
-PAGES = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
+ACCURACY, PLANNING = ((DOCS / name).read_text() for name in ("accuracy.md", "planning.md"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 GIVEN = ["--parameters", "10M", "--hosts", "4", "--step-ms", "50"]
 SLOW = [*GIVEN, "--rate", "100mbit", "--devices-per-host", "2"]
@@ -64,7 +65,7 @@ def test_there_are_hierarchies_only_where_there_are_several_hosts_of_several_ran
 
 @pytest.mark.parametrize("strategy", [f'"{name}"' if "(" not in name else name for name in candidates(True)])
 def test_what_is_shown_can_be_pasted(strategy: str) -> None:
-    made = eval(strategy, vars(ringstrategy))
+    made = eval(strategy, {name: getattr(ringstrategy, name) for name in ringstrategy.__all__})
     if strategy == '"ddp"':
         return
     if isinstance(made, str):
@@ -75,7 +76,7 @@ def test_what_is_shown_can_be_pasted(strategy: str) -> None:
 
 @pytest.mark.parametrize("part", [BlockInt(4, scale="minmax"), Direct(segments=2), ringstrategy.Sign()], ids=str)
 def test_code_makes_what_it_was_made_from(part: Codec | Direct) -> None:
-    assert eval(as_code(part), vars(ringstrategy)) == part
+    assert eval(as_code(part), {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}) == part
 
 
 # The same answer each time
@@ -155,7 +156,7 @@ def test_the_reference_command_prints_its_table(capsys: pytest.CaptureFixture[st
     reference.main()
     torch.set_num_threads(threads)
     first, *lines = capsys.readouterr().out.splitlines()
-    scope = {**vars(ringstrategy), **vars(reference)}
+    scope = {**{name: getattr(ringstrategy, name) for name in ringstrategy.__all__}, **vars(reference)}
     exec(first, scope)
     table = eval("{" + "".join(lines) + "}", scope)
     assert table.keys() == reference.CODECS.keys()
@@ -168,10 +169,9 @@ def test_the_reference_command_prints_its_table(capsys: pytest.CaptureFixture[st
 # What it says of the loss
 
 
-def test_losses_are_those_of_the_accuracy_page() -> None:
+def test_losses_are_those_of_the_readme() -> None:
     rows = {}
-    page = (PAGES / "accuracy.md").read_text()
-    for line in page.split("<!-- accuracy: begin")[1].split("<!-- accuracy: end")[0].splitlines():
+    for line in ACCURACY.split("<!-- accuracy: begin")[1].split("<!-- accuracy: end")[0].splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         differences = [re.match(r"[+-]\d+\.\d(?= %)", cell) for cell in cells[1:3]]
         if all(differences):
@@ -298,9 +298,8 @@ def test_the_answer_is_one_screen_with_one_recommendation(
     assert ("plain ddp" in "\n".join(lines)) == (given == 'strategy="ddp"')
 
 
-def test_the_planning_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (PAGES / "planning.md").read_text()
-    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
+def test_the_readme_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    [(command, shown)] = re.findall(r"```bash\nringstrategy-plan (.*)\n```\n\n```text\n(.*?)```", PLANNING, re.DOTALL)
     main(command.split())
     assert capsys.readouterr().out == shown
 
