@@ -49,11 +49,9 @@ class _Rank:
             grad = gradients_.get(name)
             parameter.grad = None if grad is None else grad.clone()
         for bucket in self.buckets:
-            bucket.residuals.begin(None)
             bucket.pack(self.peers.size)
             bucket.launch(self.peers, self.algorithm.collective, _Agreed(), 1000 * self.steps + bucket.index, "")
         for bucket in self.buckets:
-            bucket.residuals.end(lambda slot: slot.name not in unused)
             bucket.unpack(lambda slot: slot.name not in unused)
         self.steps += 1
         return {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
@@ -326,10 +324,8 @@ def test_memory_may_be_laid_out_in_any_order(how: str) -> None:
                 parameter.grad = grad
             del grad  # whoever holds it would see the mean in it, and the bucket could not take its place
             for bucket in me.buckets:
-                bucket.residuals.begin(None)
                 bucket.pack(peers.size)
                 bucket.launch(peers, Ring(), _Agreed(), step, "")
-                bucket.residuals.end(lambda _: True)
                 bucket.unpack(lambda _: True)
             assert parameter.grad is not None
             if how != "not contiguous":  # a view of somebody else's memory, which stays where it is

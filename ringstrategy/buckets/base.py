@@ -1,11 +1,12 @@
-"""What a bucket does: gather gradients, send them, and scatter the means back."""
+"""What a bucket does: gather gradients, send them, scatter the means back, and keep what compression lost of them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
@@ -15,6 +16,9 @@ from ringstrategy.transport.base import Peers, Waitable
 
 class Bucket(ABC):
     """Some parameters whose gradients travel together.
+
+    One exchange is `pack`, `launch`, `unpack`, with `before_backward` and `after_backward` around every backward pass,
+    and `after_step` behind every step of an optimizer. These five move the residuals from state to state.
 
     Args:
         index: place in the order of launches.
@@ -35,20 +39,57 @@ class Bucket(ABC):
     def describe(self) -> str:
         """Everything that must be equal on all ranks, one line a fact."""
 
+    @property
+    def undecided(self) -> bool:
+        """Has an exchange moved residuals, and no optimizer has stepped its gradients yet?"""
+        return self.residuals.undecided
+
+    def before_backward(self) -> None:
+        """A backward begins: the user may have dropped, replaced or scaled means that nobody has stepped."""
+        self.residuals.look()
+
+    def pack(self, size: int, scale: Tensor | None = None) -> None:
+        """Gather the complete gradients, scaled by 1/size; residuals wait for the exchange.
+
+        A missing gradient counts as zeros. A frozen parameter keeps its old gradient.
+
+        Args:
+            size: how many ranks.
+            scale: the loss scale that the gradients have, without dimensions and on their device; None: unscaled.
+        """
+        self.residuals.begin(scale)
+        self.gather(size)
+
+    def unpack(self, used: Callable[[Slot], bool]) -> None:
+        """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
+        self.residuals.end(used)
+        self.scatter(used)
+
+    def after_backward(self) -> None:
+        """Gradients are as users will find them."""
+        self.residuals.handed_out()
+
+    def after_step(self, parameters: Collection[Parameter], stepped: Tensor | bool) -> bool:
+        """An optimizer of `parameters` has stepped, or not (a boolean tensor where only the device knows).
+
+        Returns whether that step used any mean of which it was not known yet whether it counts.
+        """
+        return self.residuals.decide(parameters, stepped)
+
     @abstractmethod
-    def pack(self, size: int) -> None:
-        """Gather the gradients, scaled by 1/size. A missing one counts as zeros, a frozen one stays its own."""
+    def gather(self, size: int) -> None:
+        """Copy the gradients to the buffer, scaled by 1/size: see `pack`."""
 
     def take_gradients(self) -> None:
-        """After `pack`: let gradients live in the buffer, where nobody else holds their memory."""
+        """After `gather`: let gradients live in the buffer, where nobody else holds their memory."""
 
     @abstractmethod
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
-        """Start the exchange of what `pack` gathered, once the ranks have `agreed`."""
+        """Start the exchange of what was gathered, once the ranks have `agreed`."""
 
     @abstractmethod
-    def unpack(self, used: Callable[[Slot], bool]) -> None:
-        """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
+    def scatter(self, used: Callable[[Slot], bool]) -> None:
+        """Copy the means to the gradients: see `unpack`."""
 
     def state(self) -> dict[str, Tensor]:
         """What must survive a checkpoint beside residuals, by parameter name; the same on all ranks."""

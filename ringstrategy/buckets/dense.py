@@ -93,13 +93,13 @@ class DenseBucket(Bucket):
         return "\n".join(lines)
 
     @torch.no_grad()
-    def pack(self, size: int) -> None:
-        """See `Bucket.pack`. Copies nothing where the gradient already lives in the buffer."""
+    def gather(self, size: int) -> None:
+        """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer."""
         self.leave_held_memory()
         if self.residual is not None:
             self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
-            self._gather(1 / size)
+            self._gather_in_kernel(1 / size)
             return
         self._padding.zero_()
         for slot in self.slots:
@@ -126,7 +126,7 @@ class DenseBucket(Bucket):
             if slot.trains:  # a frozen one's gradient does not travel
                 slot.take_gradient()
 
-    def _gather(self, scale: float) -> None:
+    def _gather_in_kernel(self, scale: float) -> None:
         """All gradients that are as planned in one launch."""
         from ringstrategy.kernels.triton.buckets import pack
 
@@ -178,8 +178,8 @@ class DenseBucket(Bucket):
         return peers.submit(work, where)
 
     @torch.no_grad()
-    def unpack(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.unpack`."""
+    def scatter(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.scatter`."""
         taken: list[Tensor | None] = []
         for slot, planned in zip(self.slots, self._planned, strict=True):
             taken.append(None)

@@ -52,14 +52,16 @@ class _Handed:
 class Residuals:
     """The residuals of one bucket's parameters, each a `Slot.residual`, in the units of the gradients.
 
-    An exchange is `begin`, what the bucket does, `end`, and `handed_out` once gradients are the means. From `begin` on
-    the parameters are undecided: a checkpoint has their residuals from before. `decide`, after an optimizer's step,
-    looks what has become of the means: the part that was stepped is <gradient now, mean> / <mean, mean>, at some places
-    of each parameter. It counts relative to the largest of late, since who scales or clips every gradient alike scales
-    what comes back with the next one too. `look`, before another backward, does so for means that nobody has stepped.
+    Only the bucket moves them. `begin` starts an exchange and `end` ends it; `handed_out` follows once the gradients
+    are the means. From `begin` on the parameters are undecided: a checkpoint then has the residuals from before.
+    `decide` comes after an optimizer's step and measures which part of each mean was stepped: <gradient now, mean> /
+    <mean, mean>, at some places of each parameter. That part counts relative to the largest one of late, because a user
+    who scales or clips every gradient alike also scales what comes back with the next one. `look` does the same before
+    another backward, for means that nobody has stepped.
 
-    A parameter without a gradient on this rank takes no part: its residual waits aside, so that one unused everywhere
-    comes back bit for bit. Under a loss scaler gradients are in units of the loss scale, and residuals follow it.
+    A parameter without a gradient on this rank takes no part: its residual waits aside, so that a parameter that no
+    rank uses keeps its residual bit for bit. Under a loss scaler gradients are in units of the loss scale, and
+    residuals follow the scale.
 
     Args:
         slots: those without a residual are passed over.

@@ -36,8 +36,8 @@ class SparseBucket(Bucket):
         return f"{BUCKET}{self.index}: sparse\n{parameter}"
 
     @torch.no_grad()
-    def pack(self, size: int) -> None:
-        """See `Bucket.pack`."""
+    def gather(self, size: int) -> None:
+        """See `Bucket.gather`."""
         name, parameter = self.slots[0].name, self.slots[0].parameter
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:
@@ -87,8 +87,8 @@ class SparseBucket(Bucket):
         )
         self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
 
-    def unpack(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.unpack`."""
+    def scatter(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.scatter`."""
         slot = self.slots[0]
         if slot.trains and (slot.parameter.grad is not None or used(slot)):
             slot.parameter.grad = self._mean

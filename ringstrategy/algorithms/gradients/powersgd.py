@@ -173,11 +173,11 @@ class LowRankBucket(Bucket):
         return f"{self._dense.describe()}\n  as factors of rank {self._rank}: {shapes}"
 
     @torch.no_grad()
-    def pack(self, size: int) -> None:
-        """See `Bucket.pack`. Adds the residual in the same pass over the memory."""
+    def gather(self, size: int) -> None:
+        """See `Bucket.gather`. Adds the residual in the same pass over the memory."""
         grads = [slot.parameter.grad for slot in self.slots]
         if self._dense.residual is None or any(grad is not None and grad.is_sparse for grad in grads):
-            self._dense.pack(size)  # which says what to do about a sparse one
+            self._dense.gather(size)  # which says what to do about a sparse one
             return
         self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):
@@ -226,9 +226,9 @@ class LowRankBucket(Bucket):
                 _subtract(matrix, left, right, 1 / peers.size, out=_as_matrix(slot.residual, tuple(matrix.shape)))
             multiply(left, right, out=matrix)
 
-    def unpack(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.unpack`."""
-        self._dense.unpack(used)
+    def scatter(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.scatter`."""
+        self._dense.scatter(used)
 
 
 class _Factors:

@@ -197,7 +197,7 @@ class Synchronous(Algorithm):
             )
         if self.undecided:
             for bucket in self._buckets:
-                bucket.residuals.look()
+                bucket.before_backward()
         self._accumulating = not sync
         if not sync:
             return
@@ -226,7 +226,7 @@ class Synchronous(Algorithm):
             self._finish(current)
         if self.undecided:
             for bucket in self._buckets:
-                bucket.residuals.handed_out()
+                bucket.after_backward()
         if current is not None and self.undecided:
             self._unstepped += 1
             if self._unstepped == _PATIENCE:
@@ -259,14 +259,14 @@ class Synchronous(Algorithm):
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """The gradients were averaged already; residuals keep what belongs to gradients that were stepped."""
-        decided = [bucket.residuals.decide(parameters, stepped) for bucket in self._buckets]
+        decided = [bucket.after_step(parameters, stepped) for bucket in self._buckets]
         if any(decided) and stepped is not False:
             self._unstepped = 0
 
     @property
     def undecided(self) -> bool:
         """Is it still unknown of an exchange with feedback whether its gradients are stepped?"""
-        return any(bucket.residuals.undecided for bucket in self._buckets)
+        return any(bucket.undecided for bucket in self._buckets)
 
     def news(self) -> list[str]:
         """See `Algorithm.news`."""
@@ -401,8 +401,7 @@ class _Pass:
             # Everyone tells everyone what it used, beside the last bucket, which hides it.
             used = [s.parameter.grad is not None and s.trains for b in self.active for s in b.slots]
             self._control(lambda: self._post_used(used))
-        bucket.residuals.begin(self._scale)
-        bucket.pack(self._peers.size)
+        bucket.pack(self._peers.size, self._scale)
         self._packed.append(bucket)
         self._tickets.append(
             bucket.launch(
@@ -439,7 +438,6 @@ class _Pass:
             return bool(self._used_anywhere[place[slot.parameter]])
 
         for bucket in self.active:
-            bucket.residuals.end(used)
             bucket.unpack(used)
 
 
