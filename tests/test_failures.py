@@ -200,6 +200,47 @@ def test_a_rank_with_fewer_batches_is_named(job: Callable[..., Job]) -> None:
         assert "do all ranks have the same number of batches?" in message
 
 
+class Lagging:
+    """A client of a store as torch's is: a write is on its way until this client next waits for an answer."""
+
+    def __init__(self, server: dict[str, bytes]) -> None:
+        self._server, self._on_the_way = server, dict[str, bytes]()
+
+    def set(self, key: str, value: str) -> None:
+        self._on_the_way[key] = value.encode()
+
+    def _answered(self) -> dict[str, bytes]:
+        self._server.update(self._on_the_way)
+        self._on_the_way.clear()
+        return self._server
+
+    def check(self, keys: list[str]) -> bool:
+        return self._answered().keys() >= set(keys)
+
+    def get(self, key: str) -> bytes:
+        return self._answered()[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self._answered()[key] = str(int(self._server.get(key, b"0")) + amount).encode()
+        return int(self._server[key])
+
+
+def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may look as soon as a barrier, or a closed connection, tells it that this one went on."""
+    server: dict[str, bytes] = {}
+    clients = [Lagging(server) for _ in range(2)]
+    runs = []
+    for client in clients:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda client=client: client)
+        runs.append(lifeline.announce(clients.index(client)))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: clients[0])
+    lifeline.check_all_announced(runs[0], 2)
+    with pytest.raises(PlanMismatchError, match="rank 2 does not train with a RingStrategy"):
+        lifeline.check_all_announced(runs[0], 3)
+    Lifeline(clients[1], 1, 2).leave("ValueError: no such file")  # type: ignore[arg-type]
+    assert clients[0].get("left/1") == b"ValueError: no such file"
+
+
 def test_a_rank_that_never_comes_is_named() -> None:
     base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
     second, nothing = timedelta(seconds=1), lambda: None

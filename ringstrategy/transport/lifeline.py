@@ -76,7 +76,13 @@ class _Store:
         return answers[0]
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+        """When this returns, every rank that looks finds it."""
+
+        def write() -> None:
+            self._store.set(key, value)
+            self._store.check([key])  # torch's client sends a write and goes on; the server answers in order
+
+        self._ask(write)
 
     def read(self, key: str) -> str | None:
         """None if nobody has written it."""
@@ -411,7 +417,7 @@ def announce(rank: int) -> int:
     """Say that this rank is one of ours, before a barrier; returns the number of this time."""
     base = dist.distributed_c10d._get_default_store()
     run = base.add(f"ringstrategy/runs/{rank}", 1)
-    base.set(f"ringstrategy/run/{run}/{rank}", "")
+    base.add(f"ringstrategy/run/{run}/{rank}", 1)  # waits for the server, as `set` does not
     return int(run)
 
 
