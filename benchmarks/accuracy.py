@@ -292,7 +292,8 @@ def sent(trainer: L.Trainer) -> float:
     strategy = trainer.strategy
     if not isinstance(strategy, RingStrategy):
         return math.nan
-    strategy.algorithm.settle()
+    if strategy.session is not None:
+        strategy.session.settle()
     return math.nan if strategy.stats.bytes_sent is None else strategy.stats.bytes_sent
 
 

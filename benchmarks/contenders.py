@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip
+from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
@@ -306,8 +307,9 @@ class Ours(Training):
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), before, strict=True):
                 parameter.copy_(value)
-            for _, residual in self.algorithm.residuals():
-                residual.zero_()
+            if isinstance(self.algorithm, GradientAlgorithm):
+                for _, residual in self.algorithm.residuals():
+                    residual.zero_()
         return self.algorithm.news()
 
     @contextmanager
@@ -318,7 +320,7 @@ class Ours(Training):
 
     def close(self) -> None:
         """See `Training.close`."""
-        self.algorithm.settle()
+        self._session.settle()
         self._session.close()
 
 
@@ -361,7 +363,7 @@ class WholeIntervals(Ours):
 
     def after_run(self) -> None:
         """See `Training.after_run`."""
-        self.algorithm.settle()
+        self._session.settle()
 
 
 def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, timeout: timedelta, **how: Any) -> Ours:

@@ -639,7 +639,7 @@ def test_a_gpu_of_apple_is_refused() -> None:
 
 def test_a_gpu_without_triton_is_refused_and_a_cpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "ringstrategy.integrations.lightning.strategy.find_spec", lambda name: None if name == "triton" else object()
+        "ringstrategy.integrations.lightning.refusals.find_spec", lambda name: None if name == "triton" else object()
     )
     with pytest.raises(ValueError, match=r"needs triton.* python -m pip install triton"):  # a Trainer calls it at birth
         RingStrategy(parallel_devices=[torch.device("cuda", 0)])._configure_launcher()

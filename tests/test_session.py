@@ -180,7 +180,7 @@ def _resumes(family: str) -> None:
         optimizer.load_state_dict(state["optimizer"])
         session.bind([optimizer])
         train(session, optimizer, batches(4, first=4))
-        session.algorithm.settle()
+        session.settle()
         session.close()
         assert all(map(torch.equal, values(again), values(through)))
 

@@ -1,7 +1,7 @@
-"""What is averaged, and when; an algorithm knows nothing of Lightning."""
+"""Algorithms say what is averaged, gradients or parameters, and when. They know nothing of Lightning."""
 
 from ringstrategy.algorithms.auto import Auto
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.choco import Choco
@@ -9,4 +9,15 @@ from ringstrategy.algorithms.parameters.gossip import Gossip
 from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.algorithms.policy import SmallExact
 
-__all__ = ["Algorithm", "AllReduce", "Auto", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"]
+__all__ = [
+    "Algorithm",
+    "AllReduce",
+    "Auto",
+    "Choco",
+    "Gossip",
+    "GradientAlgorithm",
+    "ParameterAlgorithm",
+    "PowerSGD",
+    "PushSum",
+    "SmallExact",
+]

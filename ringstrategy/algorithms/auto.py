@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local, split
 from ringstrategy.algorithms.policy import described
@@ -74,7 +74,7 @@ class _Kept(NamedTuple):
         return 1.0 + int.from_bytes(hashlib.sha256(repr(self.machines).encode()).digest()[:6], "little")
 
 
-class Auto(Algorithm):
+class Auto(GradientAlgorithm):
     """`AllReduce` with what is fastest here, of what it is allowed.
 
     At `setup` it measures latency, bandwidth and codecs among the ranks, predicts for each candidate how long the
@@ -163,11 +163,11 @@ class Auto(Algorithm):
         return self._candidates[self._chosen]
 
     def outcome(self) -> Any:
-        """See `Algorithm.outcome`: what was chosen, and what was measured, for the next training's processes."""
+        """What was chosen and measured, for the process that started the ranks. It can be pickled."""
         return self._hosts, self._chosen, self._kept
 
     def take_outcome(self, outcome: Any) -> None:
-        """See `Algorithm.take_outcome`."""
+        """In that process: take what `outcome` gave on rank 0."""
         self._hosts, self._chosen, self._kept = outcome
         self._candidates = eligible(self.allow, self._hosts, **self._common) if self._hosts else []
 
@@ -397,7 +397,7 @@ class Auto(Algorithm):
     # Averaging
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `Algorithm.check`."""
+        """See `GradientAlgorithm.check`."""
         self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
@@ -407,17 +407,17 @@ class Auto(Algorithm):
         return self._inner.adopt(parameters, sparse=sparse)
 
     def is_local(self, name: str) -> bool:
-        """See `Algorithm.is_local`."""
+        """See `GradientAlgorithm.is_local`."""
         return self._inner.is_local(name)
 
     def compare(self, text: str) -> None:
-        """See `Algorithm.compare`."""
+        """See `GradientAlgorithm.compare`."""
         self._inner.compare(text)
 
     def before_backward(
         self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
     ) -> None:
-        """See `Algorithm.before_backward`."""
+        """See `GradientAlgorithm.before_backward`."""
         if self._peers is not None and sync:
             if not self._tuned or self._inner.delivers:
                 with self._peers.stats.probe():
@@ -426,7 +426,7 @@ class Auto(Algorithm):
         self._inner.before_backward(loss, sync=sync, scale=scale, same=same)
 
     def after_backward(self) -> None:
-        """See `Algorithm.after_backward`."""
+        """See `GradientAlgorithm.after_backward`."""
         if self._peers is None or self._begin is None:
             self._inner.after_backward()
             return
@@ -445,7 +445,7 @@ class Auto(Algorithm):
         return time.perf_counter()
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.before_step`."""
+        """See `GradientAlgorithm.before_step`."""
         self._inner.before_step(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
@@ -473,11 +473,11 @@ class Auto(Algorithm):
         self._inner.load_state_dict(state)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Algorithm.residuals`."""
+        """See `GradientAlgorithm.residuals`."""
         return self._inner.residuals()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `Algorithm.load_residuals`."""
+        """See `GradientAlgorithm.load_residuals`."""
         return self._inner.load_residuals(residuals)
 
     def close(self) -> None:

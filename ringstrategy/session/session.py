@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeGuard
 
@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.buckets.sample import sample
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.session.new_parts import NewParts
@@ -27,6 +27,7 @@ from ringstrategy.session.parameters import (
     sparse_parameters,
     stepped_by,
 )
+from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off
@@ -71,6 +72,8 @@ class Session:
         notice_steps: bool = True,
     ) -> None:
         self.module, self.algorithm = module, algorithm
+        self._gradients = algorithm if isinstance(algorithm, GradientAlgorithm) else None
+        self._parameters = algorithm if isinstance(algorithm, ParameterAlgorithm) else None
         self.stats = Stats() if stats is None else stats
         self.accumulating = False
         self.place = "while setting up"
@@ -82,7 +85,7 @@ class Session:
         self._new_parts: NewParts | None = None
         self._noticed = 0  # steps in this batch
         self._known: set[Parameter] = set()  # to the algorithm
-        self._equal: set[Parameter] = set()  # those of them that are the same on all ranks, or mixed
+        self._equal: set[Parameter] = set()  # those of them whose gradients are averaged
         self._optimizers: Sequence[Optimizer] = ()
         self._optimized: list[set[Parameter]] = []  # by each optimizer, at this batch's beginning
 
@@ -108,7 +111,8 @@ class Session:
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
-        self.algorithm.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+        if self._gradients is not None:
+            self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self._before_step, self._after_step)
@@ -116,7 +120,8 @@ class Session:
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
         self._known = set(parameters.values())
-        self._equal = {p for name, p in parameters.items() if not self.algorithm.is_local(name)}
+        averages = self._gradients
+        self._equal = {p for n, p in parameters.items() if averages is not None and not averages.is_local(n)}
 
     def synchronize(self) -> None:
         """Give every rank rank 0's parameters and buffers."""
@@ -125,16 +130,17 @@ class Session:
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
         """These step the parameters; every rank calls it, with optimizers that are alike where replicas are."""
         self._optimizers = optimizers
-        for optimizer in optimizers if self._peers is not None else ():
-            self.algorithm.bind(stepped_by(optimizer))
+        if self._parameters is not None:
+            for optimizer in optimizers:
+                self._parameters.bind(stepped_by(optimizer))
 
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
 
         With gossip ranks may differ.
         """
-        if self._peers is not None:
-            self.algorithm.compare("\n".join(options(self._optimizers, self._equal)))
+        if self._peers is not None and self._gradients is not None:
+            self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
 
     def close(self) -> None:
         """Join the communication thread, remove the hooks; no collective. What a checkpoint needs stays."""
@@ -172,8 +178,9 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
-        for parameters in self._optimized if first and later_epoch else ():
-            self.algorithm.after_epoch(parameters)
+        if first and later_epoch and self._parameters is not None:
+            for parameters in self._optimized:
+                self._parameters.after_epoch(parameters)
 
     def _adopt(self) -> None:
         """New parameters get rank 0's values, as those had that it began with."""
@@ -202,11 +209,11 @@ class Session:
             between: batches, before a validation. No bytes may meet those of the next batch, so a rank that has one
                 more is told of here.
         """
-        sends = self._broadcast_buffers and self._buffers_due and not self.algorithm.decentralized
-        if sends and self._peers is not None:
+        sends = self._broadcast_buffers and self._buffers_due and self._peers is not None
+        if sends and self._gradients is not None:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
-                self.algorithm.compare("the buffers of rank 0")
+                self._gradients.compare("the buffers of rank 0")
             self._from_rank_0(buffers)
         self._buffers_due = between is False and not self.accumulating
 
@@ -220,17 +227,16 @@ class Session:
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError."""
-        if self._peers is None:
-            return
-        same = "" if self.algorithm.decentralized else "\n".join(rates(self._optimizers, self._equal))
-        self.algorithm.before_backward(loss, sync=not self.accumulating, scale=scale, same=same)
+        if self._peers is not None and self._gradients is not None:
+            same = "\n".join(rates(self._optimizers, self._equal))
+            self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same)
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        if self._peers is not None:
-            self.algorithm.after_backward()
-        elif not self.accumulating:
-            self.stats.steps += 1
+        if self._peers is None:
+            self.stats.steps += not self.accumulating
+        elif self._gradients is not None:
+            self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
         """Both, and the backward between them."""
@@ -293,10 +299,10 @@ class Session:
 
     def check_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged."""
-        if self._peers is None:
+        if self._peers is None or self._gradients is None:
             return
         parameters = stepped_by(optimizer)
-        if self._new_parts is not None and self._new_parts.any and not self.algorithm.decentralized:
+        if self._new_parts is not None and self._new_parts.any:
             for name, parameter in shared_parameters(self.module).items():
                 if parameter in parameters and parameter not in self._known and parameter.grad is not None:
                     raise RuntimeError(
@@ -304,9 +310,9 @@ class Session:
                         "would differ: make it before the batch, in on_train_start or on_train_batch_start, or give it "
                         "to the optimizer at the next batch"
                     )
-        self.algorithm.before_step(parameters)
+        self._gradients.before_step(parameters)
 
-    # What people look at, where ranks have parameters of their own
+    # The mean of all ranks, where they have parameters of their own
 
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
@@ -314,11 +320,27 @@ class Session:
         if self.lifeline is not None:
             self.lifeline.leave_training(what)
 
+    @property
+    def shows_consensus(self) -> bool:
+        """Do validation, and whoever takes the model after training, see the mean of all ranks?"""
+        return self._parameters is not None and self._parameters.consensus
+
     def enter_consensus(self, *, replaced: bool = False) -> bool:
-        """See `Algorithm.enter_consensus`; buffers are averaged too."""
+        """See `ParameterAlgorithm.enter_consensus`; buffers are averaged too. False where replicas are equal."""
+        if self._parameters is None:
+            return False
         # a validation may be in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
-            return self.algorithm.enter_consensus(shared_buffers(self.module), replaced=replaced)
+            return self._parameters.enter_consensus(shared_buffers(self.module), replaced=replaced)
+
+    def leave_consensus(self) -> None:
+        """See `ParameterAlgorithm.leave_consensus`."""
+        if self._parameters is not None:
+            self._parameters.leave_consensus()
+
+    def as_own(self) -> AbstractContextManager[None]:
+        """See `ParameterAlgorithm.as_own`."""
+        return nullcontext() if self._parameters is None else self._parameters.as_own()
 
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
@@ -332,7 +354,30 @@ class Session:
             raise
         finally:
             if entered:
-                self.algorithm.leave_consensus()
+                self.leave_consensus()
+
+    def means_of(self, state: Callable[[], dict[str, Any]]) -> Means:
+        """What `state` gives of the mean of all ranks, and of this one; all ranks call it.
+
+        Args:
+            state: of the module, such as its `state_dict`.
+        """
+        if not self.enter_consensus():
+            means = state()
+            with self.as_own():
+                return Means(means, copied(state()))
+        means = copied(state())
+        self.leave_consensus()
+        return Means(means, state())
+
+    def consensus_distance(self, sample: int | None = None) -> float | None:
+        """See `ParameterAlgorithm.consensus_distance`; None where replicas are equal."""
+        return None if self._parameters is None else self._parameters.consensus_distance(sample)
+
+    def settle(self) -> None:
+        """See `ParameterAlgorithm.settle`."""
+        if self._parameters is not None:
+            self._parameters.settle()
 
     def glance(self) -> list[Tensor]:
         """A few values of each parameter and buffer, by which one sees later whether somebody has replaced them."""
@@ -345,13 +390,14 @@ class Session:
 
         Tensors and primitives only. Tensors may be views of the memory in use, but for the residuals.
         """
-        self.algorithm.settle()
+        self.settle()
+        residuals = iter(()) if self._gradients is None else self._gradients.residuals()
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
             "shared": self.algorithm.state_dict(),
-            "residuals": {name: value.clone() for name, value in self.algorithm.residuals()},
-            "own": self.algorithm.own_state(),
+            "residuals": {name: value.clone() for name, value in residuals},
+            "own": {} if self._parameters is None else self._parameters.own_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -367,10 +413,11 @@ class Session:
             )
         if self._peers is None:
             return
-        if not self.algorithm.load_own_state(state["own"]):
+        if self._parameters is not None and not self._parameters.load_own_state(state["own"]):
             raise ValueError(f"this state is of {state['own']['of']}, and this run of {self.algorithm}")
         self.algorithm.load_state_dict(state["shared"])
-        homeless = self.algorithm.load_residuals(state["residuals"])
+        residuals = state["residuals"]
+        homeless = list(residuals) if self._gradients is None else self._gradients.load_residuals(residuals)
         if homeless:
             raise ValueError(
                 f"this state has residuals of {', '.join(homeless)}, for which there is no place: give the run the "

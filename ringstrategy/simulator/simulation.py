@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
-from ringstrategy.algorithms.parameters.flats import Vector
+from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
 from ringstrategy.transport.worker import Work

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import GradientAlgorithm
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.residuals import may_read
@@ -35,7 +35,7 @@ _UNKNOWN = (
 _ACCUMULATED = "it only accumulated, under block_backward_sync(). Do the last backward before a step outside of that"
 
 
-class Synchronous(Algorithm):
+class Synchronous(GradientAlgorithm):
     """After each backward every rank holds the same mean gradients, bit for bit; subclasses say what a bucket does.
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
@@ -116,7 +116,7 @@ class Synchronous(Algorithm):
         compare_plans(peers, self._plan_text)
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `Algorithm.check`."""
+        """See `GradientAlgorithm.check`."""
         if self._local_names and (scaled_loss or clips_by_norm):
             what = "a loss scaler" if scaled_loss else "clipping by norm"
             raise ValueError(
@@ -144,11 +144,11 @@ class Synchronous(Algorithm):
         return gone
 
     def is_local(self, name: str) -> bool:
-        """See `Algorithm.is_local`."""
+        """See `GradientAlgorithm.is_local`."""
         return name in self._local_names
 
     def compare(self, text: str) -> None:
-        """See `Algorithm.compare`."""
+        """See `GradientAlgorithm.compare`."""
         assert self._peers is not None
         compare_plans(self._peers, f"{self._plan_text}\n{text}")
 
@@ -187,7 +187,7 @@ class Synchronous(Algorithm):
     def before_backward(
         self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
     ) -> None:
-        """See `Algorithm.before_backward`."""
+        """See `GradientAlgorithm.before_backward`."""
         if self._peers is None:
             return
         if self._pass is not None:
@@ -219,7 +219,7 @@ class Synchronous(Algorithm):
             self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
 
     def after_backward(self) -> None:
-        """See `Algorithm.after_backward`."""
+        """See `GradientAlgorithm.after_backward`."""
         self._accumulating = False
         current = self._pass
         if current is not None:
@@ -249,7 +249,7 @@ class Synchronous(Algorithm):
         self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.before_step`."""
+        """See `GradientAlgorithm.before_step`."""
         for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
             if parameter.grad is None or not parameter.grad.any():
                 del self._unaveraged[parameter]
@@ -291,14 +291,14 @@ class Synchronous(Algorithm):
             bucket.residuals.load_parts(self._stepped)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Algorithm.residuals`."""
+        """See `GradientAlgorithm.residuals`."""
         yield from self._left.items()
         for bucket in self._buckets:
             yield from bucket.residuals.state()
         yield from self._awaited.items()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `Algorithm.load_residuals`. Those of parameters that are still frozen wait for their first bucket."""
+        """See `GradientAlgorithm.load_residuals`. Those of frozen parameters wait for their first bucket."""
         self._awaited = {
             name: value
             for name, value in residuals.items()

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized, Unit
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Piece
-from ringstrategy.algorithms.parameters.flats import Group
+from ringstrategy.algorithms.parameters.group import Group
+from ringstrategy.algorithms.parameters.schedule import Unit
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology

@@ -1,10 +1,10 @@
-"""Let tensors show other values than their own for a while, and find out which tensors differ between ranks at all."""
+"""Show the exact mean of all ranks in place of each rank's own values, for a while."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,91 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy.algorithms.parameters.exchange import Exchange
+from ringstrategy.algorithms.parameters.group import Flat, Group, by_kind, cut_like, row_of
 from ringstrategy.buckets.sample import same, sample
+from ringstrategy.codecs.base import derive_seed
 from ringstrategy.transport.agree import exchange
 from ringstrategy.transport.base import Peers
 
 _DIGEST = 8  # bytes
+
+
+class Consensus:
+    """The mean over all ranks, taken of what groups mix and of all else that differs between ranks.
+
+    Args:
+        peers: all ranks.
+        exchange: how means are taken.
+    """
+
+    def __init__(self, peers: Peers, exchange: Exchange) -> None:
+        self._peers, self._exchange = peers, exchange
+        self._digests = Digests()
+        self._shown: Shown | None = None
+
+    @property
+    def entered(self) -> bool:
+        """Do the tensors show the mean now?"""
+        return self._shown is not None
+
+    def enter(self, groups: Sequence[Group], tensors: Iterable[Tensor], of: Callable[[Flat], Tensor]) -> None:
+        """Show the mean, until `leave`; all ranks call it, with no exchange in flight.
+
+        Args:
+            groups: their trained parameters show the mean of what is mixed.
+            tensors: whatever else may differ between ranks. Those that are equal on all ranks keep their bits, and
+                whole numbers and booleans, which have no mean, keep each rank's own values.
+            of: a copy of the values of a flat whose mean is shown.
+        """
+        self._shown = Shown()
+        trained: set[Tensor] = set()
+        for flat, mean in self.means(groups, of):
+            trained.update(parameter for parameter in flat.parameters if parameter.requires_grad)
+            pairs = zip(flat.parameters, cut_like(mean, flat.parameters), strict=True)
+            self._shown.show([pair for pair in pairs if pair[0] in trained])
+        rest = [tensor for tensor in tensors if tensor not in trained and has_a_mean(tensor)]
+        where = "for the mean of what no optimizer steps"
+        for kind in by_kind(differing(rest, self._peers, self._digests, where), lambda tensor: tensor):
+            mean = row_of(kind)
+            self._exchange.average_(mean, self._peers, where)
+            self._shown.show(list(zip(kind, cut_like(mean, kind), strict=True)))
+
+    def leave(self) -> None:
+        """Each tensor gets its own values back; no collective."""
+        shown, self._shown = self._shown, None
+        if shown is not None:
+            shown.end()
+
+    def hidden(self) -> AbstractContextManager[None]:
+        """Within, the tensors have their own values."""
+        return nullcontext() if self._shown is None else self._shown.hidden()
+
+    def means(self, groups: Sequence[Group], of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
+        """Flats and their means over all ranks. What is under way would not change them."""
+        for group in groups:
+            for flat in group.flats:
+                mean = of(flat)
+                self._exchange.average_(mean, self._peers, "for the mean of all ranks")
+                yield flat, mean
+
+    def distance(self, groups: Sequence[Group], of: Callable[[Flat], Tensor], sample: int | None) -> float:
+        """Mean over ranks of the squared distance of parameters from their mean; of so many of them, if not of all."""
+        where = "for the consensus distance"
+        total = torch.zeros(1, dtype=torch.float64, device="cpu")
+        numel = sum(group.numel for group in groups)
+        for group in groups:
+            for flat in group.flats:
+                own, mass, part = row_of(flat.parameters), of(flat), 1.0
+                if sample is not None and numel > sample:
+                    count = max(1, sample * len(own) // numel)
+                    generator = torch.Generator("cpu").manual_seed(derive_seed(group.seed, group.steps))
+                    chosen = torch.randint(len(own), (count,), generator=generator, device="cpu").to(own.device)
+                    own, mass, part = own[chosen], mass[chosen], len(own) / count
+                self._exchange.average_(mass, self._peers, where)
+                total += part * (own - mass).double().square().sum().cpu()
+        self._exchange.average_(total, self._peers.control, where)
+        return float(total)
 
 
 @dataclass
@@ -93,6 +173,11 @@ def differing(tensors: Sequence[Tensor], peers: Peers, digests: Digests, where: 
     table = everyone[0].view(-1, len(tensors), _DIGEST)
     equal = (table == table[0]).all(-1).all(0).tolist()
     return [tensor for tensor, is_equal in zip(tensors, equal, strict=True) if not is_equal]
+
+
+def has_a_mean(tensor: Tensor) -> bool:
+    """Whole numbers and booleans have none: they are each rank's own."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -1,22 +1,24 @@
-"""What all decentralized averaging of parameters shares: whose turn it is to mix, and the mean that people look at."""
+"""What all decentralized averaging shares: each rank mixes its parameters with its neighbours' now and then."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import ParameterAlgorithm
 from ringstrategy.algorithms.local import Local, check_local, split
-from ringstrategy.algorithms.parameters.consensus import Digests, Shown, differing
+from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange, Piece
-from ringstrategy.algorithms.parameters.flats import Flat, Group, Vector, by_kind, cut_like, row_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, cut_like, row_of
+from ringstrategy.algorithms.parameters.kept import Kept
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import sums_dtype
@@ -24,10 +26,8 @@ from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers
 
-Unit = Literal["step", "epoch"]
 
-
-class Decentralized(Algorithm):
+class Decentralized(ParameterAlgorithm):
     """Every rank steps with its own gradients; every `interval` steps of an optimizer its parameters are mixed.
 
     Parameters of one optimizer are mixed together, after its own steps, also after one that a loss scaler skipped.
@@ -54,7 +54,6 @@ class Decentralized(Algorithm):
         unit: "step", or "epoch": the interval counts epochs.
     """
 
-    decentralized = True
     gain = 1.0  # of what neighbours differ by
 
     def __init__(
@@ -71,16 +70,7 @@ class Decentralized(Algorithm):
             raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
         if not isinstance(codec, Codec):
             raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-            raise ValueError(f"interval is how many optimizer steps lie between mixings: at least 1, got {interval!r}")
-        if unit not in get_args(Unit):
-            raise ValueError(f"unit is 'step' or 'epoch', got {unit!r}")
-        if not isinstance(overlap, int):
-            raise TypeError(f"overlap is True, False, or after how many steps to apply what came, got {overlap!r}")
-        if not isinstance(overlap, bool) and not 1 <= overlap <= interval:
-            raise ValueError(
-                f"overlap is after how many steps to apply what came: 1 to interval={interval}, got {overlap}"
-            )
+        Schedule(interval, overlap, unit)  # refuses what these cannot be
         if not isinstance(consensus, bool):
             raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
@@ -92,9 +82,9 @@ class Decentralized(Algorithm):
         self._all: dict[str, Parameter] = {}
         self._known: dict[str, Parameter] = {}  # those that are averaged
         self._groups: list[Group] = []
-        self._shown: Shown | None = None  # where the mean is
-        self._digests = Digests()
-        self._awaited: Mapping[str, Any] = {}  # of a checkpoint: `own_state`
+        self._bound: dict[frozenset[Parameter], Group | None] = {}  # by what an optimizer steps
+        self._view: Consensus | None = None  # while there are peers
+        self._kept = Kept()
         self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
     def __repr__(self) -> str:
@@ -104,9 +94,14 @@ class Decentralized(Algorithm):
         return f"{type(self).__name__}({', '.join(said)}, local={described(self.local)})"
 
     @property
+    def schedule(self) -> Schedule:
+        """When parameters are mixed."""
+        return Schedule(self.interval, self.overlap, self.unit)
+
+    @property
     def late(self) -> int:
-        """After how many steps (or epochs) what a mixing brought is applied; 0: at once."""
-        return self.overlap * self.interval if isinstance(self.overlap, bool) else self.overlap
+        """See `Schedule`."""
+        return self.schedule.late
 
     # What subclasses say
 
@@ -157,7 +152,8 @@ class Decentralized(Algorithm):
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self.topology.check(peers.size)
-        self._peers, self._counts, self._awaited = peers, {}, {}
+        self._peers, self._counts, self._kept = peers, {}, Kept()
+        self._view = Consensus(peers, self.exchange)
         self._learn(parameters)
         self._agree(self._known)
 
@@ -172,21 +168,14 @@ class Decentralized(Algorithm):
 
     def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
         known = set(self._all.values())
+        self._bound = {}
         self._all = dict(parameters)
         self._known, _ = split(parameters, self.local)
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.bind`."""
+        """See `ParameterAlgorithm.bind`."""
         self._group_of(parameters)
-
-    def before_backward(
-        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
-    ) -> None:
-        """Gradients are each rank's own."""
-
-    def after_backward(self) -> None:
-        """Gradients are each rank's own."""
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
@@ -197,18 +186,22 @@ class Decentralized(Algorithm):
                 self._turn(group)
 
     def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
-        """See `Algorithm.after_epoch`."""
+        """See `ParameterAlgorithm.after_epoch`."""
         group = self._group_of(parameters) if self.unit == "epoch" else None
         if group is not None:
             self._turn(group)
 
     def _turn(self, group: Group) -> None:
         group.turns += 1
-        place = group.turns % self.interval
-        if place in (0, self.late):
+        schedule = self.schedule
+        if schedule.applies(group.turns):
             self._apply(group)
-        if place:
-            return
+        if schedule.mixes(group.turns):
+            self._begin_exchange(group)
+            if not schedule.late:
+                self._apply(group)
+
+    def _begin_exchange(self, group: Group) -> None:
         peers = self._peers
         assert peers is not None
         if peers.lifeline is not None:
@@ -218,8 +211,6 @@ class Decentralized(Algorithm):
         group.under_way = peers.submit(partial(self._mix, peers, group, group.mixings), f"at mixing {group.mixings}")
         peers.stats.steps += 1
         peers.stats.values_averaged += group.numel
-        if not self.late:
-            self._apply(group)
 
     def _mix(self, peers: Peers, group: Group, mixing: int) -> None:
         for number, vector in enumerate(group.vectors):
@@ -239,43 +230,56 @@ class Decentralized(Algorithm):
             group.mixings += 1
             self.apply(group)
 
-    @torch.no_grad()
     def _group_of(self, parameters: Collection[Parameter]) -> Group | None:
-        """Of the optimizer that steps these; the first time, all ranks compare what it is made of."""
-        wanted = {n: p for n, p in self._known.items() if p in parameters and _has_a_mean(p)}
-        if not wanted or self._peers is None:
+        """Of the optimizer that steps these; None if it steps nothing that is averaged."""
+        if self._peers is None:
             return None
+        asked = frozenset(parameters)
+        if asked not in self._bound:
+            wanted = {n: p for n, p in self._known.items() if p in asked and has_a_mean(p)}
+            group = self._bind(wanted) if wanted else None
+            self._bound[asked] = group
+        return self._bound[asked]
+
+    @torch.no_grad()
+    def _bind(self, wanted: Mapping[str, Parameter]) -> Group:
+        """The group of these parameters. All ranks compare what a new one is made of, and it replaces older ones."""
         for group in self._groups:
             if group.parameters.keys() == wanted.keys() and set(group.parameters.values()) == set(wanted.values()):
                 return group
         for parameter in wanted.values():
             self.codec.check(parameter.dtype)
-        new = Group(wanted, self.values_dtype)
         self._agree(wanted)
         counts = self._counts.get(next(iter(wanted)), {})
-        known = set(self._known.values())
         for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:
-            if not known & set(old.parameters.values()) <= set(wanted.values()):
-                shared = ", ".join(sorted(old.parameters.keys() & wanted.keys())[:3])
-                raise ValueError(
-                    f"two optimizers step {shared}, but with gossip the parameters of an optimizer are mixed together, "
-                    "so they must be its own: give them to one of the two, or use a synchronous strategy such as 'ring'"
-                )
-            counts = self._end(old)  # it has changed
-            self._groups.remove(old)
+            self._refuse_to_share(old, wanted)
+            counts = self._end(old)  # its optimizer has got or lost parameters
+        new = Group(wanted, self.values_dtype)
         for name, count in counts.items():
             setattr(new, name, count)
         self._groups.append(new)
-        if not self._resume(new):
+        if not self._kept.resume(new):
             self.begin(new)
         return new
 
+    def _refuse_to_share(self, group: Group, wanted: Mapping[str, Parameter]) -> None:
+        """ValueError if another optimizer still steps parameters of this group that are not `wanted`."""
+        if not set(self._known.values()) & set(group.parameters.values()) <= set(wanted.values()):
+            shared = ", ".join(sorted(group.parameters.keys() & wanted.keys())[:3])
+            raise ValueError(
+                f"two optimizers step {shared}, but with gossip the parameters of an optimizer are mixed together, "
+                "so they must be its own: give them to one of the two, or use a synchronous strategy such as 'ring'"
+            )
+
     def _end(self, group: Group) -> dict[str, int]:
-        """Apply what is due, and start again from the mean."""
+        """Apply what is due, start again from the mean, and forget the group; returns how far it came."""
+        assert self._view is not None
         self._apply(group)
-        for flat, mean in self._means([group], self.mass):
+        for flat, mean in self._view.means([group], self.mass):
             for parameter, value in zip(flat.parameters, cut_like(mean, flat.parameters), strict=True):
                 parameter.copy_(value)
+        self._groups.remove(group)
+        self._bound = {asked: bound for asked, bound in self._bound.items() if bound is not group}
         return _counts(group)
 
     def _agree(self, parameters: Mapping[str, Parameter]) -> None:
@@ -283,76 +287,38 @@ class Decentralized(Algorithm):
         lines = (f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in parameters.items())
         compare_plans(self._peers, self.plan_text(self._peers.size, lines))
 
-    # What people look at
+    # The mean of all ranks
 
     def settle(self) -> None:
-        """See `Algorithm.settle`."""
+        """See `ParameterAlgorithm.settle`."""
         for group in self._groups:
             self._wait(group)
 
     @torch.no_grad()
     def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
-        """See `Algorithm.enter_consensus`."""
-        if self._peers is None or self._shown is not None:
+        """See `ParameterAlgorithm.enter_consensus`."""
+        if self._peers is None or self._view is None or self._view.entered:
             return False
         # no bytes of the mean may meet those of a mixing: who has fewer batches waits here until it is told so
         trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
         compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
-        self._shown = Shown()
-        trained: set[Tensor] = set()
-        for flat, mean in self._means(self._groups, row_of_parameters if replaced else self.mass):
-            trained.update(parameter for parameter in flat.parameters if parameter.requires_grad)
-            pairs = zip(flat.parameters, cut_like(mean, flat.parameters), strict=True)
-            self._shown.show([pair for pair in pairs if pair[0] in trained])
-        untrained = [parameter for parameter in self._known.values() if parameter not in trained]
-        averaged = [tensor for tensor in [*untrained, *others] if _has_a_mean(tensor)]
-        where = "for the mean of what no optimizer steps"
-        for tensors in by_kind(differing(averaged, self._peers, self._digests, where), lambda tensor: tensor):
-            mean = row_of(tensors)
-            self.exchange.average_(mean, self._peers, where)
-            self._shown.show(list(zip(tensors, cut_like(mean, tensors), strict=True)))
+        self._view.enter(self._groups, [*self._known.values(), *others], row_of_parameters if replaced else self.mass)
         return True
 
     def leave_consensus(self) -> None:
-        """See `Algorithm.leave_consensus`."""
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.end()
+        """See `ParameterAlgorithm.leave_consensus`."""
+        if self._view is not None:
+            self._view.leave()
 
     def as_own(self) -> AbstractContextManager[None]:
-        """See `Algorithm.as_own`."""
-        return nullcontext() if self._shown is None else self._shown.hidden()
+        """See `ParameterAlgorithm.as_own`."""
+        return nullcontext() if self._view is None else self._view.hidden()
 
     @torch.no_grad()
     def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `Algorithm.consensus_distance`."""
-        peers = self._peers
-        if peers is None:
-            return None
-        total = torch.zeros(1, dtype=torch.float64, device="cpu")
-        numel = sum(group.numel for group in self._groups)
-        for group in self._groups:
-            for flat in group.flats:
-                own, mass, part = row_of(flat.parameters), self.mass(flat), 1.0
-                if sample is not None and numel > sample:
-                    count = max(1, sample * len(own) // numel)
-                    generator = torch.Generator("cpu").manual_seed(derive_seed(group.seed, group.steps))
-                    chosen = torch.randint(len(own), (count,), generator=generator, device="cpu").to(own.device)
-                    own, mass, part = own[chosen], mass[chosen], len(own) / count
-                self.exchange.average_(mass, peers, "for the consensus distance")
-                total += part * (own - mass).double().square().sum().cpu()
-        self.exchange.average_(total, peers.control, "for the consensus distance")
-        return float(total)
-
-    def _means(self, groups: Sequence[Group], of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
-        """Flats and their means over all ranks. What is under way would not change them."""
-        assert self._peers is not None
-        for group in groups:
-            for flat in group.flats:
-                mean = of(flat)
-                self.exchange.average_(mean, self._peers, "for the mean of all ranks")
-                yield flat, mean
+        """See `ParameterAlgorithm.consensus_distance`."""
+        return None if self._view is None else self._view.distance(self._groups, self.mass, sample)
 
     # Checkpoints
 
@@ -364,24 +330,11 @@ class Decentralized(Algorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self.settle()
-        self._groups, self._counts = [], dict(state["counts"])
+        self._groups, self._bound, self._counts = [], {}, dict(state["counts"])
 
     def own_state(self) -> dict[str, Any]:
-        """See `Algorithm.own_state`: by parameter, what its group keeps and the correction that waits."""
-        # what no optimizer has asked for so far must not be lost
-        kept: dict[str, dict[str, Tensor]] = dict(self._awaited.get("kept", {}))
-        others: dict[str, dict[str, Tensor]] = dict(self._awaited.get("others", {}))
-        for group in self._groups:
-            for flat in group.flats:
-                due = {"correction": flat.correction} if group.arrived else {}
-                for kind, whole in {**flat.memory, **due}.items():
-                    for name, part in flat.by_name(whole).items():
-                        kept.setdefault(name, {})[kind] = part
-            both = {kind: torch.stack([one.values, one.correction]) for kind, one in group.others.items()}
-            others |= dict.fromkeys(group.parameters, both)
-        # after an exception: copies and weights that another thread is changing fit those of no other rank
-        torn = any(group.under_way is not None and any(flat.memory for flat in group.flats) for group in self._groups)
-        return {"of": self.keeper, "kept": kept, "others": others, "torn": torn}
+        """See `ParameterAlgorithm.own_state`."""
+        return {"of": self.keeper, **self._kept.state_of(self._groups)}
 
     @property
     def keeper(self) -> str:
@@ -389,50 +342,21 @@ class Decentralized(Algorithm):
         return f"{type(self).__name__} over {self.topology}"
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """See `Algorithm.load_own_state`."""
+        """See `ParameterAlgorithm.load_own_state`."""
         mine = bool(state["of"] == self.keeper)
-        self._awaited = state if mine else {}
+        self._kept = Kept(state if mine else None)
         return mine
-
-    def _resume(self, group: Group) -> bool:
-        """Take what a checkpoint kept of this group; False if there is nothing."""
-        kept, others = self._awaited.get("kept", {}), self._awaited.get("others", {})
-        self._awaited = {
-            "kept": {name: parts for name, parts in kept.items() if name not in group.parameters},
-            "others": {name: parts for name, parts in others.items() if name not in group.parameters},
-        }
-        names = [name for flat in group.flats for name in flat.names]
-        if not names or len({tuple(kept.get(name, {})) for name in names}) != 1 or names[0] not in kept:
-            return False  # or it was kept by more groups than one
-        first = names[0]
-        for kind, both in others.get(first, {}).items():
-            group.others[kind] = Vector(both[0].to(group.flats[0].values.device, copy=True))
-            group.others[kind].correction.copy_(both[1])
-        for flat in group.flats:
-            for kind in kept[first]:
-                group.arrived |= kind == "correction"
-                whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)
-                for name, part in flat.by_name(whole).items():
-                    part.copy_(kept[name][kind])
-                if kind != "correction":
-                    flat.memory[kind] = whole
-        return True
 
     def close(self) -> None:
         """Forget the parameters; what is under way is dropped. How far they came stays."""
         self._counts = self.state_dict()["counts"]
-        self._peers, self._groups, self._shown, self._digests = None, [], None, Digests()
+        self._peers, self._view, self._groups, self._bound = None, None, [], {}
         self._all, self._known = {}, {}
 
 
 def row_of_parameters(flat: Flat) -> Tensor:
     """A copy of their values, in the dtype of sums."""
     return row_of(flat.parameters)
-
-
-def _has_a_mean(tensor: Tensor) -> bool:
-    """Whole numbers and booleans have none: they are each rank's own."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _counts(group: Group) -> dict[str, int]:

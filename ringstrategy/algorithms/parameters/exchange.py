@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.parameters.flats import Vector
+from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import cut, mean_

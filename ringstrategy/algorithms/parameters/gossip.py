@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized, Unit
-from ringstrategy.algorithms.parameters.flats import Flat, Group
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.schedule import Unit
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized, Unit
-from ringstrategy.algorithms.parameters.flats import Flat, Group, Vector, cut_like
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
+from ringstrategy.algorithms.parameters.schedule import Unit
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.exponential import OnePeerExponential

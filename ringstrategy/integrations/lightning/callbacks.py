@@ -77,7 +77,8 @@ class CommunicationMonitor(Callback):
         if not every or now // every == self._asked_before // every:
             return
         self._asked_before = now
-        distance = self._strategy(trainer).algorithm.consensus_distance(_SAMPLE)
+        session = self._strategy(trainer).session
+        distance = None if session is None else session.consensus_distance(_SAMPLE)
         if distance is not None:
             for logger in trainer.loggers:
                 logger.log_metrics({"communication/consensus_distance": distance}, step=now - 1)

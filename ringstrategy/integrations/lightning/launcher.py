@@ -3,43 +3,41 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
-
-from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.transport.stats import Stats
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
-class Brings(Protocol):
-    """What a strategy has that its parent process is to know."""
+class BringingLauncher(_MultiProcessingLauncher):
+    """Also hands something from local rank 0 to the process that called `fit`.
 
-    algorithm: Algorithm
-    stats: Stats
-    left_with_children: bool
+    Args:
+        strategy: see `_MultiProcessingLauncher`.
+        start_method: see there.
+        give: called in the process of local rank 0, when it ends; what it returns can be pickled.
+        take: called with that in the process that called `fit`.
+    """
 
-
-class StatsLauncher(_MultiProcessingLauncher):
-    """Brings what local rank 0 knows back to the process that called `fit`: statistics, and what was chosen."""
-
-    def __init__(self, strategy: Any, start_method: Literal["spawn", "fork", "forkserver"]) -> None:
+    def __init__(
+        self,
+        strategy: Any,
+        start_method: Literal["spawn", "fork", "forkserver"],
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
+    ) -> None:
         super().__init__(strategy, start_method)
-        self._ring: Brings = strategy
+        self._give, self._take = give, take
 
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """In the child that has local rank 0."""
-        has_residuals = next(self._ring.algorithm.residuals(), None) is not None
-        mine = {"ringstrategy_stats": self._ring.stats, "ringstrategy_residuals": has_residuals}
+        """See `_MultiProcessingLauncher`."""
         # as bytes, since Lightning looks for tensors in what is brought back, and refuses frozen dataclasses there
-        mine["ringstrategy_outcome"] = pickle.dumps(self._ring.algorithm.outcome())
-        return {**super().get_extra_results(trainer), **mine}
+        return {**super().get_extra_results(trainer), "ringstrategy": pickle.dumps(self._give())}
 
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """In the parent."""
-        self._ring.stats = extra.pop("ringstrategy_stats")
-        self._ring.left_with_children = extra.pop("ringstrategy_residuals")
-        self._ring.algorithm.take_outcome(pickle.loads(extra.pop("ringstrategy_outcome")))
+        """See `_MultiProcessingLauncher`."""
+        self._take(pickle.loads(extra.pop("ringstrategy")))
         super().update_main_process_results(trainer, extra)

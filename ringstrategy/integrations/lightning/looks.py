@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
 from ringstrategy.buckets.sample import same
 from ringstrategy.session import Session
-
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-
-class Watched(Protocol):
-    """What this asks of a strategy."""
-
-    @property
-    def session(self) -> Session | None:
-        """While peers are connected."""
-
-    def steps_of_batch(self) -> int | None:
-        """How many optimizer steps Lightning has counted since the batch began; None: dropped ones are no steps."""
-
-    def tell(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one goes."""
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Over ranks."""
 
 
 class Looks(Callback):
@@ -36,25 +18,24 @@ class Looks(Callback):
 
     Lightning calls the strategy last when validation starts and ends. So the mean is entered at the first batch, when
     all who swap parameters have done so, and left before the first of them could take its own back.
+
+    Args:
+        trainer: of this fit.
+        session: of this fit.
+        tell: tells the other ranks why this one goes.
     """
 
-    def __init__(self, strategy: Watched) -> None:
-        self._strategy = strategy
-        self._trainer: Trainer | None = None
+    def __init__(self, trainer: Trainer, session: Session, tell: Callable[[BaseException], None]) -> None:
+        self._trainer, self._session, self._tell = trainer, session, tell
         self._before: list[Tensor] = []
         self._due = self._replaced = False
-
-    def begin(self, trainer: Trainer) -> None:
-        """Take part in this fit."""
-        self._trainer = trainer
+        self._global_step = 0  # at this batch's beginning
         callbacks(trainer).insert(0, self)
 
     def close(self) -> None:
         """Take part no more."""
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None and self in callbacks(trainer):
-            callbacks(trainer).remove(self)
-        self._due, self._before = False, []
+        if self in callbacks(self._trainer):
+            callbacks(self._trainer).remove(self)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
@@ -66,30 +47,32 @@ class Looks(Callback):
         self._remember()
 
     def _remember(self) -> None:
-        session = self._strategy.session
-        if session is not None and session.algorithm.consensus:
-            self._before = session.glance()
+        if self._session.shows_consensus:
+            self._before = self._session.glance()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Before all others."""
+        self._global_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others: when this ends, all exchanges of this batch have begun."""
-        if self._strategy.session is not None:
-            self._strategy.session.end_batch(self._strategy.steps_of_batch())
+        counts = pl_module.automatic_optimization and not trainer.interrupted
+        self._session.end_batch(trainer.global_step - self._global_step if counts else None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Before others save checkpoints, which may take long: the other ranks wait for this one."""
-        self._strategy.tell(exception)
+        self._tell(exception)
 
     def look(self) -> None:
         """After all others: from now on the mean is looked at; where replicas are equal, with rank 0's buffers."""
-        session = self._strategy.session
-        if not self._due or session is None:
+        if not self._due:
             return
         self._due = False
-        if session.algorithm.consensus:
+        if self._session.shows_consensus:
             self._replaced = self.replaced()
-            session.enter_consensus(replaced=self._replaced)
+            self._session.enter_consensus(replaced=self._replaced)
         else:
-            session.send_buffers(between=True)
+            self._session.send_buffers(between=True)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others. If nobody has swapped anything, they see the mean too."""
@@ -100,17 +83,15 @@ class Looks(Callback):
     def end(self) -> None:
         """Each rank goes on with its own."""
         self._replaced = False
-        if self._strategy.session is not None:
-            self._strategy.session.algorithm.leave_consensus()
+        self._session.leave_consensus()
 
     def replaced(self) -> bool:
         """Has any rank put other values there since?"""
-        session = self._strategy.session
-        assert session is not None
         # an average may have the very values of the parameters, as at first, and is swapped all the same
-        averages = self._trainer is not None and any(isinstance(c, WeightAveraging) for c in callbacks(self._trainer))
-        mine = averages or not all(same(now, then) for now, then in zip(session.glance(), self._before, strict=True))
-        return self._strategy.reduce_boolean_decision(mine, all=False)
+        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks(self._trainer))
+        now = self._session.glance()
+        mine = averages or not all(same(*pair) for pair in zip(now, self._before, strict=True))
+        return self._trainer.strategy.reduce_boolean_decision(mine, all=False)
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

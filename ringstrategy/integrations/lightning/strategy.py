@@ -2,60 +2,40 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.types import _PATH, ReduceOp
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.auto import Auto
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
-from ringstrategy.integrations.lightning import arguments
-from ringstrategy.integrations.lightning.checkpoints import (
-    Means,
-    Saved,
-    averaged,
-    collect,
-    found,
-    of_this_rank,
-    remove_residuals,
-    restore,
-)
-from ringstrategy.integrations.lightning.launcher import StatsLauncher
-from ringstrategy.integrations.lightning.looks import Looks, callbacks
+from ringstrategy.integrations.lightning import refusals
+from ringstrategy.integrations.lightning.files import LOG, RankFiles
+from ringstrategy.integrations.lightning.looks import Looks
+from ringstrategy.integrations.lightning.processes import Processes
 from ringstrategy.session import Session
-from ringstrategy.session.session import last_words
-from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced
+from ringstrategy.session.state import Means, Saved, averaged, collect, copied, found, of_this_rank, restore
 from ringstrategy.transport.stats import Stats
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
 
-_UNWRAPPED = {  # what only a module that torch DDP wraps has
-    "no_sync": "accumulate under trainer.strategy.block_backward_sync() instead",
-    "module": "leave out .module",
-}
 
-
-class RingStrategy(DDPStrategy):
+class RingStrategy(Processes):
     """Data parallelism whose averaging is an `Algorithm` of this package; everything else is as with `ddp`.
 
     The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
@@ -95,9 +75,9 @@ class RingStrategy(DDPStrategy):
         **unknown: Any,
     ) -> None:
         if unknown:
-            raise TypeError(arguments.about(unknown, RingStrategy.__init__))
+            raise TypeError(refusals.unknown_arguments(unknown, RingStrategy.__init__))
         timeout = default_pg_timeout if timeout is None else timeout
-        arguments.check(algorithm, timeout, broadcast_buffers)
+        refusals.check_arguments(algorithm, timeout, broadcast_buffers)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -110,14 +90,9 @@ class RingStrategy(DDPStrategy):
         )
         self.algorithm: Algorithm = AllReduce() if algorithm is None else copy.deepcopy(algorithm)
         self.stats = Stats()
-        self.session: Session | None = None  # while peers are connected
         self.left_with_children = False  # residuals, of processes that have ended
         self._broadcast_buffers = broadcast_buffers
-        self._accumulating = False
-        self._has_met = self._has_told = False
-        self._run = 0
-        self._global_step = 0  # at this batch's beginning
-        self._looks = Looks(self)
+        self._looks: Looks | None = None  # with the session of several ranks
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._carried: dict[str, Any] | None = None
         self._means: Means | None = None  # last given to a checkpoint
@@ -126,63 +101,16 @@ class RingStrategy(DDPStrategy):
         """The algorithm, and whose strategy this is: a `pytorch_lightning` Trainer prints it when it refuses us."""
         return f"RingStrategy({self.algorithm}), a strategy for `from lightning.pytorch import Trainer`"
 
-    # Launching
+    def _outcome(self) -> Any:
+        has_residuals = isinstance(self.algorithm, GradientAlgorithm) and any(True for _ in self.algorithm.residuals())
+        return self.stats, has_residuals, self.algorithm.outcome() if isinstance(self.algorithm, Auto) else None
 
-    @property
-    def accelerator(self) -> Accelerator | None:
-        """See `DDPStrategy`."""
-        return self._own_accelerator
-
-    @accelerator.setter
-    def accelerator(self, accelerator: Accelerator | None) -> None:
-        self._own_accelerator = accelerator
-
-    @property
-    def _accelerator(self) -> Accelerator | None:
-        # This name is what a Trainer asks a strategy for that it is given, and before all else.
-        if self._launcher is not None:
-            raise ValueError(
-                "this RingStrategy belongs to another Trainer already: make one for each, RingStrategy(...). They may "
-                "share the algorithm, RingStrategy(other.algorithm), which is copied"
-            )
-        return self._own_accelerator
-
-    @_accelerator.setter
-    def _accelerator(self, accelerator: Accelerator | None) -> None:
-        self._own_accelerator = accelerator
-
-    def _configure_launcher(self) -> None:
-        for device in self.parallel_devices or []:
-            if device.type not in ("cpu", "cuda"):
-                raise ValueError(
-                    f"RingStrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'"
-                )
-            if device.type == "cuda" and find_spec("triton") is None:
-                raise ValueError(
-                    "on GPUs RingStrategy needs triton, which torch's CUDA builds bring along, and it is not installed "
-                    "here: python -m pip install triton"
-                )
-        super()._configure_launcher()
-        if self._start_method != "popen":
-            self._launcher = StatsLauncher(self, start_method=self._start_method)
+    def _take_outcome(self, outcome: Any) -> None:
+        self.stats, self.left_with_children, chosen = outcome
+        if isinstance(self.algorithm, Auto):
+            self.algorithm.take_outcome(chosen)
 
     # Setting up
-
-    def setup_environment(self) -> None:
-        """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
-        module = self.lightning_module
-        assert module is not None
-        if any(isinstance(callback, BatchSizeFinder) for callback in callbacks(module.trainer)):
-            raise ValueError(
-                "BatchSizeFinder works with one process and without a strategy for several: find the size in a run of "
-                "its own with Trainer(strategy='auto', devices=1), and train with that size for each process"
-            )
-        super().setup_environment()
-        self._has_met = self._has_told = False
-        if self.world_size > 1:
-            self._run = announce(self.global_rank)
-        atexit.unregister(_disconnect)
-        atexit.register(_disconnect)
 
     def setup(self, trainer: Trainer) -> None:
         """As `ddp`, but the module stays unwrapped."""
@@ -191,44 +119,32 @@ class RingStrategy(DDPStrategy):
         if self.session is not None:
             self.session.bind(self.optimizers)
             self.session.compare_optimizers()
-            self._looks.begin(trainer)
+            if self.world_size > 1:
+                self._looks = Looks(trainer, self.session, self.tell)
 
     def configure_ddp(self) -> None:
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
         module = self.lightning_module
         assert module is not None
-        self._refuse_sync_batch_norm(module)
+        refusals.check_module(module, self.root_device, self._layer_sync)
         if self.world_size > 1:
-            self._attach(module)
+            self._meet()
         elif self.stats.steps == 0:  # once, not again at the next fit
             rank_zero_info(
                 "RingStrategy: there is one process, so nothing is averaged and nothing is sent. For more pass "
                 "Trainer(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
             )
-        own = None if self._resume is None or self._resume.own is None else _copied(module.state_dict())
+        self._open_session(module)
+        own = None if self._resume is None or self._resume.own is None else copied(module.state_dict())
         _sync_module_states(module)
         if own is not None:
             module.load_state_dict(own, strict=False)
         if self._resume is not None:
-            self._carried = restore(self, self._resume)
+            self._carried = restore(self, self._resume, LOG)
 
-    def _refuse_sync_batch_norm(self, module: LightningModule) -> None:
-        """On a CPU, where the first forward in training would fail."""
-        names = [name for name, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)]
-        if names and self.root_device.type == "cpu":
-            cure = (
-                "leave out sync_batchnorm=True" if self._layer_sync else "use nn.BatchNorm1d, 2d or 3d in their place"
-            )
-            raise ValueError(
-                f"SyncBatchNorm works only on GPUs, and here {names[0]} ({len(names)} in all) would train on a CPU: "
-                f"{cure}, then each process takes the statistics of its own batches; or use a norm without any, such "
-                "as nn.GroupNorm"
-            )
-
-    def _attach(self, module: LightningModule) -> None:
+    def _open_session(self, module: LightningModule) -> None:
         assert self._timeout is not None
-        self._has_met = True
-        check_all_announced(self._run, self.world_size)  # Lightning had a barrier since
+        trainer = module.trainer
         self.session = Session(
             module,
             self.algorithm,
@@ -236,9 +152,8 @@ class RingStrategy(DDPStrategy):
             stats=self.stats,
             broadcast_buffers=self._broadcast_buffers,
         )
-        self.session.open(self.root_device)
-        trainer = module.trainer
-        self.algorithm.check(
+        self.session.open(
+            self.root_device,
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
@@ -249,45 +164,34 @@ class RingStrategy(DDPStrategy):
             rank_zero_info(line)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Refuse what cannot work."""
+        """As `ddp`. ValueError for those that cannot work."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS) and self.world_size > 1:
-                raise ValueError(
-                    "LBFGS decides from each rank's own loss how often to evaluate, so ranks would wait for each other "
-                    "for ever: use another optimizer, or devices=1"
-                )
+        refusals.check_optimizers(self.optimizers, self.world_size)
+
+    @property
+    def _fit(self) -> Session:
+        assert self.session is not None, "within a fit"
+        return self.session
 
     # One step
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Take in parameters that the model has got since setup; an epoch may have ended."""
-        module = self.lightning_module
-        if self.session is not None:
-            assert module is not None
-            trainer = module.trainer
-            self._global_step = trainer.global_step
-            later = trainer.current_epoch > 0
-            self.session.begin_batch(
-                f"near batch {batch_idx}", self.optimizers, first=batch_idx == 0, later_epoch=later
-            )
+        assert self.lightning_module is not None
+        later = self.lightning_module.trainer.current_epoch > 0
+        self._fit.begin_batch(f"near batch {batch_idx}", self.optimizers, first=batch_idx == 0, later_epoch=later)
         self._log_news()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Forward, after rank 0's buffers went to all."""
-        if self.session is not None:
-            self.session.send_buffers()
+        self._fit.send_buffers()
         return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Gradients of a backward in here only accumulate: zero bytes are sent."""
-        before, self._accumulating = self._accumulating, True
         with nullcontext() if self.session is None else self.session.no_sync():
-            try:
-                yield
-            finally:
-                self._accumulating = before
+            yield
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Backward, and the end of the exchange: hooks after this see averaged gradients."""
@@ -295,13 +199,9 @@ class RingStrategy(DDPStrategy):
         assert module is not None
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        if self.session is not None:
-            self.session.before_backward(loss, self._loss_scale())
+        self._fit.before_backward(loss, self._loss_scale())
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        if self.session is not None:
-            self.session.after_backward()
-        elif self.world_size == 1 and not self._accumulating:
-            self.stats.steps += 1
+        self._fit.after_backward()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
@@ -314,9 +214,7 @@ class RingStrategy(DDPStrategy):
         **kwargs: Any,
     ) -> Any:
         """The optimizer's step, then the algorithm's."""
-        session = self.session
-        if session is None:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        session = self._fit
 
         def gradients() -> Any:
             output = closure()
@@ -326,73 +224,26 @@ class RingStrategy(DDPStrategy):
         with session.stepping(optimizer, self._loss_scale):
             return super().optimizer_step(optimizer, gradients, model, **kwargs)
 
-    def steps_of_batch(self) -> int | None:
-        """How many Lightning has counted since the batch began, with those that a user's `optimizer_step` dropped.
-
-        None in manual optimization, where nobody can tell a dropped step from none, and after an exception.
-        """
-        module = self.lightning_module
-        if self.alone or module is None or not module.automatic_optimization:
-            return None
-        return module.trainer.global_step - self._global_step
-
     def _loss_scale(self) -> Tensor | None:
         """On the device, without waiting for it; not changed when the scaler's own is."""
         scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is None or self.session is None:
+        if scaler is None or self.world_size == 1:
             return None
         scale: Tensor = scaler.scale(torch.ones((), device=self.root_device))
         return scale
 
-    # Collectives that stay exact
-
-    @property
-    def alone(self) -> bool:
-        """Did this rank's run end in an exception? Then nobody answers its collectives any more."""
-        module = self.lightning_module
-        return module is not None and module._trainer is not None and module._trainer.interrupted
-
-    def _naming_lost_peers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.session is None else self.session.naming_lost_peers()
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
-        if self.alone:
-            if self.session is not None and self.session.lifeline is not None:
-                self.session.lifeline.gather()
-            return
-        with self._naming_lost_peers():
-            super().barrier(*args, **kwargs)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """As `ddp`; after an exception this rank's own object."""
-        if self.alone:
-            return obj
-        with self._naming_lost_peers():
-            return super().broadcast(obj, src)
-
-    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
-        """As `ddp`: exact, never through a codec; after an exception this rank's own tensor."""
-        if self.alone:
-            return tensor
-        with self._naming_lost_peers():
-            return super().reduce(tensor, group, reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """As `ddp`."""
-        with self._naming_lost_peers():
-            return super().all_gather(tensor, group, sync_grads)
-
-    # What people look at, where ranks have parameters of their own
+    # Validation, where ranks have parameters of their own
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """As `ddp`. Within a fit, the first batch of a validation is to find what is the same on all ranks."""
-        self._looks.look()
+        if self._looks is not None:
+            self._looks.look()
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """As `ddp`. Of a step that takes a `dataloader_iter` no batch was seen before."""
-        self._looks.look()
+        if self._looks is not None:
+            self._looks.look()
         return super().validation_step(*args, **kwargs)
 
     def on_validation_start(self) -> None:
@@ -404,31 +255,24 @@ class RingStrategy(DDPStrategy):
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
         super().on_validation_end()
-        self._looks.end()
+        if self._looks is not None:
+            self._looks.end()
 
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
-        if self.session is not None:
-            self.session.leave_training("at the end of training", "the end of its training")
-        self.algorithm.settle()
-        if self.session is not None and self.algorithm.consensus:
-            self.session.enter_consensus(replaced=self._looks.replaced())
+        self._fit.leave_training("at the end of training", "the end of its training")
+        self._fit.settle()
+        if self._looks is not None and self._fit.shows_consensus:
+            self._fit.enter_consensus(replaced=self._looks.replaced())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The mean of all ranks, who all call it; after an exception this rank's own."""
-        if not self.algorithm.decentralized or self.session is None or self.alone:
-            return super().lightning_module_state_dict()
-        if self.session.enter_consensus():
-            means = _copied(super().lightning_module_state_dict())
-            self.algorithm.leave_consensus()
-            own = super().lightning_module_state_dict()
-        else:
-            means = super().lightning_module_state_dict()
-            with self.algorithm.as_own():
-                own = _copied(super().lightning_module_state_dict())
-        self._means = Means(means, own)
-        return means
+        state = super().lightning_module_state_dict
+        if self._looks is None or not self.algorithm.decentralized or self.alone:
+            return state()
+        self._means = self._fit.means_of(state)
+        return dict(self._means.means)
 
     # Checkpoints
 
@@ -440,7 +284,8 @@ class RingStrategy(DDPStrategy):
         means, self._means = self._means, None
         if "optimizer_states" in checkpoint:
             own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
-            state = collect(self, own, filepath, storage_options) if self.world_size > 1 else self._carried
+            files = RankFiles(self.checkpoint_io, filepath, storage_options=storage_options)
+            state = collect(self, own, files) if self.world_size > 1 else self._carried
             if state is not None:
                 checkpoint["ringstrategy"] = state
             if self.left_with_children:
@@ -461,60 +306,39 @@ class RingStrategy(DDPStrategy):
         self._resume = None
         if "ringstrategy" not in checkpoint or not self._is_fitting:
             return checkpoint
-        self._resume = found(self, checkpoint_path, checkpoint["ringstrategy"], weights_only)
+        files = RankFiles(self.checkpoint_io, checkpoint_path, weights_only=weights_only)
+        self._resume = found(self, files, checkpoint["ringstrategy"], LOG)
         if self._resume.own is not None:
             checkpoint |= self._resume.own["checkpoint"]
         if self.session is not None:
-            restore(self, self._resume)  # a tuner, such as the learning-rate finder, takes back its trial steps
+            restore(self, self._resume, LOG)  # a tuner, such as the learning-rate finder, takes back its trial steps
             self._resume = None
             self.session.bind(self.optimizers)
         return checkpoint
-
-    @property
-    def _is_fitting(self) -> bool:
-        module = self.lightning_module
-        trainer = None if module is None else module._trainer
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
 
     def remove_checkpoint(self, filepath: _PATH) -> None:
         """The residuals beside it too."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:  # of each node: its disk may be its own
-            remove_residuals(self.checkpoint_io, filepath)
+            RankFiles(self.checkpoint_io, filepath).remove()
 
     # The end
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one goes; no collective."""
-        super().on_exception(exception)
-        self.algorithm.leave_consensus()
-        self._means = None
-        atexit.unregister(_disconnect)  # it would wait for peers that may not come
-        self.tell(exception)
-
-    def tell(self, exception: BaseException) -> None:
-        """Tell the other ranks why this one goes, once; no collective."""
-        if self._has_told:
-            return
-        self._has_told = True
-        for name, cure in _UNWRAPPED.items():
-            said = f"'{type(self.lightning_module).__name__}' object has no attribute '{name}'"
-            if isinstance(exception, AttributeError) and str(exception) == said:
-                exception.args = (f"{said}: RingStrategy does not wrap the module as torch DDP does, so {cure}",)
         if self.session is not None:
-            self.session.tell(exception)
-        elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
-            self._has_met = True
-            # those who are ready wait for this one
-            Lifeline.cast(self.global_rank, self.world_size).fail(last_words(exception))
+            self.session.leave_consensus()
+        self._means = None
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Join the communication thread, remove the hooks. No collective, unless `fit` found nothing left to train."""
-        if self.session is not None and not self.alone and self.algorithm.consensus:
-            self.session.enter_consensus()  # False if training has ended with that
-        self._looks.close()
-        self._means = None
-        session, self.session = self.session, None
+        session, looks, self._means = self.session, self._looks, None
+        if looks is not None:
+            if session is not None and not self.alone and session.shows_consensus:
+                session.enter_consensus()  # False if training has ended with that
+            looks.close()
+        self.session = self._looks = None
         try:
             if session is None:
                 self.algorithm.close()
@@ -522,13 +346,3 @@ class RingStrategy(DDPStrategy):
                 session.close()
         finally:
             super().teardown()
-
-
-def _disconnect() -> None:
-    """Without it gloo's threads may abort a process that ends right after a collective."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -1,35 +1,29 @@
-"""What each rank has of its own in a file beside the checkpoint, and what a run of any size makes of it.
+"""What each rank saves beside a checkpoint, and what a run of any world size makes of it. No framework.
 
-`run.ckpt` holds, under `ringstrategy`, what all ranks share, and the sum of all ranks' residuals; the folder
-`run.ckpt.ringstrategy` holds one file a rank: its residuals or, with gossip, its parameters, optimizers and whatever
-the algorithm keeps. Tensors and primitives only, so that `weights_only=True` loads them all.
+A checkpoint holds what all ranks share, and the sum of all ranks' residuals. Beside it lies one file a rank: its
+residuals or, with gossip, its parameters, optimizers and whatever the algorithm keeps. Both hold tensors and primitives
+only, so that `weights_only=True` loads them.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
-from lightning.fabric.utilities.cloud_io import get_filesystem
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.collectives.base import sums_dtype
 
 _SHOWN = 5  # names in a message
 
 
 class Ranks(Protocol):
-    """The ranks of a run, as one of them sees them: see `RingStrategy`, and Lightning's `Strategy`."""
+    """The ranks of a run, as one of them sees them."""
 
     algorithm: Algorithm
 
@@ -46,10 +40,6 @@ class Ranks(Protocol):
         """Where collectives take their tensors from."""
 
     @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Writes, reads and removes files."""
-
-    @property
     def alone(self) -> bool:
         """Did this rank's run end in an exception? Then nobody answers its collectives."""
 
@@ -60,20 +50,40 @@ class Ranks(Protocol):
         """The "sum" or "mean" over ranks, exact."""
 
 
+class Files(Protocol):
+    """The files beside one checkpoint, one a rank."""
+
+    @property
+    def folder(self) -> str:
+        """Where they lie, for messages."""
+
+    def save(self, state: dict[str, Any], rank: int) -> None:
+        """Write a rank's file."""
+
+    def load(self, rank: int) -> dict[str, Any] | None:
+        """A rank's file; None if there is none."""
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where messages of rank 0 go."""
+
+    info: Callable[[str], None]
+    warn: Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Saved:
     """A checkpoint to resume from.
 
     Attributes:
-        path: of the checkpoint.
-        shared: what it has under `ringstrategy`.
-        weights_only: as the user wants it loaded.
+        files: those beside it.
+        shared: what it has of this package.
         own: this rank's file, if the checkpoint is of ranks with parameters of their own, and all have found theirs.
     """
 
-    path: _PATH
+    files: Files
     shared: Mapping[str, Any]
-    weights_only: bool | None
     own: Mapping[str, Any] | None = None
 
 
@@ -85,31 +95,38 @@ class Means:
     own: Mapping[str, Any]
 
 
-def collect(ranks: Ranks, own: Mapping[str, Any] | None, path: _PATH, storage_options: Any) -> dict[str, Any]:
-    """Write what this rank has of its own beside the checkpoint `path`; returns what belongs into the checkpoint.
+def collect(ranks: Ranks, own: Mapping[str, Any] | None, files: Files) -> dict[str, Any]:
+    """Write what only this rank has beside the checkpoint; returns what belongs into the checkpoint.
 
     All ranks call it, unless the run of this rank ended in an exception: then it calls nobody, and the sum is None.
 
     Args:
         ranks: all of them, and the algorithm that they run.
         own: the checkpoint as this rank would load it; None if it is the same on all ranks.
-        path: of the checkpoint.
-        storage_options: Lightning's.
+        files: those beside the checkpoint.
     """
-    state = ranks.algorithm.state_dict()
-    residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in ranks.algorithm.residuals()}
+    algorithm = ranks.algorithm
+    state = algorithm.state_dict()
+    held = algorithm.residuals() if isinstance(algorithm, GradientAlgorithm) else ()
+    residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in held}
     if residuals or own is not None:
+        kept = algorithm.own_state() if isinstance(algorithm, ParameterAlgorithm) else {}
         mine = {
             "rank": ranks.global_rank,
             "world_size": ranks.world_size,
             "step": state["step"],
             "residuals": residuals,
-            "own": None if own is None else {"checkpoint": own, "algorithm": ranks.algorithm.own_state()},
+            "own": None if own is None else {"checkpoint": own, "algorithm": kept},
         }
-        ranks.checkpoint_io.save_checkpoint(mine, _file(path, ranks.global_rank), storage_options=storage_options)
+        files.save(mine, ranks.global_rank)
     total = None if residuals and ranks.alone else _sum(ranks, residuals)
     shared = {"world_size": ranks.world_size, "algorithm": state, "residual_sum": total}
-    return {**shared, "decentralized": ranks.algorithm.decentralized}
+    return {**shared, "decentralized": algorithm.decentralized}
+
+
+def copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With a copy of each tensor."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def of_this_rank(checkpoint: Mapping[str, Any], means: Means | None) -> dict[str, Any]:
@@ -152,25 +169,25 @@ def _sum(ranks: Ranks, residuals: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return total
 
 
-def found(ranks: Ranks, path: _PATH, shared: Mapping[str, Any], weights_only: bool | None) -> Saved:
+def found(ranks: Ranks, files: Files, shared: Mapping[str, Any], log: Log) -> Saved:
     """The checkpoint, and this rank's file if ranks have parameters of their own. All ranks call it."""
-    saved = Saved(path, shared, weights_only)
+    saved = Saved(files, shared)
     before, now = shared["world_size"], ranks.world_size
     if not (shared["decentralized"] and ranks.algorithm.decentralized) or now == 1:
         return saved
     if before != now:
-        rank_zero_info(
+        log.info(
             f"The checkpoint is of world size {before}, this run of {now}: "
             "all ranks start from the mean of its ranks and from rank 0's optimizers."
         )
         return saved
-    mine = _load(saved, ranks.global_rank, ranks.checkpoint_io)
+    mine = _load(saved, ranks.global_rank)
     if mine is not None and mine["own"]["algorithm"]["torn"]:
         mine = None
     missing = _missing(ranks, mine)
     if missing:
-        rank_zero_warn(
-            f"what rank {_list(missing)} has of its own is not in {_folder(path)} (it must be kept beside its "
+        log.warn(
+            f"what rank {_list(missing)} has of its own is not in {files.folder} (it must be kept beside its "
             "checkpoint), or an exception saved it within an exchange: all ranks start from the checkpoint's "
             "parameters and optimizers"
         )
@@ -179,50 +196,50 @@ def found(ranks: Ranks, path: _PATH, shared: Mapping[str, Any], weights_only: bo
     return replace(saved, own=mine["own"])
 
 
-def restore(ranks: Ranks, saved: Saved) -> dict[str, Any] | None:
+def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
     """Give the algorithm its state back. All ranks call it, after `Algorithm.setup`.
 
     At the same world size each rank takes its own residuals, bit for bit. At another, each takes the same share of
     their sum, so that the sum is kept (to the rounding of one division; exact if the size is a power of two). With one
     rank there is no algorithm, and the gradients are exact: returns what the checkpoints of this run must carry on.
     """
-    shared = saved.shared
+    algorithm, shared = ranks.algorithm, saved.shared
     before, now = shared["world_size"], ranks.world_size
-    if shared["decentralized"] != ranks.algorithm.decentralized:
-        rank_zero_info(
+    if shared["decentralized"] != algorithm.decentralized:
+        log.info(
             "The checkpoint is of another kind of averaging: this run takes its weights and its optimizers, no more."
         )
         return None
     if before == now > 1:
-        residuals = _own(ranks, saved)
+        residuals = _own(ranks, saved, log)
     else:
         total = shared["residual_sum"]
         if total is None:
-            total = _sum_of_files(saved, ranks.checkpoint_io)
+            total = _sum_of_files(saved, log)
         if now == 1:
             if total and before > 1:
-                rank_zero_info(
+                log.info(
                     f"The checkpoint is of {before} ranks. One rank needs no error feedback: "
                     "the sum of their residuals is carried on into the checkpoints of this run."
                 )
             return {**shared, "world_size": 1, "residual_sum": total}
         residuals = {name: value / now for name, value in total.items()}
         if total:
-            rank_zero_info(
+            log.info(
                 f"The checkpoint is of world size {before}, this run of {now}: "
                 f"each rank takes 1/{now} of the sum of the error-feedback residuals."
             )
-    if saved.own is not None:
+    if saved.own is not None and isinstance(algorithm, ParameterAlgorithm):
         kept = saved.own["algorithm"]
-        if not ranks.algorithm.load_own_state(kept):
-            rank_zero_info(
-                f"The checkpoint is of {kept['of']}, this run of {ranks.algorithm}: each rank "
+        if not algorithm.load_own_state(kept):
+            log.info(
+                f"The checkpoint is of {kept['of']}, this run of {algorithm}: each rank "
                 "takes its own parameters and optimizers, but nothing that only the other kept."
             )
-    ranks.algorithm.load_state_dict(shared["algorithm"])
-    homeless = ranks.algorithm.load_residuals(residuals)
+    algorithm.load_state_dict(shared["algorithm"])
+    homeless = algorithm.load_residuals(residuals) if isinstance(algorithm, GradientAlgorithm) else list(residuals)
     if homeless:
-        rank_zero_warn(
+        log.warn(
             f"the checkpoint has error-feedback residuals of {_names(homeless)} that this run has no place for "
             "(no feedback here, or a parameter was renamed or has another shape): what they held is dropped"
         )
@@ -235,31 +252,31 @@ def _missing(ranks: Ranks, mine: dict[str, Any] | None) -> list[int]:
     return [rank for rank, has in enumerate(ranks.all_gather(has_mine).view(-1).tolist()) if not has]
 
 
-def _own(ranks: Ranks, saved: Saved) -> dict[str, Tensor]:
+def _own(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Tensor]:
     """This rank's residuals, or its share of the sum if any rank misses its own."""
-    total, size, path = saved.shared["residual_sum"], ranks.world_size, saved.path
+    total, size = saved.shared["residual_sum"], ranks.world_size
     if total is not None and not total:
         return {}
-    mine = _load(saved, ranks.global_rank, ranks.checkpoint_io)
+    mine = _load(saved, ranks.global_rank)
     missing = _missing(ranks, mine)
     if missing and total is not None:
-        rank_zero_warn(
-            f"the residuals of rank {_list(missing)} are not in {_folder(path)} (it must be kept beside its "
+        log.warn(
+            f"the residuals of rank {_list(missing)} are not in {saved.files.folder} (it must be kept beside its "
             f"checkpoint): each rank takes 1/{size} of their sum instead of its own"
         )
         return {name: value / size for name, value in total.items()}
     if missing:
-        _warn_lost(f"of rank {_list(missing)}, whose files are not in {_folder(path)},")
+        _warn_lost(log, f"of rank {_list(missing)}, whose files are not in {saved.files.folder},")
     residuals: dict[str, Tensor] = {} if mine is None else mine["residuals"]
     return residuals
 
 
-def _sum_of_files(saved: Saved, io: CheckpointIO) -> dict[str, Tensor]:
+def _sum_of_files(saved: Saved, log: Log) -> dict[str, Tensor]:
     """The sum that the checkpoint does not have, because an exception wrote it."""
     total: dict[str, Tensor] = {}
     missing = []
     for rank in range(saved.shared["world_size"]):
-        state = _load(saved, rank, io)
+        state = _load(saved, rank)
         if state is None:
             missing.append(rank)
             continue
@@ -267,48 +284,21 @@ def _sum_of_files(saved: Saved, io: CheckpointIO) -> dict[str, Tensor]:
             wide = value.to(sums_dtype(value.dtype))
             total[name] = total[name] + wide if name in total else wide
     if missing:
-        _warn_lost(f"of rank {_list(missing)}, whose files are not in {_folder(saved.path)},")
+        _warn_lost(log, f"of rank {_list(missing)}, whose files are not in {saved.files.folder},")
     return total
 
 
-def _warn_lost(whose: str) -> None:
-    rank_zero_warn(f"the checkpoint was written at an exception: residuals {whose} are lost and begin at zero")
+def _warn_lost(log: Log, whose: str) -> None:
+    log.warn(f"the checkpoint was written at an exception: residuals {whose} are lost and begin at zero")
 
 
-def remove_residuals(io: CheckpointIO, path: _PATH) -> None:
-    """Remove what lies beside the checkpoint `path`."""
-    folder = _folder(path)
-    files = get_filesystem(folder)
-    for _ in range(3):
-        if not files.exists(folder):
-            return
-        with suppress(FileNotFoundError):  # on a disk that nodes share, another one may be doing the same
-            io.remove_checkpoint(folder)
-    if files.exists(folder):
-        rank_zero_warn(f"{io} did not remove {folder}, where the residuals of a removed checkpoint lie")
-
-
-def _folder(path: _PATH) -> str:
-    return f"{os.fspath(path)}.ringstrategy"
-
-
-def _file(path: _PATH, rank: int) -> str:
-    return f"{_folder(path)}/rank_{rank:05d}.pt"
-
-
-def _load(saved: Saved, rank: int, io: CheckpointIO) -> dict[str, Any] | None:
+def _load(saved: Saved, rank: int) -> dict[str, Any] | None:
     """A rank's file, or None if there is none, or it is another checkpoint's."""
-    try:
-        state = io.load_checkpoint(_file(_resolved(saved.path), rank), weights_only=saved.weights_only)
-    except FileNotFoundError:
+    state = saved.files.load(rank)
+    if state is None:
         return None
     belongs = (state["world_size"], state["step"]) == (saved.shared["world_size"], saved.shared["algorithm"]["step"])
     return state if belongs else None
-
-
-def _resolved(path: _PATH) -> str:
-    # ModelCheckpoint(save_last="link") makes `last.ckpt` a link; the residuals lie where it points to
-    return os.path.realpath(path) if os.path.islink(path) else os.fspath(path)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -1,0 +1,61 @@
+"""What groups keep beside their parameters, on its way into checkpoints and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ringstrategy.algorithms.parameters.group import Group, Vector
+
+
+class Kept:
+    """What a checkpoint kept for groups that have not been bound yet.
+
+    Args:
+        state: what `state_of` gave; nothing if there is no checkpoint.
+    """
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        state = {} if state is None else state
+        self._parts: dict[str, dict[str, Tensor]] = dict(state.get("kept", {}))  # by parameter name, then by kind
+        self._others: dict[str, dict[str, Tensor]] = dict(state.get("others", {}))
+
+    def state_of(self, groups: Sequence[Group]) -> dict[str, Any]:
+        """By parameter name: what its group keeps, the correction that waits, and what no group has taken yet."""
+        parts = {name: dict(kinds) for name, kinds in self._parts.items()}
+        others = dict(self._others)
+        for group in groups:
+            for flat in group.flats:
+                due = {"correction": flat.correction} if group.arrived else {}
+                for kind, whole in {**flat.memory, **due}.items():
+                    for name, part in flat.by_name(whole).items():
+                        parts.setdefault(name, {})[kind] = part
+            both = {kind: torch.stack([one.values, one.correction]) for kind, one in group.others.items()}
+            others |= dict.fromkeys(group.parameters, both)
+        # after an exception: copies and weights that another thread is changing fit those of no other rank
+        torn = any(group.under_way is not None and any(flat.memory for flat in group.flats) for group in groups)
+        return {"kept": parts, "others": others, "torn": torn}
+
+    def resume(self, group: Group) -> bool:
+        """Give a new group what was kept of it; False if there is nothing, or several groups kept it."""
+        parts = {name: self._parts.pop(name) for name in group.parameters if name in self._parts}
+        others = {name: self._others.pop(name) for name in group.parameters if name in self._others}
+        names = [name for flat in group.flats for name in flat.names]
+        if not names or names[0] not in parts or len({tuple(parts.get(name, {})) for name in names}) != 1:
+            return False
+        first = names[0]
+        for kind, both in others.get(first, {}).items():
+            group.others[kind] = Vector(both[0].to(group.flats[0].values.device, copy=True))
+            group.others[kind].correction.copy_(both[1])
+        for flat in group.flats:
+            for kind in parts[first]:
+                group.arrived |= kind == "correction"
+                whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)
+                for name, part in flat.by_name(whole).items():
+                    part.copy_(parts[name][kind])
+                if kind != "correction":
+                    flat.memory[kind] = whole
+        return True

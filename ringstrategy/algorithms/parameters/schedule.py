@@ -1,0 +1,50 @@
+"""When parameters are mixed, and when what came of it is applied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Unit = Literal["step", "epoch"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One exchange begins every `interval` turns; its correction is applied `late` turns after that.
+
+    Args:
+        interval: turns from one exchange to the next.
+        overlap: True: apply the correction when the next exchange is due. False: wait for it at once. A number from 1
+            to `interval`: apply it after so many turns. 1 is one turn, not True.
+        unit: what a turn is: a "step" of the optimizer, or an "epoch".
+    """
+
+    interval: int
+    overlap: bool | int
+    unit: Unit
+
+    def __post_init__(self) -> None:
+        interval, overlap = self.interval, self.overlap
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            raise ValueError(f"interval is how many optimizer steps lie between mixings: at least 1, got {interval!r}")
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit is 'step' or 'epoch', got {self.unit!r}")
+        if not isinstance(overlap, int):
+            raise TypeError(f"overlap is True, False, or after how many steps to apply what came, got {overlap!r}")
+        if not isinstance(overlap, bool) and not 1 <= overlap <= interval:
+            raise ValueError(
+                f"overlap is after how many steps to apply what came: 1 to interval={interval}, got {overlap}"
+            )
+
+    @property
+    def late(self) -> int:
+        """Turns from the beginning of an exchange until its correction is applied; 0: at once."""
+        return self.overlap * self.interval if isinstance(self.overlap, bool) else self.overlap
+
+    def mixes(self, turn: int) -> bool:
+        """Does an exchange begin at this turn? Turns are counted from 1."""
+        return turn % self.interval == 0
+
+    def applies(self, turn: int) -> bool:
+        """Is the correction of an earlier exchange applied at this turn?"""
+        return turn % self.interval in (0, self.late)

@@ -1,0 +1,162 @@
+"""`ddp`'s processes with this package's manners: collectives that name lost peers, and a rank that says why it goes."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from ringstrategy.integrations.lightning import refusals
+from ringstrategy.integrations.lightning.launcher import BringingLauncher
+from ringstrategy.session import Session
+from ringstrategy.session.session import last_words
+from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced
+
+if TYPE_CHECKING:
+    from lightning.pytorch.accelerators import Accelerator
+
+
+class Processes(DDPStrategy):
+    """How ranks are launched, meet, and part; abstract, for `RingStrategy`.
+
+    Attributes:
+        session: of the fit that is under way; None outside of one.
+    """
+
+    session: Session | None = None
+    _run = 0
+    _has_met = _has_told = False
+
+    # Launching
+
+    @property
+    def accelerator(self) -> Accelerator | None:
+        """See `DDPStrategy`."""
+        return self._own_accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
+
+    @property
+    def _accelerator(self) -> Accelerator | None:
+        # This name is what a Trainer asks a strategy for that it is given, and before all else.
+        if self._launcher is not None:
+            raise ValueError(
+                "this RingStrategy belongs to another Trainer already: make one for each, RingStrategy(...). They may "
+                "share the algorithm, RingStrategy(other.algorithm), which is copied"
+            )
+        return self._own_accelerator
+
+    @_accelerator.setter
+    def _accelerator(self, accelerator: Accelerator | None) -> None:
+        self._own_accelerator = accelerator
+
+    def _configure_launcher(self) -> None:
+        for device in self.parallel_devices or []:
+            refusals.check_device(device)
+        super()._configure_launcher()
+        if self._start_method != "popen":
+            self._launcher = BringingLauncher(self, self._start_method, self._outcome, self._take_outcome)
+
+    def _outcome(self) -> Any:
+        """What rank 0's process knows when it ends. It can be pickled."""
+        raise NotImplementedError
+
+    def _take_outcome(self, outcome: Any) -> None:
+        """In the process that started it."""
+        raise NotImplementedError
+
+    def setup_environment(self) -> None:
+        """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
+        assert self.lightning_module is not None
+        refusals.check_callbacks(self.lightning_module.trainer)
+        super().setup_environment()
+        self._has_met = self._has_told = False
+        if self.world_size > 1:
+            self._run = announce(self.global_rank)
+        atexit.unregister(_disconnect)
+        atexit.register(_disconnect)
+
+    def _meet(self) -> None:
+        """All ranks are about to connect. PeerLostError if one never came as far."""
+        self._has_met = True
+        check_all_announced(self._run, self.world_size)  # Lightning had a barrier since
+
+    @property
+    def _is_fitting(self) -> bool:
+        module = self.lightning_module
+        trainer = None if module is None else module._trainer
+        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+
+    # Collectives that stay exact
+
+    @property
+    def alone(self) -> bool:
+        """Did this rank's run end in an exception? Then nobody answers its collectives any more."""
+        module = self.lightning_module
+        return module is not None and module._trainer is not None and module._trainer.interrupted
+
+    def _naming_lost_peers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.session is None else self.session.naming_lost_peers()
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
+        if self.alone:
+            if self.session is not None and self.session.lifeline is not None:
+                self.session.lifeline.gather()
+            return
+        with self._naming_lost_peers():
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """As `ddp`; after an exception this rank's own object."""
+        if self.alone:
+            return obj
+        with self._naming_lost_peers():
+            return super().broadcast(obj, src)
+
+    def reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp | str | None = "mean") -> Tensor:
+        """As `ddp`: exact, never through a codec; after an exception this rank's own tensor."""
+        if self.alone:
+            return tensor
+        with self._naming_lost_peers():
+            return super().reduce(tensor, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """As `ddp`."""
+        with self._naming_lost_peers():
+            return super().all_gather(tensor, group, sync_grads)
+
+    # The end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one goes; no collective."""
+        super().on_exception(exception)
+        atexit.unregister(_disconnect)  # it would wait for peers that may not come
+        self.tell(exception)
+
+    def tell(self, exception: BaseException) -> None:
+        """Tell the other ranks why this one goes, once; no collective."""
+        if self._has_told:
+            return
+        self._has_told = True
+        refusals.add_cure(exception, self.lightning_module)
+        if self.session is not None:
+            self.session.tell(exception)
+        elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
+            self._has_met = True
+            # those who are ready wait for this one
+            Lifeline.cast(self.global_rank, self.world_size).fail(last_words(exception))
+
+
+def _disconnect() -> None:
+    """Without it gloo's threads may abort a process that ends right after a collective."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

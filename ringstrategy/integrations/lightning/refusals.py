@@ -1,0 +1,113 @@
+"""What `RingStrategy` refuses, each with the cure: arguments, devices, and what of Lightning cannot work with it."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from importlib.util import find_spec
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
+
+_FROM_DDP = {
+    "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "ddp_comm_state": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "ddp_comm_wrapper": "here a codec does that, RingStrategy(AllReduce(codec=...))",
+    "bucket_cap_mb": "here it is RingStrategy(AllReduce(bucket_mb=...))",
+    "gradient_as_bucket_view": "leave it out, gradients always are views of the buckets",
+    "static_graph": "leave it out, nothing here depends on the graph",
+    "model_averaging_period": "here it is RingStrategy(Gossip(interval=...))",
+}
+
+_UNWRAPPED = {  # what only a module that torch DDP wraps has
+    "no_sync": "accumulate under trainer.strategy.block_backward_sync() instead",
+    "module": "leave out .module",
+}
+
+
+def check_arguments(algorithm: object, timeout: object, broadcast_buffers: object) -> None:
+    """TypeError or ValueError with the cure."""
+    if algorithm is not None and not isinstance(algorithm, Algorithm):
+        raise TypeError(
+            f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
+            + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
+        )
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout is a datetime.timedelta such as timedelta(seconds=60), got {timeout!r}")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout must be positive, got {timeout}")
+    if not isinstance(broadcast_buffers, bool):
+        raise TypeError(f"broadcast_buffers is True or False, got {broadcast_buffers!r}")
+
+
+def unknown_arguments(unknown: Iterable[str], init: Callable[..., None]) -> str:
+    """What to write instead of arguments that `init` of `RingStrategy` does not take."""
+    own = [name for name in inspect.signature(init).parameters if name not in ("self", "unknown")]
+    inner = [name for name in inspect.signature(AllReduce.__init__).parameters if name != "self"]
+    hints = []
+    for name in unknown:
+        if name in inner:
+            hints.append(f"{name!r} belongs to the algorithm: RingStrategy(AllReduce({name}=...))")
+        elif name in _FROM_DDP:
+            hints.append(f"{name!r} is torch DDP's: {_FROM_DDP[name]}")
+        else:
+            close = difflib.get_close_matches(name, own, 1)
+            hints.append(f"{name!r} is unknown" + (f", did you mean {close[0]!r}?" if close else ""))
+    return f"RingStrategy: {'; '.join(hints)}. It takes {', '.join(own)}"
+
+
+def check_device(device: torch.device) -> None:
+    """ValueError unless the package runs on it."""
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"RingStrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'")
+    if device.type == "cuda" and find_spec("triton") is None:
+        raise ValueError(
+            "on GPUs RingStrategy needs triton, which torch's CUDA builds bring along, and it is not installed "
+            "here: python -m pip install triton"
+        )
+
+
+def check_callbacks(trainer: Trainer) -> None:
+    """ValueError for a tuner that changes the batch size while several processes train."""
+    if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+        raise ValueError(
+            "BatchSizeFinder works with one process and without a strategy for several: find the size in a run of "
+            "its own with Trainer(strategy='auto', devices=1), and train with that size for each process"
+        )
+
+
+def check_module(module: Module, device: torch.device, layer_sync: object) -> None:
+    """ValueError for synchronized batch norm on a CPU, where the first forward in training would fail."""
+    names = [name for name, part in module.named_modules() if isinstance(part, torch.nn.SyncBatchNorm)]
+    if names and device.type == "cpu":
+        cure = "leave out sync_batchnorm=True" if layer_sync else "use nn.BatchNorm1d, 2d or 3d in their place"
+        raise ValueError(
+            f"SyncBatchNorm works only on GPUs, and here {names[0]} ({len(names)} in all) would train on a CPU: "
+            f"{cure}, then each process takes the statistics of its own batches; or use a norm without any, such "
+            "as nn.GroupNorm"
+        )
+
+
+def check_optimizers(optimizers: Iterable[Optimizer], world_size: int) -> None:
+    """ValueError for LBFGS on several ranks."""
+    if world_size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS decides from each rank's own loss how often to evaluate, so ranks would wait for each other "
+            "for ever: use another optimizer, or devices=1"
+        )
+
+
+def add_cure(exception: BaseException, module: object) -> None:
+    """To an AttributeError of a module that is used as if torch DDP wrapped it."""
+    for name, cure in _UNWRAPPED.items():
+        said = f"'{type(module).__name__}' object has no attribute '{name}'"
+        if isinstance(exception, AttributeError) and str(exception) == said:
+            exception.args = (f"{said}: RingStrategy does not wrap the module as torch DDP does, so {cure}",)
