@@ -18,7 +18,7 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, mean_
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.engine import Engine, engine
 from ringstrategy.transport.agree import BUCKET, INDENT
 from ringstrategy.transport.base import Peers, Waitable
 
@@ -71,10 +71,11 @@ class DenseBucket(Bucket):
         self._own_references = 0
         self._places: Places | None = None
         if dtype == torch.float32 and codec.needs_kernels:
-            # no tensor goes to the last place, the padding
-            numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]
-            dtypes = [*(planned for planned, _ in self._planned), torch.float32]
-            self._places = engine(device).lay_out(numels, dtypes, device)
+            self._places = self._lay_out(engine(device), device)
+
+    def _lay_out(self, engine: Engine, device: torch.device) -> Places | None:
+        numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]  # no tensor goes to the last
+        return engine.lay_out(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
 
     @property
     def numel(self) -> int:
