@@ -80,10 +80,6 @@ class Peers(ABC):
         """`post` of one send and one receive. What is empty does not travel: both ends know its size."""
         return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})
 
-    def add_(self, values: Tensor, summand: Tensor) -> None:
-        """Add in place. Who adds without a codec does it by this, so that `ringstrategy.cost` sees it."""
-        values.add_(summand)
-
     @abstractmethod
     def all_reduce_(self, values: Tensor) -> None:
         """Sum over all peers in place, by the backend's own algorithm."""
