@@ -558,24 +558,17 @@ class Bar:
     limits: list[float]
 
 
-def bars(rate: str) -> list[Bar]:
-    """What was measured on four hosts, a bar a case."""
+def measured(rate: str, case: str) -> Bar:
+    """A case on four hosts, of all runs."""
     rows = [json.loads(line) for file in sorted(ROWS.glob("*.jsonl")) for line in file.read_text().splitlines()]
-    rows = [
-        row
-        for row in rows
-        if row["size"].startswith(_MODEL) and (row["hosts"], row["processes"], row["rate"]) == (4, 1, rate)
-    ]
-    return [
-        Bar(
-            case,
-            *(
-                [row[key] for row in rows if row["case"] == case]
-                for key in ("seconds_median", "ratio", "limit_seconds")
-            ),
-        )
-        for case in CASES
-    ]
+    wanted = {"case": case, "rate": rate, "hosts": 4, "processes": 1}
+    rows = [row for row in rows if row["size"].startswith(_MODEL) and wanted.items() <= row.items()]
+    return Bar(case, *([row[key] for row in rows] for key in ("seconds_median", "ratio", "limit_seconds")))
+
+
+def bars(rate: str) -> list[Bar]:
+    """One a case."""
+    return [measured(rate, case) for case in CASES]
 
 
 def interval(values: Iterable[float]) -> str:
@@ -600,11 +593,11 @@ def step_time() -> Drawing:
         font_weight="bold",
     )
     for number, (rate, words) in enumerate(RATES.items()):
-        x, measured = left + number * (panel + gap), bars(rate)
-        longest = max(statistics.median(bar.seconds) for bar in measured)
+        x, shown = left + number * (panel + gap), bars(rate)
+        longest = max(statistics.median(bar.seconds) for bar in shown)
         scale = (panel - 118) / longest
         drawing.middle(x + panel / 2 - 40, 66, words, 14, font_weight="bold")
-        for place, bar in enumerate(measured):
+        for place, bar in enumerate(shown):
             y = top + row * place
             if number == 0:
                 drawing.text(left - 12, y + 18, CASES[bar.case], 13, text_anchor="end")

@@ -31,6 +31,7 @@ pictures = importlib.util.module_from_spec(_spec)
 sys.modules[_spec.name] = pictures  # dataclasses look their module up
 _spec.loader.exec_module(pictures)
 
+RATES = tuple(pictures.RATES)
 NAMES = sorted(pictures.PICTURES)
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -167,6 +168,33 @@ def test_bars_are_measured() -> None:
         longest = max(pair for pair in widths if pair[0] == rate)
         assert width == pytest.approx(widths[longest] * seconds / longest[1], abs=0.5)
     assert max(Counter(bar["data-rate"] for bar in drawn).values()) <= 8
+
+
+def test_pages_have_the_figures_of_the_rows() -> None:
+    cases = {
+        "`ring_int8`": "ring_int8",
+        "`ring_auto`": "ring_auto",
+        "`ring_int4`": "ring_int4",
+        "`ring_int2`": "ring_int2",
+        "`ring_sign`": "ring_sign",
+        "`AllReduce(BlockInt(4), Direct())`": "direct of BlockInt(4)",
+        "`ring_powersgd` (rank 1)": "ring_powersgd",
+        "`gossip_int8` at each step": "gossip_int8",
+        "DDP's fp16 hook": "ddp fp16 hook",
+        "PowerSGD as a DDP hook, rank 1": "ddp powersgd rank 1",
+        "torch's post-local SGD, average every 4 steps": "post-local sgd every 4",
+        "torch's post-local SGD, average every 16 steps": "post-local sgd every 16",
+    }
+    measured = {rate: {bar.case: pictures.interval(bar.ratios) for bar in pictures.bars(rate)} for rate in RATES}
+    page = (ROOT / "docs" / "performance.md").read_text().split("\n## ")[1]
+    table = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", page, re.M)[1:]
+    assert [name for name, *_ in table] == list(cases)
+    for name, *figures in table:
+        found = [pictures.interval(pictures.measured(rate, cases[name]).ratios) for rate in RATES]
+        assert [figure.replace(" to ", "\N{EN DASH}") for figure in figures] == found, name
+    readme = (ROOT / "README.md").read_text()
+    for rate in RATES:
+        assert f"{measured[rate]['ring_int8']} times" in readme
 
 
 def test_feedback_loses_nothing_in_its_picture() -> None:
