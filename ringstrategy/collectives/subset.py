@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.transport.base import Handle, Peers, Waitable
-from ringstrategy.transport.worker import Work
+from ringstrategy.transport.worker import Task
 
 
 class Subset(Peers):
@@ -39,9 +39,9 @@ class Subset(Peers):
         """See `Peers.scratch`; all ranks and some never exchange at the same time."""
         return self._everyone.scratch(name, nbytes, device)
 
-    def submit(self, work: Work, where: str) -> Waitable:
+    def submit(self, task: Task, where: str) -> Waitable:
         """See `Peers.submit`."""
-        return self._everyone.submit(work, where)
+        return self._everyone.submit(task, where)
 
     def close(self) -> None:
         """The connections are not its own."""

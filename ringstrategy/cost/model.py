@@ -20,7 +20,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.transport.base import Handle, Peers, Waitable
-from ringstrategy.transport.worker import Work as Task
+from ringstrategy.transport.worker import Task
 
 _SAMPLE = 1 << 22  # values, by which a host's ranks are compared
 
@@ -176,9 +176,9 @@ class _Clocked(Peers):
             self.bytes_across += round(share * values.nbytes)
         self.stats.count(round(share * values.nbytes), round(share * values.nbytes))
 
-    def submit(self, work: Task, where: str) -> Waitable:
+    def submit(self, task: Task, where: str) -> Waitable:
         """At once."""
-        work()
+        task()
         return _Done()
 
     def close(self) -> None:

@@ -24,9 +24,8 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.cost.model import Machines
-from ringstrategy.cost.probe import of_all
 from ringstrategy.cost.step import Profile
-from ringstrategy.transport.agree import compare_plans
+from ringstrategy.transport.agree import all_gather_floats, compare_plans
 from ringstrategy.transport.base import Peers
 
 _MOST_POSTPONED = 100  # passes in a row after which nobody knew whether their step counts
@@ -239,7 +238,7 @@ class Auto(GradientAlgorithm):
 
     def _any_rank(self, mine: bool) -> bool:
         assert self._peers is not None
-        return any(row[0] for row in of_all(self._peers, [float(mine)]))
+        return any(row[0] for row in all_gather_floats(self._peers, [float(mine)]))
 
     def _begin_trials(self) -> None:
         """Predict again with what the true gradients have shown, and try the best."""
@@ -261,7 +260,7 @@ class Auto(GradientAlgorithm):
 
     def _on_slowest_rank(self, mine: Mapping[int, float]) -> dict[int, float]:
         assert self._peers is not None
-        columns = zip(*of_all(self._peers, list(mine.values())), strict=True)
+        columns = zip(*all_gather_floats(self._peers, list(mine.values())), strict=True)
         return {place: max(column) for place, column in zip(mine, columns, strict=True)}
 
     def _keep(self, winner: int, seconds: Mapping[int, float]) -> None:

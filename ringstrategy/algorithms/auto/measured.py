@@ -13,7 +13,8 @@ import torch
 from ringstrategy.algorithms.auto.candidates import brief
 from ringstrategy.codecs.base import Codec
 from ringstrategy.cost.model import Machines
-from ringstrategy.cost.probe import measure, of_all
+from ringstrategy.cost.probe import measure
+from ringstrategy.transport.agree import all_gather_floats
 from ringstrategy.transport.base import Peers
 
 
@@ -52,7 +53,7 @@ def measure_unless_kept(
     """
     if kept is not None and not kept.holds(peers, codecs, device):
         kept = None
-    everyone = of_all(peers, [float(largest), 0.0 if kept is None else kept.digest])
+    everyone = all_gather_floats(peers, [float(largest), 0.0 if kept is None else kept.digest])
     longest = max(row[0] for row in everyone)
     if kept is not None and longest <= kept.machines.longest and all(row[1] == kept.digest for row in everyone):
         return kept, "goes by what it measured before"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ringstrategy.cost.model import Work
-from ringstrategy.cost.probe import of_all
 from ringstrategy.cost.step import Profile
+from ringstrategy.transport.agree import all_gather_floats
 from ringstrategy.transport.base import Peers
 
 _WARM_UP = 3  # passes before those that count, and
@@ -45,7 +45,7 @@ class Passes:
         timed = list(zip(self.seconds, self.waited, strict=True))[_WARM_UP:]
         mine = [statistics.median(seconds - waited for seconds, waited in timed)]
         mine += [x for numel, seconds in launches for x in (float(numel), seconds)]
-        everyone = of_all(peers, mine)
+        everyone = all_gather_floats(peers, mine)
         # all of it rank 0's, so that all ranks predict alike
         own, numels, times = everyone[0][0], everyone[0][1::2], everyone[0][2::2]
         backward = max(0.0, max(row[0] for row in everyone) - pack.seconds(round(sum(numels))))

@@ -10,8 +10,8 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.codecs.base import Codec
 from ringstrategy.cost.model import Machines
-from ringstrategy.cost.probe import of_all
 from ringstrategy.cost.step import Profile, predict
+from ringstrategy.transport.agree import all_gather_floats
 from ringstrategy.transport.base import Peers
 
 
@@ -42,5 +42,5 @@ def seconds_of_each(
         same = (candidate.codec, type(candidate.collective), prediction)
         seconds.append(math.inf if same in seen else prediction.seconds)
         seen.add(same)
-    first = of_all(peers, seconds)[0]
+    first = all_gather_floats(peers, seconds)[0]
     return {place: seconds for place, seconds in enumerate(first) if seconds < math.inf}
