@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from pool import Pool
+from pool import Pool, reserve_port
 from test_strategy import HERE, Net, check_replicas, fit, rows, run_script, shell, trainer_with
 from torch import Tensor, nn
 
@@ -51,9 +51,8 @@ class Job:
     def __init__(self, folder: Path, size: int, function: Callable[..., None], *args: Any) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["lightning.pytorch", "ringstrategy"])
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        self._holder = reserve_port()
+        port = self._holder.getsockname()[1]
         self.folder = folder
         self.ranks = [
             context.Process(target=_rank, args=(str(folder), rank, size, port, function, args), daemon=True)
@@ -79,6 +78,7 @@ class Job:
         for process in self.ranks:
             process.kill()
             process.join()
+        self._holder.close()
 
 
 def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
