@@ -76,7 +76,7 @@ class _Store:
         return answers[0]
 
     def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda: _write(self._store, key, value))
 
     def read(self, key: str) -> str | None:
         """None if nobody has written it."""
@@ -407,11 +407,17 @@ class Lifeline:
         return int(published), cause
 
 
+def _write(store: dist.Store, key: str, value: str) -> None:
+    """When this returns, who hears of it by another way finds it: a store's `set` does not wait for the server."""
+    store.set(key, value)
+    store.check([key])  # answered after it
+
+
 def announce(rank: int) -> int:
     """Say that this rank is one of ours, before a barrier; returns the number of this time."""
     base = dist.distributed_c10d._get_default_store()
     run = base.add(f"ringstrategy/runs/{rank}", 1)
-    base.set(f"ringstrategy/run/{run}/{rank}", "")
+    _write(base, f"ringstrategy/run/{run}/{rank}", "")
     return int(run)
 
 
