@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -63,8 +64,19 @@ class Job:
 
     def wait(self, ranks: list[int], seconds: float = 60.0) -> list[int | None]:
         """Exit codes of `ranks`, which must end within that time."""
-        wait_until(lambda: all(not self.ranks[r].is_alive() for r in ranks), seconds, f"ranks {ranks} ended")
+        try:
+            wait_until(lambda: all(not self.ranks[r].is_alive() for r in ranks), seconds, f"ranks {ranks} ended")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._where(ranks)}") from None
         return [self.ranks[rank].exitcode for rank in ranks]
+
+    def _where(self, ranks: list[int]) -> str:
+        """What each rank has printed, and the stacks of those that have not ended."""
+        for rank in ranks:
+            if self.ranks[rank].is_alive():
+                os.kill(self.ranks[rank].pid or 0, signal.SIGUSR1)
+        time.sleep(1.0)
+        return "\n".join(f"rank {rank}, exit code {self.ranks[rank].exitcode}:\n{self.output(rank)}" for rank in ranks)
 
     def record(self, rank: int) -> dict[str, Any]:
         path = self.folder / f"record{rank}.json"
@@ -88,6 +100,7 @@ def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., 
     log = os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     try:
         function(*args)
