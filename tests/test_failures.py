@@ -255,6 +255,44 @@ def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyP
     assert clients[0].get("left/1") == b"ValueError: no such file"
 
 
+class InStep(Lagging):
+    """Clients that look in the same instant: what one writes, the others find when they look the next time."""
+
+    def _answered(self) -> dict[str, bytes]:
+        return self._server
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        assert not expected
+        return self._server.setdefault(key, value.encode())
+
+    def arrive(self) -> None:
+        super()._answered()
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_ranks_that_look_in_step_see_where_the_others_are(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
+    """Rank 0 waits for a batch that rank 1 does not have; the one who writes later hides what the other wrote."""
+    monkeypatch.setattr(lifeline, "DOUBT_SECONDS", 0.05)
+    server: dict[str, bytes] = {}
+    clients = [InStep(server) for _ in range(2)]
+    lines = [Lifeline(client, rank, 2) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
+    for line in lines:
+        line.begin_batch()
+        line.begin_exchange()
+        line.end_batch()
+    lines[1].leave_training("the end of its training")
+    for _ in range(10):
+        for line in lines:
+            error = line.news("near batch 1")
+            if error is not None:
+                assert "went on to the end of its training after 1 batches" in str(error)
+                return
+        clients[1 - later].arrive()
+        clients[later].arrive()
+        time.sleep(0.02)
+    pytest.fail("rank 0 does not see that rank 1 went on")
+
+
 @pytest.mark.slow
 def test_a_rank_that_never_comes_is_named() -> None:
     base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
