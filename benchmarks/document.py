@@ -12,11 +12,10 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-import pictures
-import scaling
-from races import DENSE, POWERSGD, Race, races
-from runs import Panel, Row, is_alone, panels, provenance, rate_in_words, rows, runs
-from verdicts import losses, verdicts
+from benchmarks import pictures, scaling
+from benchmarks.races import DENSE, POWERSGD, Race, races
+from benchmarks.runs import Panel, Row, is_alone, panels, provenance, rate_in_words, rows, runs
+from benchmarks.verdicts import losses, verdicts
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MAIN_MB = 96.0

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import scaling
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-from races import Race
-from runs import Panel, Row, is_alone, is_peer, rate_in_words
+
+from benchmarks import scaling
+from benchmarks.races import Race
+from benchmarks.runs import Panel, Row, is_alone, is_peer, rate_in_words
 
 _ACROSS = (
     "gloo fp32",

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from contenders import DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS
-from runs import Row, Setting, by_rate, is_peer, provenance, rows
+from benchmarks.contenders import DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS
+from benchmarks.runs import Row, Setting, by_rate, is_peer, provenance, rows
 
 BENCHMARK = "time to accuracy"
 DENSE = (DDP, FP16_HOOK)  # of others, those that send every gradient

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import share_of_rate
-from lab import bits_per_second
+from benchmarks.harness import share_of_rate
+from benchmarks.lab import bits_per_second
 
 Row = dict[str, Any]
 CAMPAIGN = "campaign.json"  # what is known of each step of suite.py: its command, commit, date and seconds

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import scaling
-from contenders import FED
-from races import DENSE, OTHERS, POWERSGD, Race, races
-from runs import Panel, Row, Run, is_alone, is_name, is_peer, panels, pick, rate_in_words, runs
-
+from benchmarks import scaling
+from benchmarks.contenders import FED
+from benchmarks.races import DENSE, OTHERS, POWERSGD, Race, races
+from benchmarks.runs import Panel, Row, Run, is_alone, is_name, is_peer, panels, pick, rate_in_words, runs
 from ringstrategy.names import STRATEGIES
 
 _RATES = ("100mbit", "1gbit")

@@ -3,45 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import on_all_ranks
-from scripts import on_ranks, refusal
+from scripts import lines_of, on_ranks, refusal
+
+from benchmarks import campaign, collectives, document, harness, lab, races, runs, scaling, verdicts
+from ringstrategy import Direct, Hierarchical, Identity, Ring
+from ringstrategy.names import STRATEGIES
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import collectives  # noqa: E402
-import document  # noqa: E402
-import harness  # noqa: E402
-import lab  # noqa: E402
-import races  # noqa: E402
-import runs  # noqa: E402
-import scaling  # noqa: E402
-import suite  # noqa: E402
-import verdicts  # noqa: E402
-
-from ringstrategy import Direct, Hierarchical, Identity, Ring  # noqa: E402
-from ringstrategy.names import STRATEGIES  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
-
-
-def measure(script: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
 
 
 # The harness: several ranks a host, several sizes, a throttle that holds
@@ -70,7 +52,7 @@ def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
     cases = "=ring identity,=direct int8,=hierarchical int8"
     arguments = ["--mb", "0.015625,1", "--rounds", "2", "--cases", cases]
     two_a_host = {"LOCAL_WORLD_SIZE": "2"}
-    rows, _ = on_ranks(ranks, 4, "collectives.py", tmp_path / "rows.jsonl", *arguments, environment=two_a_host)
+    rows, _ = on_ranks(ranks, 4, "collectives", tmp_path / "rows.jsonl", *arguments, environment=two_a_host)
     names = ["gloo fp32", "ring identity", "direct int8", "hierarchical int8"]
     assert [(row["size"], row["case"]) for row in rows] == [
         (f"{size} MB of fp32", name) for size in ("0.015625", "1") for name in names
@@ -88,7 +70,7 @@ def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
 def test_a_host_link_carries_what_the_limit_says(tmp_path):
     cases = "=ring identity,=direct identity,=hierarchical identity"
     arguments = ["--hosts", "2", "--processes", "2", "--rate", "1gbit", "--mb", "4", "--rounds", "2"]
-    rows = measure("collectives.py", tmp_path / "rows.jsonl", *arguments, "--cases", cases)
+    rows = lines_of("collectives", tmp_path / "rows.jsonl", *arguments, "--cases", cases)
     carried = {row["case"]: row["bytes_at_interface"] / 2**22 for row in rows}
     assert carried["ring identity"] == pytest.approx(1.5, rel=0.05)
     assert carried["direct identity"] == pytest.approx(2, rel=0.05)
@@ -116,7 +98,7 @@ def test_a_throttle_that_holds_is_taken_and_a_busy_second_forgiven():
 
 def test_cases_are_chosen_by_part_or_exactly():
     def chosen(cases: str | None) -> list[str]:
-        return harness.chosen(("ring", "ring_fp16", "ring_int8"), argparse.Namespace(cases=cases))
+        return harness.chosen(("ring", "ring_fp16", "ring_int8"), cases)
 
     assert chosen("=ring,int8") == ["ring", "ring_int8"]
     assert chosen(None) == ["ring", "ring_fp16", "ring_int8"]
@@ -126,11 +108,11 @@ def test_cases_are_chosen_by_part_or_exactly():
 
 
 @pytest.mark.parametrize(
-    ("script", "argument"),
-    [("collectives.py", "--mb=1,two"), ("collectives.py", "--processes=0"), ("scaling.py", "--sizes=2,4")],
+    ("name", "argument"),
+    [("collectives", "--mb=1,two"), ("collectives", "--processes=0"), ("scaling", "--sizes=2,4")],
 )
-def test_a_bad_argument_is_refused_with_words(monkeypatch, capsys, script, argument):
-    assert argument.split("=")[1] in refusal(script, [argument], monkeypatch, capsys)
+def test_a_bad_argument_is_refused_with_words(capsys, name, argument):
+    assert argument.split("=")[1] in refusal([name, argument], capsys)
 
 
 # Scaling
@@ -175,7 +157,7 @@ def test_growth_is_that_of_the_size_farthest_off():
 
 def test_scaling_on_loopback(tmp_path):
     arguments = ["--rate", "loopback", "--sizes", "2,3,4", "--mb", "0.125", "--rounds", "1"]
-    rows = measure("scaling.py", tmp_path / "rows.jsonl", *arguments, "--cases", "=ring int8,gossip")
+    rows = lines_of("scaling", tmp_path / "rows.jsonl", *arguments, "--cases", "=ring int8,gossip")
     assert [row["hosts"] for row in rows] == [size for size in (2, 3, 4) for _ in range(3)]
     for row in rows:
         assert row["benchmark"] == "scaling"
@@ -190,78 +172,93 @@ def test_scaling_on_loopback(tmp_path):
 
 
 def test_every_step_is_another():
-    for plan in (suite.campaign(), suite.short(), suite.short("loopback")):
+    for plan in (campaign.campaign(), campaign.short(), campaign.short("loopback")):
         assert len({step.key for step in plan}) == len(plan)
         assert len({step.command for step in plan}) == len(plan)
 
 
-def test_steps_use_options_that_their_scripts_have():
-    for step in [*suite.campaign(), *suite.short()]:
-        script, *arguments = shlex.split(step.arguments)
-        text = (BENCHMARKS / script).read_text()
-        text += (BENCHMARKS / "harness.py").read_text() if "harness.arguments(" in text else ""
-        known = set(re.findall(r'"(--[a-z-]+)"', text))
-        assert {word for word in arguments if word.startswith("--")} | {"--out"} <= known, step.command
+def test_steps_use_options_that_their_benchmarks_have(monkeypatch):
+    def options_of(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
+        raise Parsed(parse(parser, [*given, "--out", "rows.jsonl"]))
+
+    class Parsed(Exception):
+        pass
+
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", options_of)
+    for step in [*campaign.campaign(), *campaign.short(), *campaign.short("loopback")]:
+        name, *arguments = shlex.split(step.arguments)
+        module = importlib.import_module(f"benchmarks.{name}")
+        with pytest.raises(Parsed):
+            module.main(arguments)
 
 
 def test_the_large_model_is_trained_with_every_name():
-    trained = {
-        name for name in STRATEGIES if any(harness.wanted(name, part.strip('"')) for part in suite._PARTS.values())
-    }
-    assert trained == set(STRATEGIES)
-    near = suite._PARTS["near"].strip('"')
+    parts = {step.key: shlex.split(step.arguments)[-1] for step in campaign.campaign() if "/mlp-4-1gbit-" in step.key}
+    assert len(parts) == 5
+    assert {name for name in STRATEGIES if any(harness.wanted(name, part) for part in parts.values())} == set(
+        STRATEGIES
+    )
+    near = parts["training/mlp-4-1gbit-near"]
     assert all(harness.wanted(name, near) for name in ("ring", "ring_int8", "ring_auto")), "one run, to be compared"
 
 
-@pytest.mark.parametrize("script", sorted(BENCHMARKS.glob("*.py")), ids=lambda path: path.name)
-def test_what_a_script_takes_from_the_harness_exists(script):
-    """Some scripts run on GPUs only, and here nobody would notice."""
-    for name in re.findall(r"\bharness\.(\w+)", script.read_text()):
-        assert hasattr(harness, name), name
+def test_records_of_when_benchmarks_were_scripts_are_understood(tmp_path):
+    known = runs.records(BENCHMARKS / "results")
+    assert any(made["command"].startswith("python benchmarks/training.py ") for made in known.values())
+    done = [step for step in campaign.campaign() if step.made(BENCHMARKS / "results") is not None]
+    assert {step.key for step in done} == set(known)
+    write(tmp_path, "one", row("gloo fp32", 1.0))
+    assert campaign.Step("one", "one", 1).made(tmp_path) is not None
+    assert campaign.Step("one", "one --rounds 9", 1).made(tmp_path) is None
 
 
 def test_the_short_form_is_short_and_needs_no_root():
-    assert sum(step.minutes for step in suite.short()) < 10
-    assert {step.key.split("/")[0] for step in suite.short()} == {step.key.split("/")[0] for step in suite.campaign()}
-    for step in suite.short("loopback"):
+    short = campaign.short()
+    assert sum(step.minutes for step in short) < 10
+    assert {step.key.split("/")[0] for step in short} == {step.key.split("/")[0] for step in campaign.campaign()}
+    assert "--rate 100mbit" in short[0].arguments
+    for step in campaign.short("loopback"):
         assert "bit" not in step.arguments
-        assert "loopback" in step.arguments or step.arguments.startswith(("codecs.py", "overhead.py"))
+        assert "loopback" in step.arguments or step.arguments.startswith(("codecs", "overhead"))
 
 
-SCRIPT = """
+MAIN = """
 import pathlib, sys
-out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+_, _, argument, _, out = sys.argv
 with (pathlib.Path(__file__).parent / "calls").open("a") as calls:
-    calls.write(sys.argv[1] + "\\n")
-if sys.argv[1] != "silent":
-    out.write_text(sys.argv[1] + "\\n")
-sys.exit(sys.argv[1] == "bad")
+    calls.write(argument + "\\n")
+if argument != "silent":
+    pathlib.Path(out).write_text(argument + "\\n")
+sys.exit(argument == "bad")
 """
 
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """Run a campaign of one script that says what it was called with; what it was called with."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    monkeypatch.setattr(suite, "_HERE", tmp_path)
+    """Run a campaign of one benchmark that says what it was called with; what it was called with."""
+    package = tmp_path / "benchmarks"
+    package.mkdir()
+    (package / "__main__.py").write_text(MAIN)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(campaign, "_HERE", package)
     monkeypatch.setattr(lab, "missing", lambda: None)
     results = tmp_path / "results"
 
-    def campaign(steps: dict[str, str], *arguments: str) -> list[str]:
-        calls = tmp_path / "calls"
+    def measure(steps: dict[str, str], *arguments: str) -> list[str]:
+        calls = package / "calls"
         calls.write_text("")
-        made = [suite.Step(key, f"script.py {argument}", 1) for key, argument in steps.items()]
+        made = [campaign.Step(key, f"benchmark {argument}", 1) for key, argument in steps.items()]
         for name in ("campaign", "short"):
-            monkeypatch.setattr(suite, name, lambda *_: made)
-        monkeypatch.setattr(sys, "argv", ["suite.py", "--out", str(results), *arguments])
+            monkeypatch.setattr(campaign, name, lambda *_: made)
         try:
-            suite.main()
+            campaign.main(["--out", str(results), *arguments])
         finally:
-            campaign.calls = calls.read_text().split()  # type: ignore[attr-defined]
-        return campaign.calls  # type: ignore[attr-defined]
+            measure.calls = calls.read_text().split()  # type: ignore[attr-defined]
+        return measure.calls  # type: ignore[attr-defined]
 
-    campaign.results = results  # type: ignore[attr-defined]
-    return campaign
+    measure.results = results  # type: ignore[attr-defined]
+    return measure
 
 
 def test_what_is_done_is_not_done_again(measured, capsys):
@@ -277,25 +274,25 @@ def test_what_is_done_is_not_done_again(measured, capsys):
     assert measured({"a/one": "1"}, "--short") == ["1"], "the short form measures anew"
     known = json.loads((measured.results / "campaign.json").read_text())
     assert {key: made["command"] for key, made in known.items()} == {
-        "a/one": "python benchmarks/script.py 1",
-        "b/two": "python benchmarks/script.py other",
+        "a/one": "python -m benchmarks benchmark 1",
+        "b/two": "python -m benchmarks benchmark other",
     }
     assert all({"commit", "date", "seconds", "processor"} <= made.keys() for made in known.values())
 
 
 def test_rows_are_of_the_commit_that_the_run_began_with(measured, monkeypatch):
     commits = iter(["before", "after"])
-    monkeypatch.setattr(suite.harness, "commit", lambda: next(commits))
+    monkeypatch.setattr(harness, "commit", lambda: next(commits))
     measured({"a/one": "1"})
     assert runs.records(measured.results)["a/one"]["commit"] == "before"
-    assert suite._code_changed(f"{'0' * 40}"), "nobody knows that commit"
-    assert suite._code_changed("HEAD-dirty"), "nobody knows what that was"
+    assert campaign.code_changed(f"{'0' * 40}"), "nobody knows that commit"
+    assert campaign.code_changed("HEAD-dirty"), "nobody knows what that was"
 
 
 @pytest.mark.parametrize("how", ["bad", "silent"])
 def test_a_step_that_fails_stops_the_campaign(measured, how):
     measured({"a/one": "1"})
-    with pytest.raises(SystemExit, match=f"a/one .*script.py {how}"):
+    with pytest.raises(SystemExit, match=f"a/one .*benchmark {how}"):
         measured({"a/one": how, "b/two": "2"})
     assert measured.calls == [how]
     assert [path.name for path in (measured.results / "a").iterdir()] == ["one.jsonl"]
@@ -356,7 +353,7 @@ def write(folder: Path, key: str, *rows: dict[str, Any]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(each) + "\n" for each in rows))
     made = {"command": f"python benchmarks/{key}.py", "date": "2026-11-22", "processor": "Z80"}
-    suite._write(runs.records(folder) | {key: made}, folder)
+    campaign.write(runs.records(folder) | {key: made}, folder)
 
 
 def test_the_last_run_counts_and_ratios_stay_within_runs(tmp_path):
