@@ -12,10 +12,10 @@ installed := $(VENV)/.installed
 documents := $(VENV)/.documents
 
 .DEFAULT_GOAL := help
-.PHONY: help train demo test lint format types docs bench gpu clean
+.PHONY: help train demo test test-all lint format types docs bench gpu clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
 train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, with ddp beside it
 	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),$(both))
@@ -23,7 +23,10 @@ train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, w
 demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
 	"$(py)" -m benchmarks demo $(ARGS)
 
-test: $(installed)  ## run the tests
+test: $(installed)  ## run the tests, in 7 minutes on 2 cores: all but those marked slow
+	"$(py)" -m pytest -m "not slow" $(ARGS)
+
+test-all: $(installed)  ## run the slow tests too: each takes more than 3 seconds
 	"$(py)" -m pytest $(ARGS)
 
 lint: $(installed)  ## ruff: rules and format

@@ -31,7 +31,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks import harness, lab
-from benchmarks.runs import CAMPAIGN, records
+from benchmarks.rows import CAMPAIGN
+from benchmarks.rows import steps as records
 
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"

@@ -343,13 +343,19 @@ def report(
         )
         for case in cases
     ]
-    append(rows, options.out)
+    write(rows, options)
 
 
 def share_of_rate(carried: float | None, rate: str) -> float | None:
     """What part of the asked rate so many bytes a second are; None where nothing throttles or nobody measured."""
     bits = bits_per_second(rate)
     return None if bits is None or carried is None else 8 * carried / bits
+
+
+def write(rows: Iterable[Row], options: argparse.Namespace) -> None:
+    """Append them to `--out`, if that is given."""
+    if options.out is not None:
+        append(options.out, rows)
 
 
 def network(options: argparse.Namespace) -> str:

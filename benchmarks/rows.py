@@ -1,89 +1,111 @@
-"""One line of a results file: what all benchmarks' rows may say, and how they are written."""
+"""One row schema for all measurements: a row is a line of JSON, and every row that was ever published can be read."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+CAMPAIGN = "campaign.json"  # beside the rows: of each step its command, commit, date, processor and seconds
 
-@dataclass(kw_only=True)
+
+@dataclass
 class Row:
-    """Times are of one step, and lists have one entry a counted round or, where it says so, a rank.
+    """What one case gave in one run. Seconds, bytes and values are of one step and of the slowest or busiest rank.
 
-    What a benchmark does not measure is None.
+    The first block is common to all; a field that a benchmark does not measure keeps its default and is not written.
     """
 
     benchmark: str
     device: str
     torch: str
-    commit: str
+    commit: str  # of the code, with "-dirty" where files had been changed
     case: str = ""
-    baseline: str = ""
-    size: str = ""
-    ratio: float | None = None  # median over the rounds of baseline / case, so 2 is twice as fast
-    seconds_median: float | None = None
-    seconds: list[float] | None = None  # the slowest rank's
-    bytes_sent: int | None = None  # by the rank that sent most, counted at the transport
-    bytes_at_interface: int | None = None  # by the host that sent most, headers included; None on loopback
-    waited_seconds: float | list[float] | None = None  # the training thread waited for the exchange
-    steps: int | None = None  # that were taken in a row
-    error: float | None = None
-    ranks_identical: bool | None = None
-    limit_seconds: float | None = None
-    hosts: int | None = None
-    processes: int | None = None  # ranks a host
-    rate: str | None = None
-    throughput: float | None = None  # bytes a second of one raw TCP stream on the same links
-    threads: int | None = None
+    baseline: str = ""  # the case that `ratio` is beside
+    size: str = ""  # the tensor or the model, in words
+    hosts: int = 1
+    processes: int = 1  # ranks a host
+    rate: str = "none"  # of each host's link, both ways
+    throughput: float | None = None  # bytes a second of one raw TCP stream on the same links, before the run
+    threads: int | None = None  # of torch, a rank
     cores: int | None = None
+    python: str | None = None
 
-    # prediction
-    predicted_seconds: float | None = None
-    deviation: float | None = None  # of the prediction from the measured median, relative
+    seconds: list[float] = field(default_factory=list)  # an entry a round
+    seconds_median: float = float("nan")
+    ratio: float | None = None  # baseline / case, median over the rounds: 2 is twice as fast
+    steps: int = 1  # in a row
+    bytes_sent: float | None = None  # counted at the transport
+    bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
+    waited_seconds: float | None = None  # the training thread waited for the exchange
+    limit_seconds: float | None = None  # no run can be faster
+    error: float | None = None  # relative
+    ranks_identical: bool | None = None
 
-    # time to accuracy: bytes and waiting are of all steps
-    target: float | None = None
-    seconds_to_target: float | None = None  # None: not reached within `most_steps`
+    predicted_seconds: float | None = None  # by `ringstrategy-plan`
+    deviation: float | None = None  # predicted / measured - 1
+
+    target: float = float("nan")  # held-out loss, nats a byte
+    seconds_to_target: float | None = None  # None: missed
     steps_to_target: float | None = None
     best_loss: float | None = None
-    ratios: dict[str, float | None] | None = None  # as `ratio`, to others of the same run
-    curve: dict[str, list[Any]] | None = None  # steps, seconds, losses: one entry an evaluation
-    compute_seconds: float | None = None  # of a step without any averaging
+    ratios: dict[str, float | None] = field(default_factory=dict)  # of seconds to the target, beside each of others
+    curve: dict[str, list[Any]] = field(default_factory=dict)  # steps, seconds, losses; None where it diverged
+    compute_seconds: float | None = None
     most_steps: int | None = None
     every: int | None = None  # steps from one evaluation to the next
     learning_rate: float | None = None
-    seed: int | None = None
-    python: str | None = None
+    seed: int = 0
 
-    # slow rank: lists have one entry a rank, the median over the rounds
     slow_rank: int | None = None
-    slowdown: float | None = None  # its compute takes this many times as long
-    steps_per_second: list[float] | None = None
-    steps_ahead: list[float] | None = None  # of rank 1, slow or not: the most
-    steps_ahead_limit: list[int] | None = None  # no rank can be further ahead; None: all go in step
-    kept: float | None = None  # the other ranks' steps a second over those of the same case without the slow rank
+    slowdown: float | None = None  # times as long as the others compute
+    steps_per_second: list[float] = field(default_factory=list)  # an entry a rank
+    steps_ahead: list[float] = field(default_factory=list)  # of the slow rank, an entry a rank
+    steps_ahead_limit: list[float] | None = None  # by the graph
+    kept: float | None = None  # of the speed without a slow rank
 
-    # codecs and kernels
-    codec: str | None = None
-    operation: str | None = None
-    gigabytes_per_second: float | None = None
-    best: float | None = None
+    codec: str = ""
+    operation: str = ""
+    gigabytes_per_second: float = float("nan")  # of float32 values, median
+    best: float | None = None  # the fastest round
     share_of_copy: float | None = None
-    compression: float | None = None
+    compression: float | None = None  # bytes of values / bytes of wire
     values: int | None = None
     cpu: str | None = None
-    elements: int | None = None
-    bytes_moved: int | None = None
-    fraction_of_copy: float | None = None
+
+    elements: int | None = None  # of a kernel's input
+    bytes_moved: int | None = None  # that it must read and write at least
+    fraction_of_copy: float | None = None  # of the bytes a second of a device copy in the same rounds
     triton: str | None = None
 
 
-def append(rows: Iterable[Row], path: Path | None) -> None:
-    """One JSON line a row."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as lines:
-            lines.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Add a line a row; fields that have their defaults are left out."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    blank = asdict(Row("", "", "", ""))
+    with path.open("a") as file:
+        for row in rows:
+            told = {name: value for name, value in asdict(row).items() if value != blank[name] and value == value}
+            file.write(json.dumps(told) + "\n")
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; TypeError if one has a field that no row has."""
+    return [Row(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def steps(folder: Path) -> dict[str, dict[str, Any]]:
+    """What is known of the campaign's steps, by key."""
+    file = folder / CAMPAIGN
+    known: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    return known
+
+
+def campaign(folder: Path) -> Iterator[tuple[dict[str, Any], Row]]:
+    """Every row of the campaign, behind what is known of its step; steps by key."""
+    for key, made in sorted(steps(folder).items()):
+        file = folder / f"{key}.jsonl"
+        for row in read(file) if file.exists() else ():
+            yield made, row

@@ -8,12 +8,11 @@ What a round costs whatever it carries (alpha), and what a byte costs (beta), ar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +22,7 @@ from benchmarks import harness
 from benchmarks.collectives import Sums, ways
 from benchmarks.harness import Case
 from benchmarks.lab import exit_on_sigterm
+from benchmarks.rows import read
 from benchmarks.runs import Row
 from ringstrategy import Gossip
 from ringstrategy.topologies import RingGraph
@@ -181,12 +181,9 @@ def main(given: Sequence[str]) -> None:
             for hosts in options.sizes:
                 options.hosts = hosts
                 harness.in_lab(options, ["scaling", *given, "--out", str(collected)])
-        lines = collected.read_text()
-    report([json.loads(line) for line in lines.splitlines()])
-    if options.out is not None:  # all sizes or none: a model through some of them would be another
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a") as out:
-            out.write(lines)
+        rows = read(collected)
+    report([asdict(row) for row in rows])
+    harness.write(rows, options)  # all sizes or none: a model through some of them would be another
 
 
 def report(rows: Sequence[Row]) -> None:

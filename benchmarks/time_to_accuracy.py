@@ -44,7 +44,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.harness import Case
 from benchmarks.races import BENCHMARK
-from benchmarks.rows import Row, append
+from benchmarks.rows import Row
 from benchmarks.tasks import Batches, cross_entropy, gpt, held_out_text
 
 _BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # always, so that there are ratios to them in the same run
@@ -176,7 +176,7 @@ def worker(options: argparse.Namespace) -> None:
         run.training.close()
     if dist.get_rank() == 0:
         _report(runs, rows, compute.median, options)
-        append(rows, options.out)
+        harness.write(rows, options)
 
 
 @torch.no_grad()

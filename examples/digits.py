@@ -1,4 +1,4 @@
-"""Your own LightningModule and Trainer: only `import ringstrategy` and the strategy's name are new.
+"""A LightningModule and a Trainer: only `import ringstrategy` and the strategy's name are new.
 
 python examples/digits.py            # two processes on this machine
 python examples/digits.py ddp        # the same with torch's DDP
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ringstrategy  # noqa: F401  # makes the names known
+import ringstrategy  # noqa: F401  # registers the names
 
 
 class Digits(L.LightningModule):
@@ -29,7 +29,7 @@ class Digits(L.LightningModule):
         return F.cross_entropy(self.layers(images), labels)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log the share of right answers, of all ranks."""
+        """Log the accuracy over all ranks."""
         images, labels = batch
         right = (self.layers(images).argmax(1) == labels).float().mean()
         self.log("right", right, sync_dist=True, prog_bar=True)

@@ -2,6 +2,10 @@
 
 Processes are forked from a server that has imported torch, lightning and ringstrategy once, and are reused: a task
 costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its pass.
+
+Several pools may run at once, each in a pytest of its own: a world's port is held by its pool from the choice to the
+end, so no two worlds meet on one port. (They did when a port was looked for and let go again: the ranks of the world
+that came second joined the store of the first, and both waited in gloo's connect.)
 """
 
 from __future__ import annotations
@@ -9,8 +13,10 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import random
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -18,11 +24,26 @@ from typing import Any
 
 LIMIT = 60.0  # seconds for one task
 LARGEST = 8
+_PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS")
 
 
 class RankFailed(AssertionError):
     """A rank raised; carries its traceback."""
+
+
+def reserve_port() -> socket.socket:
+    """A socket that holds a port of 127.0.0.1 until it is closed: only a store that is told of it can listen there."""
+    while True:
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", random.SystemRandom().choice(_PORTS)))
+        except OSError:
+            holder.close()
+            continue
+        # only now: who binds without it, as the line above, is refused; who binds with it, as torch's store, is not
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder
 
 
 class Pool:
@@ -49,16 +70,19 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        task = (function.__module__, function.__qualname__, args)
+        with reserve_port() as holder:
+            return self._run(size, holder.getsockname()[1], (function.__module__, function.__qualname__, args), limit)
+
+    def _run(
+        self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]], limit: float
+    ) -> list[tuple[Any, str | None]]:
         for rank in range(size):
             self._workers[rank][1].send((rank, size, port, list(sys.path), os.getcwd(), task))
         waiting = {self._workers[rank][1]: rank for rank in range(size)}
         outcomes: dict[int, tuple[Any, str | None]] = {}
+        deadline = time.monotonic() + limit
         while waiting:
-            ready = wait(list(waiting), timeout=limit)
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 stuck = sorted(waiting.values())
                 self.close()
@@ -70,10 +94,9 @@ class Pool:
                     outcomes[rank] = connection.recv()
                 except EOFError:
                     outcomes[rank] = (None, "the process died")
-        if any(
-            not process.is_alive() or error == "the process died"
-            for (process, _), (_, error) in zip(self._workers, outcomes.values(), strict=False)
-        ):
+        alive = all(process.is_alive() for process, _ in self._workers)
+        if not alive or any(error is not None for _, error in outcomes.values()):
+            # torch counts a process's groups; who failed to join one has counted further than the others for good
             self.close()
         return [outcomes[rank] for rank in range(size)]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from pool import Pool
 
 from benchmarks.__main__ import main
+from benchmarks.rows import read
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +27,7 @@ def lines_of(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "benchmarks", name, *arguments, "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return [asdict(row) for row in read(out)]
 
 
 def _be_a_rank(arguments: list[str], environment: dict[str, str]) -> str:
@@ -47,7 +48,7 @@ def on_ranks(
 ) -> tuple[list[dict[str, Any]], str]:
     """The rows that `size` ranks of a benchmark write, and what the first prints."""
     printed = ranks(size, _be_a_rank, [name, *arguments, "--out", str(out)], dict(environment or {}), limit=120)
-    return [json.loads(line) for line in out.read_text().splitlines()], printed[0]
+    return [asdict(row) for row in read(out)], printed[0]
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

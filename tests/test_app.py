@@ -175,6 +175,7 @@ def test_a_wrong_name_is_refused_with_the_right_ones():
         composed("strategy.algorithm.bucket=5")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_of_somebody_elses_module(tmp_path):
     (tmp_path / "somebody.py").write_text(OWN_MODULE)
@@ -199,6 +200,7 @@ def test_a_run_of_somebody_elses_module(tmp_path):
         assert text in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_sweep(tmp_path):
     done = app(tmp_path, "-m", "strategy=ring,ring_fp16", "trainer.max_steps=3", "trainer.enable_progress_bar=false")
@@ -250,6 +252,7 @@ def test_a_sweep(tmp_path):
     assert by_bytes["ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("strategies", "topologies"), [(["gossip"], ["torus", "complete"]), (["gossip", "push_sum"], ["torus"])]
@@ -274,6 +277,7 @@ def test_a_sweep_with_parts_in_their_short_form(tmp_path, strategies, topologies
     assert all(f"topology={topology}" in done.stdout for topology in topologies)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_the_help_fits_a_terminal_and_its_examples_compose(tmp_path):
     (tmp_path / "mine" / "model").mkdir(parents=True)
@@ -302,6 +306,7 @@ def test_the_help_fits_a_terminal_and_its_examples_compose(tmp_path):
             assert composed(*job).strategy._target_
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_failed_job_is_shown_and_the_others_go_on(tmp_path):
     small = ["model=gpt", "data=stdlib_text", "data.max_bytes=100_000", "data.validation_bytes=4096"]
@@ -315,6 +320,7 @@ def test_a_failed_job_is_shown_and_the_others_go_on(tmp_path):
     assert "FAILED" in done.stdout[done.stdout.index("jobs in") :]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_ends_every_process(tmp_path):
     out = tmp_path / "out"
@@ -337,6 +343,7 @@ def test_ctrl_c_ends_every_process(tmp_path):
     assert processes_naming(out) == []
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_regression_on_four_ranks_is_gradient_descent(tmp_path):
     done = app(tmp_path, "experiment=regression", "trainer.enable_progress_bar=false")

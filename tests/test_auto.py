@@ -35,7 +35,9 @@ from ringstrategy import (
     Stats,
     TopK,
 )
-from ringstrategy.algorithms import auto
+from ringstrategy.algorithms.auto import auto, eligible, in_words, measured, predicted, trials
+from ringstrategy.algorithms.auto.passes import Passes
+from ringstrategy.algorithms.auto.trials import Trials, to_try
 from ringstrategy.codecs import Codec
 from ringstrategy.cost import CodecCost, Link, Machines, Work
 from ringstrategy.transport.base import Peers
@@ -72,7 +74,7 @@ class Clock:
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "measure", told("slow"))
+    monkeypatch.setattr(measured, "measure", told("slow"))
 
 
 def gradients_of(step: int, rank: int) -> Tensor:
@@ -98,7 +100,7 @@ def one_pass(algorithm: Auto | AllReduce, parameters: nn.ParameterList, gradient
 
 @pytest.mark.parametrize(("network", "codec"), [("slow", BlockInt(8)), ("fast", Identity())])
 def test_the_network_decides_at_setup(monkeypatch: pytest.MonkeyPatch, network: str, codec: Any) -> None:
-    monkeypatch.setattr(auto, "measure", told(network))
+    monkeypatch.setattr(measured, "measure", told(network))
 
     def chosen(peers: FakePeers) -> tuple[str, list[str]]:
         algorithm = Auto(tune=False)
@@ -174,7 +176,7 @@ def after(algorithms: list[Auto], size: int) -> list[Auto]:
 
 def test_what_was_measured_is_kept_for_the_next_training(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe()
-    monkeypatch.setattr(auto, "measure", probe)
+    monkeypatch.setattr(measured, "measure", probe)
     algorithms = [Auto(tune=False) for _ in range(2)]
     assert all("measured for" in line for line in trains(2, algorithms))
     assert probe.asked == [4 * 1000] * 2, "the largest wire, which is that of fp32"
@@ -186,7 +188,7 @@ def test_what_was_measured_is_kept_for_the_next_training(monkeypatch: pytest.Mon
 
 def test_it_is_measured_again_where_what_was_measured_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(known=False)
-    monkeypatch.setattr(auto, "measure", probe)
+    monkeypatch.setattr(measured, "measure", probe)
 
     def again(change: Callable[[list[Auto]], list[str]], size: int = 2) -> bool:
         algorithms = [Auto(tune=False) for _ in range(2)]
@@ -213,7 +215,7 @@ def test_it_is_measured_again_where_what_was_measured_does_not_hold(monkeypatch:
         algorithms[1]._kept = kept._replace(machines=replace(kept.machines, wake=1e-9))
         return trains(2, algorithms, hosts="ab")
 
-    def measured(by: dict[str, Any]) -> Callable[[list[Auto]], list[str]]:
+    def changed(by: dict[str, Any]) -> Callable[[list[Auto]], list[str]]:
         def change(algorithms: list[Auto]) -> list[str]:
             for algorithm in algorithms:
                 assert algorithm._kept is not None
@@ -226,8 +228,8 @@ def test_it_is_measured_again_where_what_was_measured_does_not_hold(monkeypatch:
     assert again(lambda algorithms: trains(2, algorithms, numel=10**4, hosts="ab")), "a larger one"
     assert again(lambda algorithms: trains(2, algorithms, hosts="aa"))
     assert again(lambda algorithms: trains(3, after(algorithms, 3), hosts="abc"), size=3)
-    assert again(measured(by={"device": "cuda"}))
-    assert again(measured(by={"transport": Peers}))
+    assert again(changed(by={"device": "cuda"}))
+    assert again(changed(by={"transport": Peers}))
     assert again(other_codecs)
     assert again(one_knows_nothing)
     assert again(one_knows_otherwise)
@@ -258,7 +260,7 @@ def test_what_measuring_and_choosing_send_is_counted_apart(slow: None, tune: boo
 
 
 def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    predict = auto.predict
+    predict = predicted.predict
     ranks = threading.local()
 
     def disturbed(candidate: AllReduce, *how: Any) -> Any:
@@ -266,7 +268,7 @@ def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypa
         likes = (BlockInt(8), Identity(), Identity())[ranks.rank]
         return replace(prediction, seconds=prediction.seconds * (1e-3 if candidate.codec == likes else 1))
 
-    monkeypatch.setattr(auto, "predict", disturbed)
+    monkeypatch.setattr(predicted, "predict", disturbed)
 
     def chosen(peers: FakePeers) -> Any:
         ranks.rank = peers.rank
@@ -310,9 +312,9 @@ def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:
         return algorithm.chosen
 
     assert all(made.collective == Hierarchical() for made in on_all_ranks(4, chosen))
-    with_one_host = auto.eligible([Identity()], ("a", "a"))
+    with_one_host = eligible([Identity()], ("a", "a"))
     assert {type(made.collective) for made in with_one_host} == {Ring, Direct}
-    assert {type(made.collective) for made in auto.eligible([TopK()], ("a", "b"))} == {Direct}
+    assert {type(made.collective) for made in eligible([TopK()], ("a", "b"))} == {Direct}
 
 
 @pytest.mark.parametrize("fastest", [Identity, BlockInt])
@@ -320,9 +322,9 @@ def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
     slow: None, monkeypatch: pytest.MonkeyPatch, fastest: type
 ) -> None:
     # both are near in the model; what the clock says decides
-    monkeypatch.setattr(auto, "_NEAR", 100.0)
-    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
-    monkeypatch.setattr(auto, "_MOST_TRIED", 100)
+    monkeypatch.setattr(trials, "_NEAR", 100.0)
+    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
+    monkeypatch.setattr(trials, "_MOST_TRIED", 100)
 
     def train(peers: FakePeers) -> tuple[list[Tensor], Tensor, list[str], str, list[str]]:
         algorithm = Auto()
@@ -369,7 +371,7 @@ def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
 def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kept(
     slow: None, monkeypatch: pytest.MonkeyPatch, directly: float, kept: type
 ) -> None:
-    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
+    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
 
     def train(peers: FakePeers) -> tuple[Counter[tuple[type, type]], type, str]:
         algorithm, parameters, time = Auto(), module(), 0.0
@@ -402,14 +404,14 @@ def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kep
 def test_what_fell_out_early_is_not_kept_because_the_machine_became_slower_later(
     slow: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "_NEAR_OTHER_CODEC", 100.0)
+    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
 
     def train(peers: FakePeers) -> Codec:
         algorithm, parameters, time = Auto(), module(), 0.0
 
         def now() -> float:
             nonlocal time
-            later = algorithm._trial is not None and algorithm._trial.rounds > 2
+            later = algorithm._trials is not None and algorithm._trials.rounds > 2
             time += 1.2 if algorithm.chosen.codec == Identity() else 1.6 if later else 1.0
             return time
 
@@ -490,7 +492,7 @@ def test_what_is_loaded_takes_the_place_of_everything(slow: None) -> None:
 
 
 def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_NEAR", 100.0)
+    monkeypatch.setattr(trials, "_NEAR", 100.0)
 
     def train(peers: FakePeers) -> Tensor:
         algorithm, parameters = Auto(error_feedback=False), module()
@@ -504,13 +506,13 @@ def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, mo
         parameters[0].requires_grad_(False)  # nothing delivers its residual
         for step in range(20):
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trial is None
+        assert algorithm._trials is None
         parameters[0].requires_grad_(True)
         before = gradients_of(20, 0) / 2 + gradients_of(20, 1) / 2
         delivered = one_pass(algorithm, parameters, gradients_of(20, peers.rank))[0] - before[0]
         for step in range(21, 60):
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trial is not None or algorithm._tuned
+        assert algorithm._trials is not None or algorithm._tuned
         return delivered
 
     assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
@@ -536,7 +538,7 @@ def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
         undecided.now = False
         for step in range(9):
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trial is None
+        assert algorithm._trials is None
         return algorithm.news()
 
     for news in on_all_ranks(2, train):
@@ -643,7 +645,7 @@ def test_models_that_differ_measure_by_messages_of_one_size_and_are_then_refused
 
 
 def test_fields_of_a_frozen_choice_are_shown_short() -> None:
-    shown = auto.in_words(AllReduce(BlockInt(4), Direct(), error_feedback=True, bucket_mb=5))
+    shown = in_words(AllReduce(BlockInt(4), Direct(), error_feedback=True, bucket_mb=5))
     assert shown == "BlockInt(bits=4) with error feedback over Direct(), buckets of 5 MB"
 
 
@@ -666,20 +668,61 @@ def test_another_number_of_ranks_chooses_anew(slow: None) -> None:
     assert on_all_ranks(2, goes_on_as) == [(BlockInt(8), False)] * 2
 
 
-def test_ranks_that_saw_other_times_predict_from_the_same(slow: None) -> None:
+def test_ranks_that_saw_other_times_predict_from_the_same() -> None:
     def profile(peers: FakePeers) -> Any:
-        algorithm = Auto()
-        algorithm.setup(dict(module().named_parameters()), peers)
-        later = 1 + peers.rank
-        assert algorithm._kept is not None
-        algorithm._kept = algorithm._kept._replace(machines=replace(algorithm._machines, pack=Work(0.0, 0.25e-3)))
-        warm_up = [0.0] * 3
-        algorithm._seconds = [*warm_up, 5.0 * later, 4.0 * later, 9.0]
-        algorithm._waited = [*warm_up, 1.0, 1.0 * later, 2.0]
-        algorithm._inner.launches = [(1000, 0.5 * later), (2000, 2.0), (1000, 3.0 * later)]
-        return algorithm._profile()
+        warm_up, later = [0.0] * 3, 1 + peers.rank
+        passes = Passes(6, [*warm_up, 5.0 * later, 4.0 * later, 9.0], [*warm_up, 1.0, 1.0 * later, 2.0])
+        launches = [(1000, 0.5 * later), (2000, 2.0), (1000, 3.0 * later)]
+        return passes.profile(launches, Work(0.0, 0.25e-3), peers)
 
     first, second = on_all_ranks(2, profile)
     assert first == second
     assert first.backward == 6.0, "of the slowest rank: the median of 9, 6 and 7, less what packing took"
     assert first.ready == ((0.0, 0.0), (0.25, 0.125), (0.75, 0.5), (1.0, 0.75))
+
+
+def turns(tried: list[int], seconds: Callable[[int, int], float]) -> tuple[list[int], int | None]:
+    """Whose turn it was, and who won, if a pass of a candidate in a round takes so many seconds."""
+    search, order, winner = Trials(tried), [], None
+    while winner is None:
+        place, passes = search.turn, [1e9]  # the first is a warm-up, and does not count
+        while not search.turn_over(passes):
+            passes.append(seconds(place, search.rounds))
+        search.end_turn(passes)
+        order.append(place)
+        winner = search.judge(search.medians()) if search.round_over else None
+    return order, winner
+
+
+def test_trials_are_of_those_predicted_near_the_best_and_of_the_best_of_each_codec() -> None:
+    codec_of = {0: "a", 1: "b", 2: "a", 3: "a", 4: "c", 5: "a", 6: "a"}
+    predictions = {0: 1.0, 1: 1.4, 2: 1.2, 3: 1.3, 4: 1.6, 5: 0.99, 6: 1.21}
+
+    def tried(allow: str) -> list[int]:
+        return to_try(predictions, codec_of, allow)  # type: ignore[arg-type]
+
+    assert tried("abc") == [5, 0, 2, 6, 1], "3 is too slow, and 4 even for the best of its codec"
+    predictions[3] = 1.19
+    assert tried("a") == [5, 0, 3, 2], "at most four"
+
+
+def test_a_clear_winner_needs_one_round() -> None:
+    assert turns([7, 3, 5], lambda place, _: {7: 1.2, 3: 1.0, 5: 1.3}[place]) == ([7, 3, 5], 3)
+    assert turns([7], lambda *_: 1.0) == ([7], 7)
+
+
+def test_those_near_the_best_go_to_and_fro_for_four_rounds_and_the_usual_wins() -> None:
+    order, winner = turns([7, 3, 5], lambda place, _: {7: 1.0, 3: 1.2, 5: 1.019}[place])
+    assert order == [7, 3, 5, *[5, 7], *[7, 5], *[5, 7]]
+    assert winner == 5, "less than 2 % slower, and more usual"
+
+
+def test_one_slow_round_does_not_decide() -> None:
+    _, winner = turns([2, 1], lambda place, round_: 1.05 if place == 1 else 1.5 if round_ == 3 else 1.0)
+    assert winner == 2, "by the median of all its passes"
+
+
+def test_who_fell_out_does_not_win_when_the_others_become_slower() -> None:
+    order, winner = turns([0, 1, 2], lambda place, round_: 1.2 if place == 0 else 1.0 if round_ < 2 else 9.0)
+    assert order.count(0) == 1
+    assert winner == 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan
+from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan_buckets
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -22,7 +22,7 @@ def planned(
     def codec_of(name: str, parameter: nn.Parameter) -> Codec:
         return Identity() if parameter.dim() < 2 else Cast("bf16")
 
-    return plan(parameters, sparse, codec_of, lambda codec: False, capacity, first_index)
+    return plan_buckets(parameters, sparse, codec_of, lambda codec: False, capacity, first_index)
 
 
 shapes = st.lists(st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(DTYPES)), min_size=1, max_size=25)
@@ -92,7 +92,7 @@ def test_sparse_parameters_have_buckets_of_their_own() -> None:
 def test_a_bucket_ends_with_a_whole_block(codec: Codec) -> None:
     """A short block would not be rotated, and few levels without a rotation are wrong the same way at each step."""
     parameters = {"a": nn.Parameter(torch.zeros(300)), "b": nn.Parameter(torch.zeros(7, 11))}
-    [bucket] = plan(parameters, frozenset(), lambda name, parameter: codec, lambda codec: True, 1 << 20, 0)
+    [bucket] = plan_buckets(parameters, frozenset(), lambda name, parameter: codec, lambda codec: True, 1 << 20, 0)
     assert isinstance(bucket, DenseBucket)
     assert bucket.numel == 377
     assert bucket.buffer.numel() == 512

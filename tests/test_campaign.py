@@ -1,10 +1,12 @@
 """The differential campaign: random models and habits, beside Lightning's `ddp` and the laws of docs/design.md.
 
-`pytest tests/test_campaign.py --cases 5000` runs more of them, `--cases 1 --first-case 1234` one.
+`pytest tests/test_campaign.py --cases 5000` runs more of them, `--cases 1 --first-case 1234` one. The first few of each
+number of ranks are not marked as slow.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 
 AT_ONCE = 10
+QUICK = 3
 DDP = "ddp_find_unused_parameters_true"
 
 
@@ -35,10 +38,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         by_size: dict[int, list[int]] = {}
         for seed in range(first, first + count):
             by_size.setdefault(Case.draw(seed).size, []).append(seed)
-        chunks = [(size, seeds[i : i + AT_ONCE]) for size, seeds in by_size.items() for i in range(0, count, AT_ONCE)]
-        chunks = [(size, seeds) for size, seeds in chunks if seeds]
-        ids = [f"{seeds[0]} to {seeds[-1]} on {size} ranks" for size, seeds in chunks]
-        metafunc.parametrize(("size", "seeds"), chunks, ids=ids)
+        chunks = []
+        for size, seeds in by_size.items():
+            cuts = [0, *range(QUICK, len(seeds), AT_ONCE), len(seeds)]
+            for begin, end in itertools.pairwise(cuts):
+                name = f"{seeds[begin]} to {seeds[end - 1]} on {size} ranks"
+                chunks.append(pytest.param(size, seeds[begin:end], id=name, marks=[pytest.mark.slow] if begin else []))
+        metafunc.parametrize(("size", "seeds"), chunks)
 
 
 @pytest.mark.timeout(300)

@@ -36,9 +36,10 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.codecs.blocked import Blocked, _shifts
+from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.noise import _hashes, add_noise_
-from ringstrategy.codecs.rotated import _butterflies, _hadamard, _matrix, signs
+from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels.reference import _butterflies, _hadamard, _matrix, _shifts
 
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "codec").glob("*.yaml"))
 with initialize_config_module("ringstrategy.configs", version_base="1.3"):

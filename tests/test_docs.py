@@ -46,6 +46,7 @@ def by_name(path):
     return str(path.relative_to(ROOT))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=by_name)
 def test_python_blocks_run(page, tmp_path):
     script = tmp_path / "example.py"
@@ -63,7 +64,7 @@ def test_python_blocks_run(page, tmp_path):
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_named_commands_exist(page):
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ours = set(project["scripts"]) | set(project["optional-dependencies"]["dev"])
     for program, *arguments in commands(page):
@@ -73,7 +74,7 @@ def test_named_commands_exist(page):
             assert (ROOT / arguments[0]).is_file(), arguments[0]
         else:
             assert program.removeprefix(".venv/bin/") in ELSEWHERE | ours, program
-    for target in re.findall(r"`make ([a-z]+)", page.read_text()):
+    for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
         assert target in targets, target
 
 

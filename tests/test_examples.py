@@ -21,6 +21,7 @@ def test_each_example_says_how_to_run_it() -> None:
     assert {command.split()[0] for command in COMMANDS} == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_example_trains_two_processes(command: str, tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, End
     return {name: Ended(*how) for name, how in zip(commands, ended, strict=True)}, folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WORKS)
 def test_what_needs_no_drawing_works(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
     ended = without_app[0][name]
@@ -101,6 +102,7 @@ def test_what_needs_no_drawing_works(without_app: tuple[dict[str, Ended], Path],
     assert words.get(name, "usage:") in ended.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEEDS)
 def test_what_needs_it_says_so_in_one_line(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
     ended, folder = without_app[0][name], without_app[1]

@@ -372,6 +372,7 @@ print(json.dumps([resumed.strategy.stats.steps, resumed.strategy.stats.bytes_sen
 """
 
 
+@pytest.mark.slow
 def test_forked_children_save_theirs_and_the_parent_says_that_it_has_none(tmp_path: Path) -> None:
     done = run_script(tmp_path, FORKED)
     assert done.returncode == 0, done.stderr
@@ -1083,6 +1084,7 @@ def _narrow(dtype: Any, path: str) -> tuple[float, float]:
     return largest, error
 
 
+@pytest.mark.slow
 def test_bfloat16_residuals_lose_their_rounding_and_no_more(ranks: Pool, tmp_path: Path) -> None:
     exact, exact_error = ranks(3, _narrow, None, str(tmp_path / "exact"))[0]
     for dtype in ("bfloat16", torch.bfloat16):

@@ -105,6 +105,7 @@ print([each for each in ("lightning", "pytorch_lightning", "hydra", "triton") if
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("first", ["ringstrategy", "lightning", "lightning.pytorch.strategies"])
 def test_the_names_are_registered_whatever_is_imported_first(first: str) -> None:
@@ -120,6 +121,7 @@ print(strategy.algorithm.codec, "gossip" in StrategyRegistry)
     assert "BlockInt(bits=8" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_a_package_that_is_imported_anew_registers_too() -> None:
     code = """

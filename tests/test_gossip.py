@@ -278,7 +278,7 @@ def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[
     ]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize("size", [2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 8))])
 def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     apart = []
     for number, (make, twin_class, topology) in enumerate(algorithms(size)):
@@ -392,14 +392,20 @@ CHAIN = FromGraph([(0, 1), (1, 2), (2, 3), (3, 4)])
     ("algorithm", "rounding", "close"),
     [
         (Gossip(RingGraph(), overlap=False), 2e-6, 1e-5),
-        (Gossip(OnePeerExponential(), overlap=False), 2e-6, 1e-5),
-        (Gossip(CHAIN, overlap=False), 2e-6, 1e-5),
-        (Gossip(CHAIN, Cast("bfloat16"), overlap=False), 3e-5, 0.03),  # bfloat16 cannot bring them closer
-        (Gossip(CHAIN, unequal_data=True, overlap=False), 4e-5, 5e-5),  # what rounding adds, each mixing adds again
-        (PushSum(directed(5), overlap=False), 2e-6, 1e-5),
-        (Choco(CHAIN, BlockInt(8), overlap=False), 2e-6, 1e-5),
-        (Choco(CHAIN, Sign(), gain=0.2, overlap=False), 2e-6, 0.02),
-        (Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.5, overlap=False), 2e-6, 1e-4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Gossip(OnePeerExponential(), overlap=False), 2e-6, 1e-5),
+                (Gossip(CHAIN, overlap=False), 2e-6, 1e-5),
+                (Gossip(CHAIN, Cast("bfloat16"), overlap=False), 3e-5, 0.03),  # bfloat16 cannot bring them closer
+                # what rounding adds, each mixing adds again
+                (Gossip(CHAIN, unequal_data=True, overlap=False), 4e-5, 5e-5),
+                (PushSum(directed(5), overlap=False), 2e-6, 1e-5),
+                (Choco(CHAIN, BlockInt(8), overlap=False), 2e-6, 1e-5),
+                (Choco(CHAIN, Sign(), gain=0.2, overlap=False), 2e-6, 0.02),
+                (Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.5, overlap=False), 2e-6, 1e-4),
+            )
+        ),
     ],
 )
 def test_a_thousand_mixings_keep_the_mean_and_reach_it(
@@ -657,6 +663,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawned_processes_return_the_mean(tmp_path: Path) -> None:
     done = run_script(tmp_path, SPAWNED)
     assert said(done.stdout) == [{"same": True}], done.stderr
@@ -739,6 +746,7 @@ def _fails(folder: str, algorithm: Decentralized) -> str:
     return type(raised.value).__name__
 
 
+@pytest.mark.slow
 def test_an_exception_saves_local_weights_and_hangs_nobody(ranks: Pool, tmp_path: Path) -> None:
     outcomes = ranks(3, _fails, str(tmp_path), Gossip(RingGraph()), limit=50.0)
     assert outcomes.count("ArithmeticError") == 1
@@ -764,6 +772,7 @@ def _begins(path: str, algorithm: Decentralized) -> float:
     return begun[0]
 
 
+@pytest.mark.slow
 def test_copies_saved_within_an_exchange_are_not_taken_back(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, _torn, str(tmp_path), limit=50.0)
     own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]

@@ -918,6 +918,7 @@ def _saves_many(folder: str, count: int) -> float:
     return times.seconds
 
 
+@pytest.mark.slow
 def test_a_checkpoint_takes_time_in_proportion_to_the_parameters(ranks: Pool, tmp_path: Path) -> None:
     few, many = (max(ranks(2, _saves_many, str(tmp_path), count)) for count in (1000, 10_000))
     assert 0 < many < 25 * few
@@ -1028,9 +1029,14 @@ def _grows_alone(algorithm: Any, rank: int, has_buffers: bool) -> tuple[str, flo
     [
         (AllReduce(), 1, False),
         (AllReduce(), 0, True),
-        (AllReduce(), 1, True),
-        (Gossip(), 0, False),
-        (Gossip(Complete(), overlap=False), 1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (AllReduce(), 1, True),
+                (Gossip(), 0, False),
+                (Gossip(Complete(), overlap=False), 1, True),
+            )
+        ),
     ],
     ids=str,
 )
@@ -1174,6 +1180,7 @@ _alike()
 """
 
 
+@pytest.mark.slow
 def test_functions_and_sets_that_print_differently_are_the_same(tmp_path: Path) -> None:
     """Real processes, each with a hash seed of its own."""
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")

@@ -33,6 +33,8 @@ from ringstrategy.kernels.triton.decode import decode
 from ringstrategy.kernels.triton.encode import encode, reduce, relay
 from ringstrategy.kernels.triton.rotate import rotate_
 
+from ringstrategy.kernels.engine import engine
+
 EXACT = [
     BlockInt(8),
     BlockInt(7, block=24),
@@ -456,7 +458,7 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
         monkeypatch.setattr(ringstrategy.kernels.triton.buckets, "unpack", unpacks)
         members = gradients_of_all_kinds({"kind": kind, "dtype": dtype})
         bucket = DenseBucket(0, members, torch.float32, BlockInt(8), feedback=False)
-        bucket._places = bucket._lay_out(DEVICE) if kernels else None
+        bucket._places = bucket._lay_out(engine(torch.device("cuda")), DEVICE) if kernels else None
         bucket.buffer.fill_(77.0)
         if kind == "views" and dtype == torch.float32:
             for slot in bucket.slots[::2]:

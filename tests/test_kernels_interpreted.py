@@ -13,8 +13,13 @@ import torch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels.py runs on the GPU")
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is only for Linux")
-def test_the_kernels_without_a_gpu():
-    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py"))]
+@pytest.mark.parametrize(
+    "which",
+    ["test_bytes_are_the_torch_codecs and (minmax or e4m3)", pytest.param("test", marks=pytest.mark.slow)],
+    ids=["the bytes of three codecs", "all"],
+)
+def test_the_kernels_without_a_gpu(which):
+    command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py")), "-k", which]
     done = subprocess.run(
         command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
     )

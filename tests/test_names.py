@@ -76,6 +76,7 @@ def _train_all(size: int) -> dict[str, int]:
     return sent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 5])
 def test_every_name_trains_identical_replicas_and_sends_what_it_says(ranks: Pool, size: int) -> None:
     sent = ranks(size, _train_all, size, limit=120)[0]

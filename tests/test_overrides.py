@@ -201,6 +201,7 @@ def test_what_is_wrong_is_refused_with_the_right_form(overrides, words):
     assert "append" not in said  # Hydra's advice, which made runs that ignored the override
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]], ids=["run", "sweep"])
 def test_an_unknown_key_trains_nothing(tmp_path, sweep):
@@ -211,6 +212,7 @@ def test_an_unknown_key_trains_nothing(tmp_path, sweep):
     assert not list(tmp_path.rglob("config.yaml.*")) + list(tmp_path.rglob("summary.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("overrides", "words"),

@@ -182,6 +182,7 @@ def test_import_only_registers(tmp_path):
     assert "ringstrategy" in seen["loaded"]
 
 
+@pytest.mark.slow
 def test_import_says_nothing(tmp_path):
     done = subprocess.run(
         [

@@ -94,6 +94,7 @@ def busy_cores() -> Iterator[None]:
             other.wait()
 
 
+@pytest.mark.slow
 def test_the_answer_is_the_same_each_time_and_on_a_busy_machine(capsys: pytest.CaptureFixture[str]) -> None:
     answers = []
     main(SLOW)

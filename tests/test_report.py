@@ -363,6 +363,7 @@ def test_a_prefix_that_all_jobs_share_is_said_once(tmp_path, monkeypatch, capsys
     assert "jobs in" in printed([], capsys, monkeypatch, tmp_path, 20)  # a launcher may have run them elsewhere
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_command_fits_a_terminal_and_fills_a_pipe(sweep):
     """As people call it: on a terminal of 80 columns, and with its output in a pipe."""

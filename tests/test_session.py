@@ -309,6 +309,7 @@ def test_two_sessions_do_not_meet(ranks: Pool) -> None:
     ranks(2, _two_at_once)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_the_loop_in_the_documentation_trains_equal_replicas(tmp_path: Path) -> None:
     page = (Path(__file__).parents[1] / "docs" / "torch.md").read_text()

@@ -224,6 +224,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_spawn_and_fork_bring_the_statistics_back(tmp_path: Path) -> None:
     done = run_script(tmp_path, SPAWN)
     assert done.returncode == 0, done.stderr
@@ -868,6 +869,7 @@ def _compile() -> None:
             assert torch.allclose(mine, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_and_a_compiled_module(ranks: Pool) -> None:
     ranks(2, _compile, limit=100)
 
@@ -965,6 +967,7 @@ def records(folder: Path) -> list[list[Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     done = run_script(tmp_path, LAUNCHED.replace("OPTIONS", "dict(devices=2)"), *torchrun)
@@ -991,12 +994,14 @@ for kind in KINDS:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kinds", "connected"), [("Net", False), ("Net, Failing", True), ("Failing, Net", False)])
 def test_a_process_disconnects_at_exit_unless_its_last_fit_failed(kinds: str, connected: bool, tmp_path: Path) -> None:
     done = run_script(tmp_path, LEAVING.replace("KINDS", f"({kinds},)"))
     assert said(done.stdout) == [{"connected": connected}], done.stderr
 
 
+@pytest.mark.slow
 def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path: Path) -> None:
     """One command a host; the popen launcher starts the second process there."""
     script = tmp_path / "script.py"

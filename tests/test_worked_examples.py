@@ -161,6 +161,7 @@ def test_the_means_of_the_features_are_those_of_the_example() -> None:
     assert torch.equal(data.targets, data.rows @ torch.tensor([5.0, 3.0, 2.0, 1.0]))
 
 
+@pytest.mark.slow
 def test_four_nodes_with_a_quarter_of_the_rows_each_are_one_with_all(ranks: Pool) -> None:
     alone = descend(1, 400)
     assert torch.allclose(descend(4, 400), alone, rtol=0, atol=1e-12)

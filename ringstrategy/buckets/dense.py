@@ -18,6 +18,7 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.kernels.engine import Engine, engine
 from ringstrategy.transport.agree import BUCKET, INDENT
 from ringstrategy.transport.base import Peers, Waitable
 
@@ -69,14 +70,12 @@ class DenseBucket(Bucket):
         self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
         self._own_references = 0
         self._places: Places | None = None
-        if device.type == "cuda" and dtype == torch.float32 and codec.needs_kernels:
-            self._places = self._lay_out(device)
+        if dtype == torch.float32 and codec.needs_kernels:
+            self._places = self._lay_out(engine(device), device)
 
-    def _lay_out(self, device: torch.device) -> Places:
-        from ringstrategy.kernels.triton.buckets import Places
-
+    def _lay_out(self, engine: Engine, device: torch.device) -> Places | None:
         numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]  # no tensor goes to the last
-        return Places(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
+        return engine.lay_out(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
 
     @property
     def numel(self) -> int:

@@ -16,7 +16,7 @@ from ringstrategy.collectives.base import sums_dtype
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
 
 
-def plan(
+def plan_buckets(
     parameters: Mapping[str, Parameter],
     sparse: frozenset[str],
     codec_of: Callable[[str, Parameter], Codec],

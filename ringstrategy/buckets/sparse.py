@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.collectives.base import Collective, sums_dtype
-from ringstrategy.transport.agree import BUCKET, INDENT, exchange
+from ringstrategy.transport.agree import BUCKET, INDENT, all_gather
 from ringstrategy.transport.base import Peers, Waitable
 
 
@@ -60,7 +60,7 @@ class SparseBucket(Bucket):
         def count() -> None:
             agreed.wait()
             own = torch.tensor([self._indices.shape[1]], device="cpu").view(torch.uint8)
-            counts.append(exchange(peers.control, own)().view(torch.int64).view(-1))
+            counts.append(all_gather(peers.control, own)().view(torch.int64).view(-1))
 
         counted = peers.control.submit(count, where)
 

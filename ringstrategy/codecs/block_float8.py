@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_block
-from ringstrategy.codecs.scratch import scratch
+from ringstrategy.kernels.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format

@@ -91,7 +91,8 @@ class BlockInt(Blocked):
         return (1 << (self.bits - 1)) - 1 if self.scale == "absmax" else (1 << self.bits) - 1
 
     @property
-    def _level_of_zero(self) -> int:
+    def level_of_zero(self) -> int:
+        """The least level, with minmax."""
         return 0 if self.scale == "absmax" else -(1 << (self.bits - 1))
 
     def kernel_format(self) -> Format:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, check_bits, check_block, mean_magnitude
-from ringstrategy.codecs.scratch import scratch
 from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, SMALLEST_SCALE
+from ringstrategy.kernels.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.codecs.scratch import scratch
+from ringstrategy.kernels.scratch import scratch
 
 _PERIOD = 1 << 19  # places that share a key; each has a hash of its own
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.gaussian import Gaussian
-from ringstrategy.codecs.scratch import scratch
+from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.layout import ROTATED
 
-LENGTH = 256  # values that are rotated together
-_TILE = 1 << 18
 _CPU = torch.device("cpu")
 
 
@@ -40,10 +39,10 @@ class Rotated(Codec):
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise TypeError(f"Rotated takes a codec such as Gaussian(bits=4), got {self.codec!r}")
-        if not self.codec.adds_exactly or self.codec.block % LENGTH:
+        if not self.codec.adds_exactly or self.codec.block % ROTATED:
             raise ValueError(
                 f"Rotated cannot turn {self.codec} back with the same bits on every machine: "
-                f"use Gaussian, Sign, or BlockInt(scale='absmax'), with a block that is a multiple of {LENGTH}"
+                f"use Gaussian, Sign, or BlockInt(scale='absmax'), with a block that is a multiple of {ROTATED}"
             )
 
     @property
@@ -89,80 +88,17 @@ class Rotated(Codec):
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""
-        if values.device.type == "cuda":
-            from ringstrategy.kernels.triton.rotate import rotate_
-
-            rotate_(values, signs(seed, values.device), inverse=False)
-            return
-        flips = signs(seed) / 16
-        for tile in _tiles(values):
-            _hadamard(tile.mul_(flips), tile)
+        engine(values.device).rotate_(values, signs(seed, values.device), inverse=False)
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """x = (H y / 16) * sign."""
-        if values.device.type == "cuda":
-            from ringstrategy.kernels.triton.rotate import rotate_
-
-            rotate_(values, signs(seed, values.device), inverse=True)
-            return
-        flips = signs(seed) / 16
-        for tile in _tiles(values):
-            _hadamard(tile, tile)
-            tile.mul_(flips)
+        engine(values.device).rotate_(values, signs(seed, values.device), inverse=True)
 
 
 @lru_cache(maxsize=8)
 def signs(seed: int, device: torch.device = _CPU) -> Tensor:
     """The 256 signs of a seed: float32, each 1 or -1; shared, so not to be written to."""
-    words = [derive_seed(seed, word) for word in range(LENGTH // 32)]
-    of_all = [1.0 if words[i // 32] >> (i % 32) & 1 else -1.0 for i in range(LENGTH)]
+    words = [derive_seed(seed, word) for word in range(ROTATED // 32)]
+    of_all = [1.0 if words[i // 32] >> (i % 32) & 1 else -1.0 for i in range(ROTATED)]
     with torch.inference_mode(False):
         return torch.tensor(of_all, dtype=torch.float32, device=device)
-
-
-def _tiles(values: Tensor) -> tuple[Tensor, ...]:
-    whole = values.numel() // LENGTH * LENGTH
-    tiles: tuple[Tensor, ...] = values[:whole].view(-1, LENGTH).split(_TILE // LENGTH)
-    return tiles
-
-
-def _hadamard(source: Tensor, target: Tensor) -> None:
-    """target = source H for rows of 256; may be the same tensor."""
-    if not _products_are_float32():
-        _butterflies(source, target)
-        return
-    matrix = _matrix(source.dtype)
-    # H of 256 is the Kronecker product of H of 16 with itself
-    half = torch.matmul(source.view(-1, 16, 16), matrix, out=scratch("rotated", (len(source), 16, 16), source.dtype))
-    torch.matmul(matrix, half, out=target.view(-1, 16, 16))
-
-
-def _products_are_float32() -> bool:
-    """False where a user lets matrix products round their factors to bfloat16 or TF32."""
-    try:
-        return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # torch's answer where the newer names, such as torch.backends.fp32_precision, were used
-        return False
-
-
-def _butterflies(source: Tensor, target: Tensor) -> None:
-    """The same by additions alone."""
-    target.copy_(source)
-    run = 1
-    while run < LENGTH:
-        pairs = target.view(-1, LENGTH // (2 * run), 2, run)
-        first, second = pairs[:, :, 0], pairs[:, :, 1]
-        difference = first - second
-        first.add_(second)
-        second.copy_(difference)
-        run *= 2
-
-
-@lru_cache
-def _matrix(dtype: torch.dtype) -> Tensor:
-    """Sylvester's Hadamard matrix of order 16."""
-    matrix = torch.ones(1, 1, dtype=dtype, device=_CPU)
-    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=dtype, device=_CPU)
-    for _ in range(4):
-        matrix = torch.kron(pair, matrix)
-    return matrix

@@ -95,12 +95,6 @@ def cut_chunks(values: Tensor, size: int, segments: int, block: int) -> list[lis
     return [cut(begin, end, segments, block) for begin, end in cut(0, values.numel(), size, block)]
 
 
-def wire_stride(chunks: list[list[tuple[int, int]]], codec: Codec, values: Tensor) -> int:
-    """Bytes that hold any segment's wire, a multiple of 16 so that each begins aligned for every dtype."""
-    largest = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
-    return -(-largest // 16) * 16
-
-
 def check_segments(segments: int) -> None:
     """Raise unless it is a whole number of at least 1."""
     if not isinstance(segments, int) or isinstance(segments, bool) or segments < 1:

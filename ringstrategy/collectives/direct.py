@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import product
 
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, check_segments
+from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
 from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.transport.base import Handle, Peers
 
@@ -49,61 +49,73 @@ class Direct(Collective):
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
             return
-        pieces = Pieces(values, size, self.segments, codec, residual=residual, lost=lost, seed=seed, rank=rank)
-        count, stride = pieces.count, pieces.stride
-        leaving = peers.scratch("direct.leaving", 0 if pieces.in_place else size * count * stride, values.device)
-        filling = peers.scratch("direct.filling", size * count * stride, values.device)
-
-        def memory(store: Tensor, peer: int, k: int) -> Tensor:
-            """For a piece that goes to `peer`, or comes from there."""
-            return store[(peer * count + k) * stride :]
-
+        chunks = cut_chunks(values, size, self.segments, codec.block)
+        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        each = range(pieces.count)
+        places = list(product(range(size), each))  # (whom a wire goes to or comes from, k)
+        leaving = dict(zip(places, pieces.leaving(peers, "direct.leaving", len(places)), strict=True))
+        filling = dict(zip(places, pieces.arriving(peers, "direct.filling", len(places)), strict=True))
+        in_turn = pieces.count > 1 and pieces.stride >= _LONG
         pairs = peers.pairs()
-        in_turn = count > 1 and stride >= _LONG
         batches = [[pair] for pair in pairs] if in_turn else [pairs]
-        under_way: deque[tuple[int, Handle]] = deque()  # and of which segment
-
-        def post(k: int, target: int, out: Tensor, source: int, arriving: Tensor) -> None:
-            if in_turn and len(under_way) == _WINDOW:
-                under_way.popleft()[1].wait()
-            under_way.append((k, peers.swap(target, out, source, arriving)))
-
-        def wait(k: int) -> None:
-            while any(segment == k for segment, _ in under_way):
-                under_way.popleft()[1].wait()
+        mail = _Mail(peers, _WINDOW if in_turn else None)
 
         # Everyone's parts to their owners.
         for batch in batches:
-            for k in range(count):
+            for k in each:
                 for target, source in batch:
                     pieces.prepare_(target, k)
-                    out = pieces.encode(target, k, memory(leaving, target, k))
-                    post(k, target, out, source, pieces.wire(rank, k, memory(filling, source, k)))
+                    wire = pieces.encode(target, k, leaving[target, k])
+                    mail.swap(k, target, wire, source, pieces.wire(rank, k, filling[source, k]))
                     pieces.restore_lost_(target, k)
 
-        def share(k: int, batch: list[tuple[int, int]]) -> None:
-            for target, source in batch:
-                post(k, target, sums[k], source, pieces.landing(source, k, memory(filling, source, k)))
-
-        def take(k: int, batch: list[tuple[int, int]]) -> None:
-            for _, source in batch:
-                pieces.deliver_(source, k, pieces.wire(source, k, memory(filling, source, k)))
-
-        # This rank's chunk: all ranks' sum, which goes to everyone.
-        sums: list[Tensor] = []
-        for k in range(count):
+        # The chunk that this rank owns: the whole sum, which begins to leave.
+        sums = []
+        for k in each:
             pieces.prepare_(rank, k)
-            wait(k)
-            arrived = [pieces.wire(rank, k, memory(filling, peer, k)) for peer in range(size) if peer != rank]
-            sums.append(pieces.add_and_encode(rank, k, arrived, memory(leaving, rank, k)))
-            share(k, batches[0])
+            parts = mail.arrived(k)
+            sums.append(pieces.add_and_encode(rank, k, [parts[peer] for peer in sorted(parts)], leaving[rank, k]))
+            for target, source in batches[0]:
+                mail.swap(k, target, sums[k], source, pieces.landing(source, k, filling[source, k]))
             pieces.restore_lost_(rank, k)
             pieces.deliver_(rank, k, sums[k])
-        for before, batch in pairwise(batches):
-            for k in range(count):
-                wait(k)
-                share(k, batch)
-                take(k, before)
-        for k in range(count):
-            wait(k)
-            take(k, batches[-1])
+
+        # The owners' sums to everyone: those of a batch are delivered while those of the following are on the way.
+        for following in [*batches[1:], []]:
+            for k in each:
+                arrived = mail.arrived(k)
+                for target, source in following:
+                    mail.swap(k, target, sums[k], source, pieces.landing(source, k, filling[source, k]))
+                for source, wire in arrived.items():
+                    pieces.deliver_(source, k, wire)
+
+
+class _Mail:
+    """Messages under way, each of one segment.
+
+    Args:
+        peers: to and from whom.
+        most: messages under way at once, each way; None: any number.
+    """
+
+    def __init__(self, peers: Peers, most: int | None) -> None:
+        self._peers, self._most = peers, most
+        self._under_way: deque[tuple[int, int, Tensor, Handle]] = deque()
+        self._here: dict[int, dict[int, Tensor]] = {}  # by segment, then by source
+
+    def swap(self, k: int, target: int, leaving: Tensor, source: int, arriving: Tensor) -> None:
+        """Send to one and receive from another, when there are few enough under way."""
+        if len(self._under_way) == self._most:
+            self._wait_for_first()
+        self._under_way.append((k, source, arriving, self._peers.swap(target, leaving, source, arriving)))
+
+    def arrived(self, k: int) -> dict[int, Tensor]:
+        """By source what has arrived of a segment since the last call, once none of its messages is under way."""
+        while any(segment == k for segment, *_ in self._under_way):
+            self._wait_for_first()
+        return self._here.pop(k)
+
+    def _wait_for_first(self) -> None:
+        k, source, arriving, handle = self._under_way.popleft()
+        handle.wait()
+        self._here.setdefault(k, {})[source] = arriving

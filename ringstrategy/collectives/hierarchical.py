@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
-import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, check_segments, cut, cut_chunks, wire_stride
+from ringstrategy.collectives.base import Collective, check_segments, cut, cut_chunks
 from ringstrategy.collectives.native import Native
+from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.transport.base import Handle, Peers, Waitable
-from ringstrategy.transport.worker import Work
+from ringstrategy.collectives.subset import Subset
+from ringstrategy.transport.base import Peers
 
 
 @dataclass(frozen=True)
@@ -77,60 +78,49 @@ class Hierarchical(Collective):
             return
         width = min(len(host) for host in hosts)
         [host] = [ranks for ranks in hosts if rank in ranks]
-        others = [other for other in host if other != rank]
-        own = host.index(rank) if rank in host[:width] else None  # this rank's column
-        columns = self._cut(values, width, len(hosts), codec.block)
-        count = len(columns[0])
-        stride = wire_stride(columns, Identity(), values)
-        room = 0 if own is None else count * len(others) * stride
-        filling = peers.scratch("hierarchical.filling", room, values.device)
+        own = host.index(rank)  # this rank's column, if there are so many
+        columns = self._columns(values, width, len(hosts), codec.block)
+        within = Identity() if codec.exact is None else codec.exact
+        pieces = Pieces(values, columns, within, residual=residual, lost=None, seed=seed, rank=rank)
+        each = range(pieces.count)
+        owners = {column: host[column] for column in range(width) if column != own}
+        others = [other for other in host if other != rank] if own < width else []  # who send this rank their parts
+        places = list(product(each, others))
+        filling = dict(zip(places, pieces.arriving(peers, "hierarchical.filling", len(places)), strict=True))
 
-        def part(column: int, k: int, of: Tensor = values) -> Tensor:
-            begin, end = columns[column][k]
-            return of[begin:end]
+        # Within each host: everyone's parts to the columns' owners.
+        gathering, arriving = [], []
+        for k in each:
+            for column in range(width):
+                pieces.prepare_(column, k)
+            leaving = {owner: pieces.raw(column, k) for column, owner in owners.items()}
+            arriving.append({other: pieces.wire(own, k, filling[k, other]) for other in others})
+            gathering.append(peers.post(_not_empty(leaving), _not_empty(arriving[k])))
 
-        def by_owner(k: int) -> dict[int, Tensor]:
-            return {host[column]: part(column, k) for column in range(width) if column != own}
-
-        def by_other(k: int) -> dict[int, Tensor]:
-            """Where their parts of this rank's column arrive."""
-            if own is None:
-                return {}
-            nbytes = part(own, k).nbytes
-            begins = {other: (k * len(others) + i) * stride for i, other in enumerate(others)}
-            return {other: filling[begin : begin + nbytes].view(values.dtype) for other, begin in begins.items()}
-
-        gathering = []
-        for k in range(count):
-            if residual is not None:
-                for column in range(width):
-                    part(column, k).add_(part(column, k, residual))
-            gathering.append(peers.post(_wires(by_owner(k)), _wires(by_other(k))))
-        spreading: list[Handle] = []
-        for k in range(count):
+        # Between hosts: the owners of each column sum it. Within each host: they send the sum to everyone.
+        spreading = []
+        for k in each:
             gathering[k].wait()  # only now may the sum arrive where this rank's parts were
-            finished: dict[int, Tensor] = {}
-            if own is not None:
-                piece = part(own, k)
-                for summand in by_other(k).values():
-                    peers.add_(piece, summand)
-                owners = _Subset(peers, [ranks[own] for ranks in hosts])
-                rest = None if lost is None else part(own, k, lost)
+            sums = {}
+            if own < width:
+                pieces.add_(own, k, arriving[k].values())
+                like = Subset(peers, [ranks[own] for ranks in hosts])
+                rest = None if lost is None else pieces.part(lost, own, k)
                 # offsets begin at 0 in each piece, so each needs noise of its own
-                self.between.sum_(piece, owners, codec, lost=rest, seed=derive_seed(seed, own, k))
-                finished = dict.fromkeys(others, piece)
-            spreading.append(peers.post(_wires(finished), _wires(by_owner(k))))
+                self.between.sum_(pieces[own, k], like, codec, lost=rest, seed=derive_seed(seed, own, k))
+                sums = dict.fromkeys(others, pieces.raw(own, k))
+            finished = {owner: pieces.raw(column, k) for column, owner in owners.items()}
+            spreading.append(peers.post(_not_empty(sums), _not_empty(finished)))
         for handle in spreading:
             handle.wait()
-        if lost is None:
-            return
-        for column, pieces in enumerate(columns):
-            if column != own or len(hosts) == 1:
-                begin, end = pieces[0][0], pieces[-1][1]
-                lost[begin:end].masked_fill_(values[begin:end].isfinite(), 0)
 
-    def _cut(self, values: Tensor, width: int, hosts: int, block: int) -> list[list[tuple[int, int]]]:
-        """Columns, each cut into the same number of pieces."""
+        if lost is not None:
+            for column, k in product(range(width), each):
+                if column != own or len(hosts) == 1:  # this rank encoded none of it
+                    pieces.part(lost, column, k).masked_fill_(pieces[column, k].isfinite(), 0)
+
+    def _columns(self, values: Tensor, width: int, hosts: int, block: int) -> list[list[tuple[int, int]]]:
+        """Each cut into the same number of pieces."""
         count = len(cut_chunks(values, width * hosts, self.segments, block)[0])  # `between` will cut each by the hosts
         return [cut(begin, end, count, block) for begin, end in cut(0, values.numel(), width, block)]
 
@@ -143,42 +133,6 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
     return list(ranks.values())
 
 
-def _wires(parts: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def _not_empty(wires: Mapping[int, Tensor]) -> dict[int, Tensor]:
     # all ranks cut alike, so the other end leaves out the same empty messages
-    return {peer: part.view(torch.uint8) for peer, part in parts.items() if part.numel()}
-
-
-class _Subset(Peers):
-    """Some of the ranks, numbered from 0, over the connections and with the scratch of all of them."""
-
-    def __init__(self, everyone: Peers, members: Sequence[int]) -> None:
-        hosts = tuple(everyone.hosts[member] for member in members)
-        super().__init__(members.index(everyone.rank), len(members), everyone.stats, hosts)
-        self._everyone, self._members = everyone, members
-
-    @property
-    def control(self) -> Peers:
-        """The same ranks."""
-        return _Subset(self._everyone.control, self._members)
-
-    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """See `Peers.post`."""
-        return self._everyone.post(
-            {self._members[peer]: tensor for peer, tensor in sends.items()},
-            {self._members[peer]: tensor for peer, tensor in recvs.items()},
-        )
-
-    def all_reduce_(self, values: Tensor) -> None:
-        """Not without a process group of their own."""
-        raise NotImplementedError("some ranks cannot use the backend's all-reduce: pass between=Ring() or Direct()")
-
-    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
-        """See `Peers.scratch`; all ranks and some never exchange at the same time."""
-        return self._everyone.scratch(name, nbytes, device)
-
-    def submit(self, work: Work, where: str) -> Waitable:
-        """See `Peers.submit`."""
-        return self._everyone.submit(work, where)
-
-    def close(self) -> None:
-        """The connections are not its own."""
+    return {peer: wire for peer, wire in wires.items() if wire.numel()}

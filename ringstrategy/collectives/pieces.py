@@ -1,13 +1,13 @@
-"""The values of one exchange in pieces: chunks, one a rank, cut into what one message carries."""
+"""The values of one exchange in pieces: chunks, one for each who owns a sum, cut into what one message carries."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import cut_chunks, wire_stride
+from ringstrategy.transport.base import Peers
 
 
 class Pieces:
@@ -17,8 +17,7 @@ class Pieces:
 
     Args:
         values: flat; of this rank before, the sum of all ranks after.
-        size: ranks, and so chunks.
-        segments: most pieces of a chunk.
+        chunks: each cut into the same number of pieces; of each piece where it begins and ends.
         codec: how pieces travel.
         residual: is added to each piece before it is first encoded or added to; None: nothing.
         lost: receives what this rank's encodes lose, in parameter space; None: nobody wants to know.
@@ -28,14 +27,13 @@ class Pieces:
     Attributes:
         count: pieces of each chunk.
         in_place: the values' own bytes are the wire, so nothing is encoded or decoded but to add.
-        stride: bytes that hold any piece's wire, a multiple of 16.
+        stride: bytes that hold any piece's wire, a multiple of 16 so that each begins aligned for every dtype.
     """
 
     def __init__(
         self,
         values: Tensor,
-        size: int,
-        segments: int,
+        chunks: Sequence[Sequence[tuple[int, int]]],
         codec: Codec,
         *,
         residual: Tensor | None,
@@ -45,56 +43,77 @@ class Pieces:
     ) -> None:
         self._values, self._codec, self._residual, self._lost = values, codec, residual, lost
         self._seed, self._own_seed = seed, codec.own_seed(seed, rank)
-        self._chunks = cut_chunks(values, size, segments, codec.block)
-        self.count = len(self._chunks[0])
+        self._chunks = chunks
+        self.count = len(chunks[0])
         self.in_place = codec.raw(values) is not None
-        self.stride = wire_stride(self._chunks, codec, values)
+        longest = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
+        self.stride = -(-longest // 16) * 16
 
-    def _edges(self, place: tuple[int, int]) -> tuple[int, int]:
-        chunk, k = place
+    def _edges(self, chunk: int, k: int) -> tuple[int, int]:
         return self._chunks[chunk % len(self._chunks)][k]
 
-    def _of(self, whole: Tensor | None, place: tuple[int, int]) -> Tensor | None:
-        begin, end = self._edges(place)
-        return None if whole is None else whole[begin:end]
+    def part(self, whole: Tensor, chunk: int, k: int) -> Tensor:
+        """What the piece is of `values`, of another tensor of the same shape."""
+        begin, end = self._edges(chunk, k)
+        return whole[begin:end]
 
     def __getitem__(self, place: tuple[int, int]) -> Tensor:
-        begin, end = self._edges(place)
-        return self._values[begin:end]
+        return self.part(self._values, *place)
+
+    def arriving(self, peers: Peers, name: str, count: int) -> list[Tensor]:
+        """Memory for so many wires that arrive, the same at each call."""
+        return self._wires(peers, name, count, self.stride)
+
+    def leaving(self, peers: Peers, name: str, count: int) -> list[Tensor]:
+        """Memory for so many wires that are encoded; none is needed if the values' own bytes are the wire."""
+        return self._wires(peers, name, count, 0 if self.in_place else self.stride)
+
+    def _wires(self, peers: Peers, name: str, count: int, stride: int) -> list[Tensor]:
+        whole = peers.scratch(name, count * stride, self._values.device)
+        return [whole[i * stride : (i + 1) * stride] for i in range(count)]
 
     def wire(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """As much of `memory` as the piece's bytes need."""
-        begin, end = self._edges((chunk, k))
+        begin, end = self._edges(chunk, k)
         return memory[: self._codec.nbytes(end - begin, self._values.dtype)]
+
+    def raw(self, chunk: int, k: int) -> Tensor:
+        """The piece's own bytes, where they are the wire."""
+        raw = self._codec.raw(self[chunk, k])
+        assert raw is not None
+        return raw
 
     def landing(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """Where a finished piece arrives: its values themselves if their bytes are the wire."""
-        raw = self._codec.raw(self[chunk, k])
-        return self.wire(chunk, k, memory) if raw is None else raw
+        return self.raw(chunk, k) if self.in_place else self.wire(chunk, k, memory)
 
     def prepare_(self, chunk: int, k: int) -> None:
         """Before the piece is first encoded or added to."""
-        piece, residual, lost = self[chunk, k], self._of(self._residual, (chunk, k)), self._of(self._lost, (chunk, k))
-        if residual is not None:
-            piece.add_(residual)
+        piece = self[chunk, k]
+        if self._residual is not None:
+            piece.add_(self.part(self._residual, chunk, k))
         self._codec.prepare_(piece, self._seed)
-        if lost is not None:
+        if self._lost is not None:
             # so that what the encode leaves as it was comes back through `restore_lost_` as it was
-            self._codec.prepare_(lost, self._seed)
+            self._codec.prepare_(self.part(self._lost, chunk, k), self._seed)
 
     def encode(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """The piece's bytes, in `memory` unless the values have them themselves."""
         return self.add_and_encode(chunk, k, (), memory)
 
+    def add_(self, chunk: int, k: int, arrived: Iterable[Tensor]) -> None:
+        """Add what arrived to the piece, in that order."""
+        for wire in arrived:
+            self._codec.decode(wire, self[chunk, k], add=True)
+
     def add_and_encode(self, chunk: int, k: int, arrived: Sequence[Tensor], memory: Tensor) -> Tensor:
         """The bytes of the piece plus what arrived, in that order of addition."""
-        place, piece = (chunk, k), self[chunk, k]
         if self.in_place:
-            for summand in arrived:
-                self._codec.decode(summand, piece, add=True)
-            return self.landing(chunk, k, memory)
-        wire = self.wire(chunk, k, memory)
-        lost, begin = self._of(self._lost, place), self._edges(place)[0]
+            self.add_(chunk, k, arrived)
+            return self.raw(chunk, k)
+        piece, wire = self[chunk, k], self.wire(chunk, k, memory)
+        lost = None if self._lost is None else self.part(self._lost, chunk, k)
+        begin, _ = self._edges(chunk, k)
         if arrived:
             self._codec.reduce(arrived, piece, wire, lost=lost, seed=self._own_seed, offset=begin)
         else:
@@ -103,9 +122,8 @@ class Pieces:
 
     def restore_lost_(self, chunk: int, k: int) -> None:
         """Turn what the encode lost back into parameter space; it may stand where the wire is busy."""
-        lost = self._of(self._lost, (chunk, k))
-        if lost is not None:
-            self._codec.restore_(lost, self._seed)
+        if self._lost is not None:
+            self._codec.restore_(self.part(self._lost, chunk, k), self._seed)
 
     def deliver_(self, chunk: int, k: int, wire: Tensor) -> None:
         """The bytes of the sum become the piece's values."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, check_segments
+from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
 from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.transport.base import Handle, Peers
 
@@ -49,53 +49,63 @@ class Ring(Collective):
         rank, size = peers.rank, peers.size
         if size == 1 or values.numel() == 0:
             return
-        pieces = Pieces(values, size, self.segments, codec, residual=residual, lost=lost, seed=seed, rank=rank)
-        each = range(pieces.count)
-        # Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory
-        # is written again, because a handle covers the send and the receive that were posted together.
-        leaving = _wires(peers, "ring.leaving", pieces.count, 0 if pieces.in_place else pieces.stride, values)
-        filling = _wires(peers, "ring.filling", pieces.count, pieces.stride, values)
+        chunks = cut_chunks(values, size, self.segments, codec.block)
+        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        each, link = range(pieces.count), _Link(peers, pieces)
 
-        def pass_on(wire: Tensor, arriving: Tensor) -> Handle:
-            return peers.swap((rank + 1) % size, wire, (rank - 1) % size, arriving)
-
-        # Reduce-scatter. Preparing and restoring a segment stand where the wire is busy with others.
-        handles: list[Handle] = []
-        for k in each:
-            pieces.prepare_(rank, k)
-            wire = pieces.encode(rank, k, leaving[k])
-            handles.append(pass_on(wire, pieces.wire(rank - 1, k, filling[k])))
-            pieces.restore_lost_(rank, k)
-        for chunk in range(rank - 1, rank - size + 1, -1):
+        # Reduce-scatter. Preparing and restoring a piece stand where the wire is busy with others.
+        own = rank - size + 1  # as chunks are counted, rank + 1
+        for chunk in range(rank, own, -1):
             for k in each:
                 pieces.prepare_(chunk, k)
-                handles[k].wait()
-                arrived = pieces.wire(chunk, k, filling[k])
-                wire = pieces.add_and_encode(chunk, k, (arrived,), leaving[k])
-                handles[k] = pass_on(wire, pieces.wire(chunk - 1, k, filling[k]))
+                arrived = [] if chunk == rank else [link.arrived(k)]
+                wire = pieces.add_and_encode(chunk, k, arrived, link.leaving[k])
+                link.pass_on(k, wire, pieces.wire(chunk - 1, k, link.filling[k]))
                 pieces.restore_lost_(chunk, k)
 
-        # This rank owns the next chunk.
-        own = rank + 1
+        # The chunk that this rank owns: the whole sum.
         for k in each:
             pieces.prepare_(own, k)
-            handles[k].wait()
-            wire = pieces.add_and_encode(own, k, (pieces.wire(own, k, filling[k]),), leaving[k])
-            handles[k] = pass_on(wire, pieces.landing(own - 1, k, filling[k]))
+            wire = pieces.add_and_encode(own, k, [link.arrived(k)], link.leaving[k])
+            link.pass_on(k, wire, pieces.landing(own - 1, k, link.filling[k]))
             pieces.restore_lost_(own, k)
             pieces.deliver_(own, k, wire)
 
         # All-gather.
-        for chunk in range(own - 1, own - size, -1):
+        last = own - size + 1
+        for chunk in range(own - 1, last - 1, -1):
             for k in each:
-                handles[k].wait()
-                wire = pieces.landing(chunk, k, filling[k])
-                filling[k], leaving[k] = leaving[k], filling[k]
-                if chunk > own - size + 1:
-                    handles[k] = pass_on(wire, pieces.landing(chunk - 1, k, filling[k]))
+                wire = link.arrived(k)
+                link.turn(k)
+                if chunk > last:
+                    link.pass_on(k, wire, pieces.landing(chunk - 1, k, link.filling[k]))
                 pieces.deliver_(chunk, k, wire)
 
 
-def _wires(peers: Peers, name: str, count: int, stride: int, values: Tensor) -> list[Tensor]:
-    whole = peers.scratch(name, count * stride, values.device)
-    return [whole[k * stride : (k + 1) * stride] for k in range(count)]
+class _Link:
+    """To the rank after this one and from the one before: in each direction one piece of each segment is on the way.
+
+    Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory is
+    written again, because a handle covers the send and the receive that were posted together.
+    """
+
+    def __init__(self, peers: Peers, pieces: Pieces) -> None:
+        self.leaving = pieces.leaving(peers, "ring.leaving", pieces.count)
+        self.filling = pieces.arriving(peers, "ring.filling", pieces.count)
+        self._peers = peers
+        self._after, self._before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+        self._under_way: dict[int, tuple[Handle, Tensor]] = {}  # by segment
+
+    def pass_on(self, k: int, wire: Tensor, arriving: Tensor) -> None:
+        """Send `wire` to the next rank, and receive what the one before passes on."""
+        self._under_way[k] = self._peers.swap(self._after, wire, self._before, arriving), arriving
+
+    def arrived(self, k: int) -> Tensor:
+        """What the rank before passed on, once it is here and what was sent meanwhile has left."""
+        handle, arriving = self._under_way.pop(k)
+        handle.wait()
+        return arriving
+
+    def turn(self, k: int) -> None:
+        """What filled will leave."""
+        self.leaving[k], self.filling[k] = self.filling[k], self.leaving[k]

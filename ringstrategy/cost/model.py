@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.transport.base import Handle, Peers, Waitable
-from ringstrategy.transport.worker import Work as Task
+from ringstrategy.transport.worker import Task
 
 _SAMPLE = 1 << 22  # values, by which a host's ranks are compared
 
@@ -46,6 +47,9 @@ class Work:
     def slower(self, factor: float) -> Work:
         """The same work, `factor` times as long."""
         return Work(self.fixed * factor, self.per_value * factor)
+
+
+_NOTHING = Work(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -162,10 +166,6 @@ class _Clocked(Peers):
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _Arrival(self._clock, end)
 
-    def add_(self, values: Tensor, summand: Tensor) -> None:
-        """About as long as a copy."""
-        self._clock.work(self._machines.pack.seconds(values.numel()))
-
     def all_reduce_(self, values: Tensor) -> None:
         """A backend's own: taken for a ring over the network whose additions are hidden."""
         share = 2 * (self.size - 1) / self.size
@@ -176,9 +176,9 @@ class _Clocked(Peers):
             self.bytes_across += round(share * values.nbytes)
         self.stats.count(round(share * values.nbytes), round(share * values.nbytes))
 
-    def submit(self, work: Task, where: str) -> Waitable:
+    def submit(self, task: Task, where: str) -> Waitable:
         """At once."""
-        work()
+        task()
         return _Done()
 
     def close(self) -> None:
@@ -188,8 +188,8 @@ class _Clocked(Peers):
 class _Timed(Codec):
     """A codec whose calls only take time."""
 
-    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock) -> None:
-        self._codec, self._cost, self._clock = codec, cost, clock
+    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock, exact: _Timed | None = None) -> None:
+        self._codec, self._cost, self._clock, self.exact = codec, cost, clock, exact
         self.block, self.hop_by_hop, self.shares_seed = codec.block, codec.hop_by_hop, codec.shares_seed
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -266,7 +266,9 @@ def exchange_cost(
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")
     residual = torch.empty_like(values) if feedback else None
-    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
+    # to add within a host takes about as long as to copy
+    exact = _Timed(Identity(), CodecCost(_NOTHING, _NOTHING, machines.pack, _NOTHING), clock)
+    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock, exact)
     mean_(values, peers, collective, timed, residual=residual)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))
 
@@ -280,13 +282,12 @@ def _sends_most(hosts: tuple[str, ...], collective: Collective, codec: Codec) ->
     first = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     if len(first) == 1:
         return first[0], 1.0
-    free = Work(0.0, 0.0)
     nowhere = Machines(hosts, Link(0.0, 0.0), Link(0.0, 0.0), post=0.0, codecs={}, crowding=0.0)
     sent = {}
     for rank in first:
         clock = _Clock(0.0)
         peers = _Clocked(rank, nowhere, clock, 1.0)
-        timed = _Timed(codec, CodecCost(free, free, free, free), clock)
+        timed = _Timed(codec, CodecCost(_NOTHING, _NOTHING, _NOTHING, _NOTHING), clock)
         mean_(torch.empty(_SAMPLE, device="meta"), peers, collective, timed)
         sent[rank] = peers.bytes_across
     most = max(sent, key=lambda rank: sent[rank])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
-from ringstrategy.transport.agree import exchange
+from ringstrategy.transport.agree import all_gather_floats
 from ringstrategy.transport.base import Peers
 
 _LAPS = 15
@@ -48,9 +48,11 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     mine += [max(across.transport, inside.transport), pack_seconds(device)]
     for cost in costs.values():
         mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.turn) for x in (work.fixed, work.per_value)]
-    slowest = [max(column) for column in zip(*of_all(peers, mine), strict=True)]
+    slowest = [max(column) for column in zip(*all_gather_floats(peers, mine), strict=True)]
     ring, alpha = (leaders, slowest[0]) if len(leaders) > 1 else (neighbours, slowest[2])
-    crowded = of_all(peers, [_crowding(peers, codecs[-1][0], device), _lap_beside_computing(peers, ring, device)])
+    crowded = all_gather_floats(
+        peers, [_crowding(peers, codecs[-1][0], device), _lap_beside_computing(peers, ring, device)]
+    )
     crowding = statistics.median(row[0] for row in crowded)
     wake = statistics.median(crowded[rank][1] for rank in ring) - alpha - 2 * slowest[4]
     peers.forget_scratch()
@@ -71,18 +73,6 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
         pack=Work(0.0, slowest[6]),
         longest=min(across.longest, inside.longest),
     )
-
-
-def of_all(peers: Peers, values: Sequence[float]) -> list[list[float]]:
-    """Every rank's values, on every rank; all have equally many."""
-    gathered: list[Tensor] = []
-
-    def work() -> None:
-        mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8)
-        gathered.append(exchange(peers.control, mine)())
-
-    peers.control.submit(work, "while ranks compare measurements").wait()
-    return gathered[0].view(torch.float64).tolist()
 
 
 class _Measured(NamedTuple):
@@ -122,7 +112,7 @@ def _link(peers: Peers, members: Sequence[int], longest: float, device: torch.de
     def laps(count: int) -> tuple[list[_Lap], float]:
         """And what they took on the slowest rank."""
         taken = [_lap(peers, members, nbytes, device) for _ in range(count)]
-        return taken, max(row[0] for row in of_all(peers, [statistics.median(lap.seconds for lap in taken)]))
+        return taken, max(row[0] for row in all_gather_floats(peers, [statistics.median(lap.seconds for lap in taken)]))
 
     while True:
         _, seconds = laps(1)
@@ -288,7 +278,7 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     try:
         for _ in range(_LAPS):
             took.append(_lap(peers, members, 8, device).seconds)
-        of_all(peers, [0.0])  # who is no member has had no laps, and computes as long as the others
+        all_gather_floats(peers, [0.0])  # who is no member has had no laps, and computes as long as the others
     finally:
         done.set()
         computing.join()

@@ -14,7 +14,7 @@ from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
 from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
-from ringstrategy.transport.worker import Work
+from ringstrategy.transport.worker import Task
 
 NAME = "all ranks"  # of the parameter; seeds depend on it
 
@@ -101,9 +101,9 @@ class _Everyone(Peers):
         """Never."""
         raise NotImplementedError
 
-    def submit(self, work: Work, where: str) -> _Done:
+    def submit(self, task: Task, where: str) -> _Done:
         """Now."""
-        work()
+        task()
         return _Done()
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ INDENT = "  "  # of a line that says what a parameter is
 BUCKET = "bucket "  # begins a line that sums up those below it
 
 
-def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
+def all_gather(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
     """Start sending `payload` (flat uint8, on the host, the same length on all ranks) to all.
 
     Returns a function that waits and returns all payloads, shape (size, length), row i from rank i.
@@ -32,6 +32,18 @@ def exchange(peers: Peers, payload: Tensor) -> Callable[[], Tensor]:
     return collect
 
 
+def all_gather_floats(peers: Peers, values: Sequence[float]) -> list[list[float]]:
+    """Every rank's `values`, on every rank: row i from rank i, all of the same length. Waits for them."""
+    gathered: list[Tensor] = []
+
+    def gather() -> None:
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8)
+        gathered.append(all_gather(peers.control, mine)())
+
+    peers.control.submit(gather, "while ranks compare measurements").wait()
+    return gathered[0].view(torch.float64).tolist()
+
+
 def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> None:
     """Raise PlanMismatchError on every rank, naming who differs and in what, unless all ranks have one `text`.
 
@@ -41,7 +53,7 @@ def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> 
         details: a longer text, for people, if the short ones differ.
     """
     digest = hashlib.sha256(text.encode()).digest()
-    table = exchange(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
+    table = all_gather(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
     differing = [rank for rank in range(peers.size) if not torch.equal(table[rank], table[0])]
     if not differing:
         return
@@ -57,9 +69,9 @@ def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> 
 def _texts(peers: Peers, text: str) -> list[str]:
     said = text.encode()
     length = torch.tensor([len(said)]).view(torch.uint8)
-    lengths = exchange(peers, length)().view(torch.int64).view(-1).tolist()
+    lengths = all_gather(peers, length)().view(torch.int64).view(-1).tolist()
     padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-    rows = zip(exchange(peers, padded)(), lengths, strict=True)
+    rows = zip(all_gather(peers, padded)(), lengths, strict=True)
     return [bytes(row[:length].tolist()).decode() for row, length in rows]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Work
+from ringstrategy.transport.worker import Task
 
 
 class Handle(Protocol):
@@ -26,7 +26,7 @@ class Waitable(Protocol):
     """What `submit` returns."""
 
     def wait(self) -> None:
-        """Return when the work is done (over NCCL: when the current stream will wait for it); raise its error."""
+        """Return when the task is done (over NCCL: when the current stream will wait for it); raise its error."""
 
 
 class TransportError(RuntimeError):
@@ -80,17 +80,13 @@ class Peers(ABC):
         """`post` of one send and one receive. What is empty does not travel: both ends know its size."""
         return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})
 
-    def add_(self, values: Tensor, summand: Tensor) -> None:
-        """Add in place. Who adds without a codec does it by this, so that `ringstrategy.cost` sees it."""
-        values.add_(summand)
-
     @abstractmethod
     def all_reduce_(self, values: Tensor) -> None:
         """Sum over all peers in place, by the backend's own algorithm."""
 
     @abstractmethod
-    def submit(self, work: Work, where: str) -> Waitable:
-        """Run `work` beside the training thread, after all work submitted before. `where` goes into its errors."""
+    def submit(self, task: Task, where: str) -> Waitable:
+        """Run `task` beside the training thread, after all tasks submitted before. `where` goes into its errors."""
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Wait for all, and count how long the training thread waited."""

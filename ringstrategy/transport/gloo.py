@@ -16,7 +16,7 @@ from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Ticket, Work, Worker
+from ringstrategy.transport.worker import Task, Ticket, Worker
 
 _CLOSE_SECONDS = 30.0
 _CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out who was lost
@@ -99,7 +99,7 @@ class GlooPeers(Peers):
         except RuntimeError as error:
             raise TransportError(None, error) from error
 
-    def submit(self, work: Work, where: str) -> Ticket:
+    def submit(self, task: Task, where: str) -> Ticket:
         """Hand to the thread."""
         if self._worker is None:
             raise RuntimeError("these peers are closed")
@@ -107,7 +107,7 @@ class GlooPeers(Peers):
         def guarded() -> None:
             begin = time.perf_counter()
             try:
-                work()
+                task()
             except TransportError as error:
                 raise self.explain(error, where) from error
             finally:
@@ -178,9 +178,9 @@ class _Control(Peers):
         """See `Peers.all_reduce_`."""
         self._peers.all_reduce_(values)
 
-    def submit(self, work: Work, where: str) -> Waitable:
+    def submit(self, task: Task, where: str) -> Waitable:
         """To the same thread."""
-        return self._peers.submit(work, where)
+        return self._peers.submit(task, where)
 
     def close(self) -> None:
         """Closed with the others."""

@@ -314,8 +314,12 @@ class Lifeline:
         return PeerLostError(int(rank), self.hosts[int(rank)], where, f"{cause}, says another rank")
 
     def _compare_places(self, where: str) -> PeerLostError | None:
-        said = self._store.read("elsewhere")
-        if said is not None:
+        # Two notes, because ranks may look in step: what is written last is all that the others ever read, and a rank
+        # between two batches must not hide one that went on to something else.
+        notes = {key: self._store.read(key) for key in ("elsewhere", "between")}
+        for said in notes.values():
+            if said is None:
+                continue
             rank, count, theirs = _Place.read(said)
             differs = self._misses(count, theirs)
             if differs is not None:
@@ -323,7 +327,10 @@ class Lifeline:
                 self._publish(rank, f"it went on to {theirs}, and {differs}{advice}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
         if self._place is not None:
-            self._store.set("elsewhere", self._place.written(self._rank, len(self._milestones)))
+            key = "between" if self._place.what == _BETWEEN else "elsewhere"
+            mine = self._place.written(self._rank, len(self._milestones))
+            if notes[key] != mine:  # else the next one's turn
+                self._store.set(key, mine)
         return None
 
     def _misses(self, count: int, theirs: _Place) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
-from ringstrategy.transport.worker import Work
+from ringstrategy.transport.worker import Task
 
 
 class _NcclHandle:
@@ -69,14 +69,14 @@ class NcclPeers(Peers):
         self.stats.uncountable()
         dist.all_reduce(values, group=self._group)
 
-    def submit(self, work: Work, where: str) -> Waitable:
+    def submit(self, task: Task, where: str) -> Waitable:
         """Queue on the side stream, behind what is queued on the current one."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             try:
-                work()
+                task()
             except dist.DistError as error:
                 raise self.explain(error, where) from error
             done.record()

@@ -12,7 +12,7 @@ from ringstrategy.transport.base import Handle
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Ticket, Work
+from ringstrategy.transport.worker import Task, Ticket
 
 
 class _StagedHandle:
@@ -86,14 +86,14 @@ class StagedPeers(GlooPeers):
         super().all_reduce_(host)
         values.copy_(host)
 
-    def submit(self, work: Work, where: str) -> Ticket:
+    def submit(self, task: Task, where: str) -> Ticket:
         """Hand to the thread, which does it on its stream once the work queued here so far is done."""
         ready = torch.cuda.current_stream(self._stream.device).record_event()
 
         def on_stream() -> None:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                work()
+                task()
                 self._stream.synchronize()
 
         return super().submit(on_stream, where)

@@ -6,12 +6,12 @@ import queue
 import threading
 from collections.abc import Callable
 
-Work = Callable[[], None]
+Task = Callable[[], None]
 _IDLE_SECONDS = 1.0
 
 
 class Ticket:
-    """A piece of work handed in; `wait` returns when it is done, and raises what it raised.
+    """A task handed in; `wait` returns when it is done, and raises what it raised.
 
     Args:
         while_waiting: called once a second by whoever waits; may raise to end the wait.
@@ -23,52 +23,52 @@ class Ticket:
         self._error: BaseException | None = None
 
     def wait(self) -> None:
-        """Block until the work is done."""
+        """Block until the task is done."""
         while not self._done.wait(_IDLE_SECONDS):
             self._while_waiting()
         if self._error is not None:
             raise self._error
 
-    def run(self, work: Work) -> BaseException | None:
-        """Do the work and keep its error for whoever waits."""
+    def run(self, task: Task) -> BaseException | None:
+        """Do the task and keep its error for whoever waits."""
         try:
-            work()
+            task()
         except BaseException as error:
             self._error = error
         self._done.set()
         return self._error
 
     def refuse(self, error: BaseException) -> None:
-        """Never to be done: an earlier piece of work failed."""
+        """Never to be done: an earlier task failed."""
         self._error = error
         self._done.set()
 
 
 class Worker:
-    """After a failure every later piece of work is refused with the same error: a mean is right or it is an error."""
+    """After a failure every later task is refused with the same error: a mean is right or it is an error."""
 
     def __init__(self, name: str) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Work, Ticket] | None] = queue.SimpleQueue()
+        self._handed_in: queue.SimpleQueue[tuple[Task, Ticket] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Work, while_waiting: Callable[[], None]) -> Ticket:
+    def submit(self, task: Task, while_waiting: Callable[[], None]) -> Ticket:
         """Hand in; returns at once."""
         ticket = Ticket(while_waiting)
-        self._tasks.put((work, ticket))
+        self._handed_in.put((task, ticket))
         return ticket
 
     def close(self, timeout: float) -> bool:
         """Finish what was handed in and end the thread; True if it has ended within `timeout` seconds."""
-        self._tasks.put(None)
+        self._handed_in.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _loop(self) -> None:
         error: BaseException | None = None
-        while (task := self._tasks.get()) is not None:
-            work, ticket = task
+        while (handed_in := self._handed_in.get()) is not None:
+            task, ticket = handed_in
             if error is not None:
                 ticket.refuse(error)
             else:
-                error = ticket.run(work)
+                error = ticket.run(task)

@@ -11,7 +11,7 @@ from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.policy import Policy, described
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.buckets.plan import plan
+from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
@@ -74,7 +74,7 @@ class AllReduce(Synchronous):
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""
-        return plan(
+        return plan_buckets(
             parameters, sparse, self._codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
         )
 

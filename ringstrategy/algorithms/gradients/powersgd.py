@@ -14,7 +14,7 @@ from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.policy import described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import plan
+from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
@@ -99,11 +99,11 @@ class PowerSGD(Synchronous):
         matrices = {n: p for n, p in parameters.items() if n not in sparse and _is_worthwhile(p, self.rank)}
         others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
         feeds_back = self.error_feedback
-        compressed = plan(
+        compressed = plan_buckets(
             matrices, frozenset(), lambda *_: self.codec, lambda _: feeds_back, self._capacity, first_index
         )
-        whole = plan(others, sparse, lambda *_: Identity(), lambda _: False, self._capacity, first_index)
-        # by the last to fill, as `plan` itself does
+        whole = plan_buckets(others, sparse, lambda *_: Identity(), lambda _: False, self._capacity, first_index)
+        # by the last to fill, as `plan_buckets` itself does
         place_of = {name: place for place, name in enumerate(reversed(list(parameters)))}
         buckets = sorted([*compressed, *whole], key=lambda bucket: max(place_of[s.name] for s in bucket.slots))
         for index, bucket in enumerate(buckets, start=first_index):

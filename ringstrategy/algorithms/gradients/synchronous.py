@@ -24,7 +24,7 @@ from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.transport.agree import INDENT, agree, compare_changes, compare_plans, exchange
+from ringstrategy.transport.agree import INDENT, agree, all_gather, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers, Waitable
 
 _PATIENCE = 20
@@ -419,7 +419,7 @@ class _Pass:
         return self._peers.control.submit(work, f"at step {self._step}, after its last bucket")
 
     def _post_used(self, used: list[bool]) -> None:
-        self._collect = exchange(self._peers.control, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+        self._collect = all_gather(self._peers.control, torch.tensor(used, dtype=torch.uint8, device="cpu"))
 
     def _collect_used(self) -> None:
         assert self._collect is not None

@@ -16,7 +16,7 @@ from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group, by_kind, cut_like, row_of
 from ringstrategy.buckets.sample import same, sample
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.transport.agree import exchange
+from ringstrategy.transport.agree import all_gather
 from ringstrategy.transport.base import Peers
 
 _DIGEST = 8  # bytes
@@ -168,7 +168,7 @@ def differing(tensors: Sequence[Tensor], peers: Peers, digests: Digests, where: 
         return []
     mine = torch.frombuffer(bytearray(b"".join(map(digests.of, tensors))), dtype=torch.uint8)
     everyone: list[Tensor] = []
-    work = peers.control.submit(lambda: everyone.append(exchange(peers.control, mine)()), where)
+    work = peers.control.submit(lambda: everyone.append(all_gather(peers.control, mine)()), where)
     peers.control.finish([work])
     table = everyone[0].view(-1, len(tensors), _DIGEST)
     equal = (table == table[0]).all(-1).all(0).tolist()

@@ -1,20 +1,21 @@
-"""All-reduce that measures the machines it is on, and chooses codec, collective, segments and bucket size by itself."""
+"""The algorithm that chooses: an `AllReduce` at a time, timed, and another in its place where that is faster."""
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import math
-import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy.algorithms.auto.candidates import eligible, in_words, largest_exchange, next_best_in_words, refused
+from ringstrategy.algorithms.auto.measured import Measured, machines_in_words, measure_unless_kept
+from ringstrategy.algorithms.auto.passes import Passes
+from ringstrategy.algorithms.auto.predicted import seconds_of_each
+from ringstrategy.algorithms.auto.trials import Trials, to_try
 from ringstrategy.algorithms.base import GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local, split
@@ -22,56 +23,12 @@ from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, sums_dtype
-from ringstrategy.collectives.direct import Direct
-from ringstrategy.collectives.hierarchical import Hierarchical
-from ringstrategy.collectives.ring import Ring
 from ringstrategy.cost.model import Machines
-from ringstrategy.cost.probe import measure, of_all
-from ringstrategy.cost.step import Profile, largest_wire, predict
-from ringstrategy.transport.agree import compare_plans
+from ringstrategy.cost.step import Profile
+from ringstrategy.transport.agree import all_gather_floats, compare_plans
 from ringstrategy.transport.base import Peers
 
-_BUCKETS_MB = (25.0, 5.0, 100.0)
-_WARM_UP = 3  # passes before the true gradients are timed, and
-_TIMED = 5  # passes that are
-_MOST_POSTPONED = 100
-_ROUNDS = 4  # of trials at most, each candidate once a round, so that what comes and goes hits all alike
-_STILL_IN = 1.1  # times as long as the best so far, and a candidate is in the next round too
-_ALIKE = 1.02  # of candidates that come so near the best the most usual is kept
-_TRIAL_WARM_UP = 1
-_TRIAL = 3
-_MOST_TRIED = 4
-_NEAR = 1.25  # candidates predicted to take up to so many times as long as the best are tried
-_NEAR_OTHER_CODEC = 1.5  # the best of each codec likewise, since codecs differ most in what no model knows
-
-
-@dataclass
-class _Trial:
-    """Candidates whose passes are timed in turn."""
-
-    seconds: dict[int, list[float]]  # of each candidate
-    still_in: list[int]  # those of this round
-    turns: list[int]  # of this round still to come, the one under way first
-    rounds: int = 1
-
-
-class _Kept(NamedTuple):
-    """A measurement, and by what it was made."""
-
-    device: str  # its type
-    transport: type[Peers]
-    machines: Machines
-
-    def holds(self, peers: Peers, codecs: Sequence[tuple[Codec, bool]], device: torch.device) -> bool:
-        """Was it made on the same hosts, by the same means, of the same codecs?"""
-        same = (self.device, self.transport, self.machines.hosts) == (device.type, type(peers), peers.hosts)
-        return same and self.machines.codecs.keys() == set(codecs)
-
-    @property
-    def digest(self) -> float:
-        """Of the figures; not 0."""
-        return 1.0 + int.from_bytes(hashlib.sha256(repr(self.machines).encode()).digest()[:6], "little")
+_MOST_POSTPONED = 100  # passes in a row after which nobody knew whether their step counts
 
 
 class Auto(GradientAlgorithm):
@@ -134,16 +91,14 @@ class Auto(GradientAlgorithm):
         self._device = torch.device("cpu")
         self._parameters: dict[str, Parameter] = {}
         self._sparse: frozenset[str] = frozenset()
-        self._kept: _Kept | None = None
+        self._kept: Measured | None = None
         self._candidates: list[AllReduce] = []
         self._chosen = 0
         self._tuned = False
-        self._trial: _Trial | None = None
-        self._passes = 0  # with the inner algorithm as it is
+        self._trials: Trials | None = None
+        self._passes = Passes()  # with the inner algorithm as it is
         self._postponed = 0  # passes in a row after which nobody knew whether their step counts
         self._gave_up = False  # trying, for that
-        self._seconds: list[float] = []
-        self._waited: list[float] = []
         self._begin: float | None = None
         self._news: list[str] = []
 
@@ -189,13 +144,16 @@ class Auto(GradientAlgorithm):
             self._device = next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
             self._candidates = eligible(self.allow, self._hosts, **self._common)
             self._tuned = not self.tune
-            source = self._measure(peers)
+            codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
+            dense = self._dense()
+            largest = largest_exchange(self._candidates, refused(self.allow, dense), dense)
+            self._kept, source = measure_unless_kept(self._kept, peers, codecs, self._device, largest)
             predictions = self._predict(Profile(rest=0.0, backward=0.0))
         best = min(predictions, key=lambda place: predictions[place])
         self._news.append(
-            f"ring_auto {source}: {_described(self._machines)}. "
+            f"ring_auto {source}: {machines_in_words(self._machines)}. "
             f"It chose {in_words(self._candidates[best])}: an exchange takes {1000 * predictions[best]:.1f} ms"
-            + self._next_best(best, predictions)
+            + next_best_in_words(self._candidates, best, predictions)
         )
         self._take(best, deliver=False)
 
@@ -204,70 +162,17 @@ class Auto(GradientAlgorithm):
         assert self._kept is not None
         return self._kept.machines
 
-    def _measure(self, peers: Peers) -> str:
-        """Unless all ranks still have figures that hold; returns which, in words."""
-        codecs = [(codec, self._inner.feeds_back(codec)) for codec in self.allow]
-        dense, refused = self._dense(), self._refused()
-        largest = {made.codec: made for made in self._candidates if made.bucket_mb == max(_BUCKETS_MB)}
-        wire = max(largest_wire(made, dense) for codec, made in largest.items() if codec not in refused)
-        kept = self._kept if self._kept is not None and self._kept.holds(peers, codecs, self._device) else None
-        mine = [float(wire), 0.0 if kept is None else kept.digest]
-        everyone = of_all(peers, mine)
-        # one decision and one size for all: a rank that went on alone would leave the others waiting for its messages
-        longest = max(row[0] for row in everyone)
-        if kept is not None and longest <= kept.machines.longest and all(row[1] == kept.digest for row in everyone):
-            return "goes by what it measured before"
-        begin = time.perf_counter()
-        self._kept = _Kept(self._device.type, type(peers), measure(peers, codecs, self._device, longest))
-        return f"measured for {time.perf_counter() - begin:.2f} s"
-
-    def _predict(self, profile: Profile) -> dict[int, float]:
-        """Seconds with each candidate, as rank 0 predicts them; of those that come to the same only the first."""
-        assert self._peers is not None
-        dense, refused = self._dense(), self._refused()
-        seconds, seen = [], set()
-        for candidate in self._candidates:
-            if candidate.codec in refused:
-                seconds.append(math.inf)
-                continue
-            prediction = predict(candidate, dense, self._machines, profile)
-            same = (candidate.codec, type(candidate.collective), prediction)
-            seconds.append(math.inf if same in seen else prediction.seconds)
-            seen.add(same)
-        first = of_all(self._peers, seconds)[0]
-        return {place: seconds for place, seconds in enumerate(first) if seconds < math.inf}
-
     def _dense(self) -> dict[str, Parameter]:
         """The parameters whose gradients travel in buckets."""
         shared, _ = split(self._parameters, self._inner.local)
         return {n: p for n, p in shared.items() if p.requires_grad and n not in self._sparse}
 
-    def _refused(self) -> Collection[Codec]:
-        """Those that cannot carry all of these; a TypeError if none can."""
-        dtypes = {sums_dtype(parameter.dtype) for parameter in self._dense().values()}
-        refused = {}
-        for codec in self.allow:
-            try:
-                for dtype in dtypes:
-                    codec.check(dtype)
-            except TypeError as error:
-                refused[codec] = error
-        if len(refused) == len(self.allow):
-            raise refused[self.allow[0]]
-        return refused.keys()
-
-    def _next_best(self, best: int, seconds: Mapping[int, float]) -> str:
-        """Of those that differ from what is taken in more than sizes."""
-
-        def kind(place: int) -> tuple[object, type]:
-            return self._candidates[place].codec, type(self._candidates[place].collective)
-
-        others = [place for place in seconds if kind(place) != kind(best)]
-        if not others:
-            return ""
-        other = min(others, key=lambda place: seconds[place])
-        said = "next best" if seconds[other] > seconds[best] else "as good, but less usual:"
-        return f"; {said} {in_words(self._candidates[other])}, {1000 * seconds[other]:.1f} ms"
+    def _predict(self, profile: Profile) -> dict[int, float]:
+        """Seconds with each candidate, by place."""
+        assert self._peers is not None
+        dense = self._dense()
+        without = refused(self.allow, dense)
+        return seconds_of_each(self._candidates, without, dense, self._machines, profile, self._peers)
 
     def _take(self, place: int, deliver: bool | None = None, carry: bool = True) -> None:
         """Go on with another candidate.
@@ -295,37 +200,37 @@ class Auto(GradientAlgorithm):
         for name in new.load_residuals(residuals):
             assert not residuals[name].any(), "an error that feedback held would be lost"
         self._inner, self._chosen = new, place
-        self._passes, self._seconds, self._waited = 0, [], []
+        self._passes = Passes()
 
-    def _turn(self) -> None:
-        """Between two passes: is something due?"""
+    def _between_passes(self) -> None:
+        """Is something due?"""
         if self._inner.undecided:  # gradients wait for their step: the next time, then
             self._postponed += 1
             if self._postponed == _MOST_POSTPONED and not self._tuned:
                 self._news.append(
                     f"ring_auto stays with {in_words(self.chosen)}, "
-                    + ("untried" if self._trial is None else "which it was just trying")
+                    + ("untried" if self._trials is None else "which it was just trying")
                     + f": after {_MOST_POSTPONED} passes in a row some parameters still waited for their optimizer's "
                     "step, so it could not change over"
                 )
                 self._tuned = self._gave_up = True
-                self._trial = None
+                self._trials = None
             return
         self._postponed = 0
         if self._inner.delivers:
             # a parameter that gets no gradient keeps its residual, so look ever more rarely
-            looks = self._passes and self._passes & (self._passes - 1) == 0
-            if looks and not self._any_rank_holds_residuals():
+            count = self._passes.count
+            if count and count & (count - 1) == 0 and not self._any_rank_holds_residuals():
                 self._take(self._chosen, deliver=False)
                 return
             if not self.error_feedback:  # a lossy candidate would have no place for what is held
                 return
         if self._tuned:
             return
-        if self._trial is not None:
-            if self._passes >= _TRIAL_WARM_UP + _TRIAL:
-                self._next_trial(self._trial)
-        elif self._passes >= _WARM_UP + _TIMED:
+        if self._trials is not None:
+            if self._trials.turn_over(self._passes.seconds):
+                self._next_turn(self._trials)
+        elif self._passes.enough:
             self._begin_trials()
 
     def _any_rank_holds_residuals(self) -> bool:
@@ -333,66 +238,40 @@ class Auto(GradientAlgorithm):
 
     def _any_rank(self, mine: bool) -> bool:
         assert self._peers is not None
-        return any(row[0] for row in of_all(self._peers, [float(mine)]))
+        return any(row[0] for row in all_gather_floats(self._peers, [float(mine)]))
 
     def _begin_trials(self) -> None:
         """Predict again with what the true gradients have shown, and try the best."""
-        predictions = self._predict(self._profile())
-        order = sorted(predictions, key=lambda place: predictions[place])
-        best = predictions[order[0]]
-        tried = [place for place in order if predictions[place] <= _NEAR * best][:_MOST_TRIED]
-        for codec in self.allow:
-            first = next((place for place in order if self._candidates[place].codec == codec), tried[0])
-            if first not in tried and predictions[first] <= _NEAR_OTHER_CODEC * best:
-                tried.append(first)
-        self._trial = _Trial({place: [] for place in tried}, tried, list(tried))
-        self._take(tried[0])
-
-    def _profile(self) -> Profile:
-        """Of the passes so far: the slowest rank's backward, and when rank 0's gradients were complete in the last."""
         assert self._peers is not None
-        timed = list(zip(self._seconds, self._waited, strict=True))[_WARM_UP:]
-        mine = [statistics.median(seconds - waited for seconds, waited in timed)]
-        mine += [x for numel, seconds in self._inner.launches for x in (float(numel), seconds)]
-        everyone = of_all(self._peers, mine)
-        # all of it rank 0's, so that all ranks predict alike
-        own, numels, times = everyone[0][0], everyone[0][1::2], everyone[0][2::2]
-        packing = self._machines.pack.seconds(round(sum(numels)))
-        backward = max(0.0, max(row[0] for row in everyone) - packing)
-        if own <= 0 or sum(numels) == 0:
-            return Profile(rest=0.0, backward=backward)
-        points, filled = [(0.0, 0.0)], 0.0
-        for numel, seconds in zip(numels, times, strict=True):
-            filled += numel
-            points.append((filled / sum(numels), max(points[-1][1], min(1.0, seconds / own))))
-        return Profile(rest=0.0, backward=backward, ready=tuple(points))
+        profile = self._passes.profile(self._inner.launches, self._machines.pack, self._peers)
+        codec_of = {place: made.codec for place, made in enumerate(self._candidates)}
+        self._trials = Trials(to_try(self._predict(profile), codec_of, self.allow))
+        self._take(self._trials.turn)
 
-    def _next_trial(self, trial: _Trial) -> None:
+    def _next_turn(self, trials: Trials) -> None:
+        trials.end_turn(self._passes.seconds)
+        if trials.round_over:
+            seconds = self._on_slowest_rank(trials.medians())
+            winner = trials.judge(seconds)
+            if winner is not None:
+                self._keep(winner, seconds)
+                return
+        self._take(trials.turn)
+
+    def _on_slowest_rank(self, mine: Mapping[int, float]) -> dict[int, float]:
         assert self._peers is not None
-        trial.seconds[trial.turns.pop(0)] += self._seconds[_TRIAL_WARM_UP:]
-        if trial.turns:
-            self._take(trial.turns[0])
-            return
-        mine = [statistics.median(timed) for timed in trial.seconds.values()]
-        slowest = [max(column) for column in zip(*of_all(self._peers, mine), strict=True)]
-        seconds = dict(zip(trial.seconds, slowest, strict=True))
-        least = min(seconds[place] for place in trial.still_in)
-        near = [place for place in trial.still_in if seconds[place] <= _STILL_IN * least]
-        if len(near) > 1 and trial.rounds < _ROUNDS:
-            trial.rounds += 1
-            trial.still_in = near[::-1]  # to and fro
-            trial.turns = list(trial.still_in)
-            self._take(trial.turns[0])
-            return
-        best = min(place for place in near if seconds[place] <= _ALIKE * least)
-        self._trial, self._tuned = None, True
+        columns = zip(*all_gather_floats(self._peers, list(mine.values())), strict=True)
+        return {place: max(column) for place, column in zip(mine, columns, strict=True)}
+
+    def _keep(self, winner: int, seconds: Mapping[int, float]) -> None:
+        self._trials, self._tuned = None, True
         self._news.append(
             f"ring_auto tried {len(seconds)} of {len(self._candidates)} candidates and keeps "
-            f"{in_words(self._candidates[best])}: backward and exchange take {1000 * seconds[best]:.1f} ms"
-            + self._next_best(best, seconds)
+            f"{in_words(self._candidates[winner])}: backward and exchange take {1000 * seconds[winner]:.1f} ms"
+            + next_best_in_words(self._candidates, winner, seconds)
         )
-        if best != self._chosen:
-            self._take(best)
+        if winner != self._chosen:
+            self._take(winner)
 
     # Averaging
 
@@ -421,7 +300,7 @@ class Auto(GradientAlgorithm):
         if self._peers is not None and sync:
             if not self._tuned or self._inner.delivers:
                 with self._peers.stats.probe():
-                    self._turn()
+                    self._between_passes()
             self._begin = self._now()
         self._inner.before_backward(loss, sync=sync, scale=scale, same=same)
 
@@ -432,10 +311,10 @@ class Auto(GradientAlgorithm):
             return
         waited = self._peers.stats.exposed_seconds
         self._inner.after_backward()
-        self._passes += 1
+        self._passes.count += 1
         if not self._tuned:
-            self._seconds.append(self._now() - self._begin)
-            self._waited.append(self._peers.stats.exposed_seconds - waited)
+            self._passes.seconds.append(self._now() - self._begin)
+            self._passes.waited.append(self._peers.stats.exposed_seconds - waited)
         self._begin = None
 
     def _now(self) -> float:
@@ -467,7 +346,7 @@ class Auto(GradientAlgorithm):
         if place is not None and state["ranks"] == self._peers.size and state["tuned"]:
             self._chosen, self._tuned, self._gave_up = place, True, False
             self._news.append(f"ring_auto goes on with {in_words(self.chosen)}, as the checkpoint says")
-        self._trial = None
+        self._trials = None
         # whatever it was saved by: residuals may follow, and have a place then
         self._take(self._chosen, deliver=True, carry=False)
         self._inner.load_state_dict(state)
@@ -485,70 +364,4 @@ class Auto(GradientAlgorithm):
         self._inner.close()
         self._peers = None
         self._parameters, self._sparse = {}, frozenset()
-        self._trial, self._begin = None, None
-
-
-def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> list[AllReduce]:
-    """Every combination of codec, collective, segments and bucket size that makes sense, the usual ones first.
-
-    `Native` is not among them: nobody could count its bytes.
-
-    Args:
-        allow: the codecs.
-        hosts: for each rank which host it is on.
-        common: further arguments of each `AllReduce`.
-    """
-    collectives: list[Collective] = [Ring(), Direct(), Ring(segments=1)]
-    if 1 < len(set(hosts)) < len(hosts):
-        collectives.insert(0, Hierarchical())
-    made = []
-    for codec in allow:
-        for collective in collectives:
-            try:
-                collective.check(codec)
-            except ValueError:  # this codec cannot travel this way
-                continue
-            made += [AllReduce(codec, collective, bucket_mb=bucket_mb, **common) for bucket_mb in _BUCKETS_MB]
-    return made
-
-
-def in_words(algorithm: AllReduce) -> str:
-    """In a few words, for a log or a table."""
-    assert isinstance(algorithm.codec, Codec)
-    fed = " with error feedback" if algorithm.error_feedback and not algorithm.codec.lossless else ""
-    return f"{_brief(algorithm.codec)}{fed} over {_brief(algorithm.collective)}, buckets of {algorithm.bucket_mb:g} MB"
-
-
-def _brief(part: object) -> str:
-    """As its `repr`, without what is as usual."""
-    assert is_dataclass(part)
-    given = [(field, getattr(part, field.name)) for field in fields(part) if field.init]
-    shown = [
-        f"{field.name}={_brief(value) if is_dataclass(value) else repr(value)}"
-        for field, value in given
-        if field.default is MISSING or value != field.default
-    ]
-    return f"{type(part).__name__}({', '.join(shown)})"
-
-
-def _described(machines: Machines) -> str:
-    """The figures that matter, in words."""
-    hosts = len(set(machines.hosts))
-    link = machines.across if hosts > 1 else machines.inside
-    where = f"{hosts} hosts" if hosts > 1 else "one host"
-    rate = f"{1e-6 / link.beta if link.beta else float('inf'):.1f} MB/s"
-    if machines.longest < math.inf:
-        rate += f" in messages of {1e-3 * machines.longest:.1f} kB"
-    codecs = [
-        f"{_brief(codec)} {4e-9 / cost.encode.per_value:.1f} GB/s"
-        for (codec, _), cost in machines.codecs.items()
-        if not codec.lossless and cost.encode.per_value > 0
-    ]
-    return ", ".join(
-        [
-            f"{len(machines.hosts)} ranks on {where}",
-            f"latency {1e6 * link.alpha:.0f} us",
-            rate,
-            *codecs,
-        ]
-    )
+        self._trials, self._begin = None, None

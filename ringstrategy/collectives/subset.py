@@ -1,0 +1,47 @@
+"""Some of the ranks as peers of their own, for a sum among them while all are in one exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.worker import Task
+
+
+class Subset(Peers):
+    """Some of the ranks, numbered from 0, over the connections and with the scratch of all of them."""
+
+    def __init__(self, everyone: Peers, members: Sequence[int]) -> None:
+        hosts = tuple(everyone.hosts[member] for member in members)
+        super().__init__(members.index(everyone.rank), len(members), everyone.stats, hosts)
+        self._everyone, self._members = everyone, members
+
+    @property
+    def control(self) -> Peers:
+        """The same ranks."""
+        return Subset(self._everyone.control, self._members)
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """See `Peers.post`."""
+        return self._everyone.post(
+            {self._members[peer]: tensor for peer, tensor in sends.items()},
+            {self._members[peer]: tensor for peer, tensor in recvs.items()},
+        )
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """Not without a process group of their own."""
+        raise NotImplementedError("some ranks cannot use the backend's all-reduce: pass between=Ring() or Direct()")
+
+    def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
+        """See `Peers.scratch`; all ranks and some never exchange at the same time."""
+        return self._everyone.scratch(name, nbytes, device)
+
+    def submit(self, task: Task, where: str) -> Waitable:
+        """See `Peers.submit`."""
+        return self._everyone.submit(task, where)
+
+    def close(self) -> None:
+        """The connections are not its own."""

@@ -1,0 +1,115 @@
+"""Which engine does the arithmetic of codecs on a device: the one place that knows. All have one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from ringstrategy.kernels import reference
+from ringstrategy.kernels.layout import BlockFormat
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.triton.buckets import Places
+
+
+class Engine(Protocol):
+    """Arithmetic on the tensors of one kind of device; the same bytes on all of them."""
+
+    def encode(
+        self,
+        values: Tensor,
+        wires: Sequence[Tensor],
+        wire: Tensor,
+        form: BlockFormat,
+        *,
+        lost: Tensor | None,
+        seed: int,
+        offset: int,
+    ) -> None:
+        """Write the sum of `values` and then `wires`, added in that order, to `wire`; and what that loses to `lost`.
+
+        Args:
+            values: float32, float16 or bfloat16 (n,); stay as they are.
+            wires: messages of n values in the same format, uint8.
+            wire: uint8, for n values.
+            form: of the messages.
+            lost: like `values`; None: nobody wants to know.
+            seed: of stochastic rounding.
+            offset: place of the first value in its bucket, at the edge of a block.
+        """
+
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool) -> None:
+        """Write the values in `wire` to `out`, or add them to it."""
+
+    def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
+        """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
+
+    def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
+        """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
+
+
+class _Reference:
+    """Torch on a CPU."""
+
+    encode = staticmethod(reference.encode)
+    decode = staticmethod(reference.decode)
+    rotate_ = staticmethod(reference.rotate_)
+
+    def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
+        """None."""
+
+
+class _Triton:
+    """Triton's kernels, imported when they are first needed."""
+
+    def encode(
+        self,
+        values: Tensor,
+        wires: Sequence[Tensor],
+        wire: Tensor,
+        form: BlockFormat,
+        *,
+        lost: Tensor | None,
+        seed: int,
+        offset: int,
+    ) -> None:
+        """See `Engine.encode`."""
+        from ringstrategy.kernels.triton import encode as kernels
+
+        known = form.kernel_format()
+        if not wires:
+            kernels.encode(values, wire, known, lost=lost, seed=seed, offset=offset)
+        elif len(wires) == 1:  # needs no table of addresses
+            kernels.relay(wires[0], values, wire, known, lost=lost, seed=seed, offset=offset)
+        else:
+            kernels.reduce(wires, values, wire, known, lost=lost, seed=seed, offset=offset)
+
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool) -> None:
+        """See `Engine.decode`."""
+        from ringstrategy.kernels.triton.decode import decode
+
+        decode(wire, out, form.kernel_format(), add=add)
+
+    def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
+        """See `Engine.rotate_`."""
+        from ringstrategy.kernels.triton.rotate import rotate_
+
+        rotate_(values, signs, inverse=inverse)
+
+    def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
+        """See `Engine.lay_out`."""
+        from ringstrategy.kernels.triton.buckets import Places
+
+        return Places(numels, dtypes, device)
+
+
+_CPU: Engine = _Reference()
+_CUDA: Engine = _Triton()
+
+
+def engine(device: torch.device) -> Engine:
+    """The engine for tensors on this device."""
+    return _CUDA if device.type == "cuda" else _CPU
