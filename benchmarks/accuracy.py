@@ -20,6 +20,7 @@ import re
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -377,6 +378,7 @@ def _is_a_loss(failure: str) -> bool:
 
 def _be_a_rank(rank: int, port: int, case: Case, folder: str) -> None:
     """Train, and leave the outcome, or the traceback, in a file of the rank's own."""
+    threading.Thread(target=_end_with_driver, daemon=True).start()
     torch.set_num_threads(1)
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -392,6 +394,14 @@ def _be_a_rank(rank: int, port: int, case: Case, folder: str) -> None:
     if isinstance(outcome, str):
         sys.exit(1)
     dist.destroy_process_group()
+
+
+def _end_with_driver() -> None:
+    """Even one that was killed leaves no process behind."""
+    driver = multiprocessing.parent_process()
+    assert driver is not None
+    driver.join()
+    os._exit(1)
 
 
 # Rows

@@ -1,6 +1,6 @@
 """The Triton kernels beside plain torch and torch.compile on one GPU, as fractions of a device copy in the same run.
 
-python benchmarks/kernels.py --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
+python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
 """
 
 from __future__ import annotations
