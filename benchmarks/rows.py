@@ -11,7 +11,7 @@ from typing import Any
 CAMPAIGN = "campaign.json"  # beside the rows: of each step its command, commit, date, processor and seconds
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """What one case gave in one run. Seconds, bytes and values are of one step and of the slowest or busiest rank.
 
@@ -63,7 +63,7 @@ class Row:
     slowdown: float | None = None  # times as long as the others compute
     steps_per_second: list[float] = field(default_factory=list)  # an entry a rank
     steps_ahead: list[float] = field(default_factory=list)  # of the slow rank, an entry a rank
-    steps_ahead_limit: list[float] | None = None  # by the graph
+    steps_ahead_limit: list[int] | None = None  # by the graph
     kept: float | None = None  # of the speed without a slow rank
 
     codec: str = ""
@@ -74,12 +74,15 @@ class Row:
     compression: float | None = None  # bytes of values / bytes of wire
     values: int | None = None
     cpu: str | None = None
+    elements: int | None = None
+    bytes_moved: int | None = None
+    fraction_of_copy: float | None = None
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
     """Add a line a row; fields that have their defaults are left out."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    blank = asdict(Row("", "", "", ""))
+    blank = asdict(Row(benchmark="", device="", torch="", commit=""))
     with path.open("a") as file:
         for row in rows:
             told = {name: value for name, value in asdict(row).items() if value != blank[name] and value == value}
