@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
-python benchmarks/accuracy.py stage=rates; python benchmarks/accuracy.py; python benchmarks/accuracy.py stage=paired
-python benchmarks/accuracy.py stage=gossip; python benchmarks/accuracy.py report=true
+python -m benchmarks accuracy stage=rates; python -m benchmarks accuracy; python -m benchmarks accuracy stage=paired
+python -m benchmarks accuracy stage=gossip; python -m benchmarks accuracy report=true
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import platform
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -29,16 +30,16 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import harness
 import hydra
 import lightning as L
 import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
-from lab import exit_on_sigterm
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
 
+from benchmarks import harness
+from benchmarks.lab import exit_on_sigterm
 from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -101,7 +102,7 @@ class Outcome:
     seconds: float
     cpu_seconds: float  # of this rank: what a case costs, whatever else runs on the machine
     parameters: int
-    digest: str  # of all parameters' bits
+    digest: bytes  # of all parameters' bits
 
 
 def feeds_back(algorithm: Algorithm | None) -> bool:
@@ -326,9 +327,6 @@ def train(case: Case) -> Outcome:
     trainer.fit(model, datamodule=data)
     assert trainer.world_size == dist.get_world_size() == case.ranks
     parameters = [parameter.detach() for parameter in model.parameters()]
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in parameters:
-        digest.update(parameter.contiguous().view(torch.uint8).numpy().data)
     return Outcome(
         curve=observer.curve,
         accuracy=observer.accuracy,
@@ -337,7 +335,7 @@ def train(case: Case) -> Outcome:
         seconds=time.perf_counter() - began,
         cpu_seconds=time.process_time() - cpu_began,
         parameters=sum(parameter.numel() for parameter in parameters),
-        digest=digest.hexdigest(),
+        digest=harness.digest(parameters).numpy().tobytes(),
     )
 
 
@@ -501,12 +499,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main(cfg: DictConfig) -> None:
+def sweep(cfg: DictConfig) -> None:
     """Train what is not yet in the file."""
     path = RESULTS if cfg.out is None else Path(cfg.out)
     path.parent.mkdir(parents=True, exist_ok=True)
     if cfg.report:
-        from accuracy_report import publish
+        from benchmarks.report.accuracy import publish
 
         publish(read_rows(path), path.parent)
         return
@@ -540,5 +538,7 @@ def main(cfg: DictConfig) -> None:
             )
 
 
-if __name__ == "__main__":
-    hydra.main(version_base="1.3", config_path=".", config_name="accuracy")(main)()
+def main(given: Sequence[str]) -> None:
+    """The command: Hydra's overrides of accuracy.yaml."""
+    sys.argv = ["accuracy", *given]
+    hydra.main(version_base="1.3", config_path=".", config_name="accuracy")(sweep)()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+ALONE = "compute alone"  # how the cases begin whose ranks only compute
 CAMPAIGN = "campaign.json"  # beside the rows: of each step its command, commit, date, processor and seconds
 
 
@@ -39,7 +40,7 @@ class Row:
     steps: int = 1  # in a row
     bytes_sent: float | None = None  # counted at the transport
     bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
-    waited_seconds: float | None = None  # the training thread waited for the exchange
+    waited_seconds: float | list[float] | None = None  # for the exchange; of a slow rank, each rank
     limit_seconds: float | None = None  # no run can be faster
     error: float | None = None  # relative
     ranks_identical: bool | None = None
@@ -77,10 +78,13 @@ class Row:
     elements: int | None = None
     bytes_moved: int | None = None
     fraction_of_copy: float | None = None
+    triton: str | None = None
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add a line a row; fields that have their defaults are left out."""
+def append(rows: Iterable[Row], path: Path | None) -> None:
+    """Add a line a row, if there is a file; fields that have their defaults are left out."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     blank = asdict(Row(benchmark="", device="", torch="", commit=""))
     with path.open("a") as file:

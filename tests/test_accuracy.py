@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,11 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks import accuracy, accuracy_report
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.names import STRATEGIES
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import accuracy  # noqa: E402
-import accuracy_report  # noqa: E402
-
-from ringstrategy.algorithms.parameters.decentralized import Decentralized  # noqa: E402
-from ringstrategy.names import STRATEGIES  # noqa: E402
 
 TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60"]
 
@@ -26,7 +24,7 @@ TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60
 def sweep(out: Path, *overrides: str) -> list[dict[str, Any]]:
     """Run it in this process; all rows of the file."""
     with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
-        accuracy.main(compose("accuracy", [*TINY, f"out={out}", *overrides]))
+        accuracy.sweep(compose("accuracy", [*TINY, f"out={out}", *overrides]))
     return accuracy.read_rows(out)
 
 
@@ -56,8 +54,9 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     assert [row["status"] for row in diverged] == ["diverged"]
     assert json.loads(out.read_text().splitlines()[-1])["val_loss"] is None
 
-    command = [sys.executable, str(BENCHMARKS / "accuracy.py"), "report=true", f"out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    command = [sys.executable, "-m", "benchmarks", "accuracy", "report=true", f"out={out}"]
+    there = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (out.parent / "accuracy.md").read_text()
     assert report.count("- failed: ") == report.count("- diverged: ") == 1

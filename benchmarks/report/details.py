@@ -61,7 +61,7 @@ def _cells(row: Row, waits: bool, predicts: bool) -> Iterator[str]:
     yield seconds(row.limit_seconds) if row.limit_seconds else "-"
     yield of_limit(row)
     if waits:
-        yield "-" if row.waited_seconds is None else seconds(row.waited_seconds)
+        yield seconds(row.waited_seconds) if isinstance(row.waited_seconds, float) else "-"
     if predicts:
         yield "-" if row.predicted_seconds is None else seconds(row.predicted_seconds)
         yield "-" if row.deviation is None else f"{100 * row.deviation:+.0f} %"

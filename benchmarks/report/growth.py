@@ -16,6 +16,7 @@ MODEL = (
     "2 (N-1)/N in an all-reduce, once to each neighbour in a mixing. bytes: of the encoded values. Growth: seconds "
     "from 2 to 8 hosts beside what a rank sends, at the size farthest off; 0 % is as 2 (N-1)/N."
 )
+HEADINGS = ("alpha us", "beta as Gbit/s", "worst residual", "growth")
 BOUND = 0.10  # of growth, to either side
 _FIRST, _LAST = 2, 8  # hosts, between which growth is judged
 _MIXING = "gossip"  # how the case begins that mixes on a ring graph
@@ -83,3 +84,12 @@ def by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for row in sorted(rows, key=lambda row: row.hosts):
         found.setdefault(row.case, []).append(row)
     return found
+
+
+def cells(case: str, rows: Sequence[Row]) -> list[str]:
+    """What stands below `HEADINGS`."""
+    if len({row.hosts for row in rows}) < 3:
+        return ["-"] * len(HEADINGS)
+    model, grown = fit(case, rows), growth(case, rows)
+    growing = "-" if grown is None else f"{100 * (grown - 1):+.1f} %"
+    return [f"{1e6 * model.alpha:.0f}", f"{8e-9 / model.beta:.4f}", f"{100 * model.worst:.1f} %", growing]

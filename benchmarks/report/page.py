@@ -63,8 +63,8 @@ them. The rows are of the commits that stand below each table: a row stays valid
 codec does to training with equal steps."""
 
 # Written down in the project's notes when they were run, 2026-11; their rows were not kept.
-_ELSEWHERE = """On this kind of machine (2 cores, 4 hosts as namespaces, torch 2.13 on CPU), 2026-11. These figures are cited; no command
-here runs them. Where there are two, the first is at 1 Gbit/s and the second at 100 Mbit/s.
+_ELSEWHERE = """On this kind of machine (2 cores, 4 hosts as namespaces, torch 2.13 on CPU), 2026-11. These figures are
+cited; no command here runs them. Where there are two, the first is at 1 Gbit/s and the second at 100 Mbit/s.
 
 | peer | all-reduce of 96 MB beside gloo's fp32 | training step of the 24 M MLP beside torch DDP |
 | --- | --- | --- |
@@ -101,7 +101,7 @@ def text(made: Rows, figures: str) -> str:
 
 
 def _anchor(title: str) -> str:
-    return re.sub(r"[^a-z0-9 ]", "", title.lower()).replace(" ", "-")
+    return re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
 
 
 def _full(name: str) -> str:
@@ -276,18 +276,10 @@ def _scaling(found: Sequence[Panel], figures: str) -> list[str]:
         body = []
         for case, rows in growth.by_case(row for panel in group for row in panel.rows()).items():
             by_hosts = {row.hosts: seconds(row.seconds_median) for row in rows}
-            body.append([f"`{case}`", *(by_hosts.get(count, "-") for count in hosts), *_fitted(case, rows)])
+            body.append([f"`{case}`", *(by_hosts.get(count, "-") for count in hosts), *growth.cells(case, rows)])
         headings = [f"{setting[0]}, {rate_in_words(setting[1])}", *(f"{count} hosts" for count in hosts)]
-        lines += ["", *table([*headings, "alpha us", "beta as Gbit/s", "worst residual", "growth"], body)]
+        lines += ["", *table([*headings, *growth.HEADINGS], body)]
     return [*lines, "", f"![Seconds against hosts]({figures}/scaling.png)", "", _full("hosts")]
-
-
-def _fitted(case: str, rows: Sequence[Row]) -> list[str]:
-    if len(rows) < 3:
-        return ["-"] * 4
-    model, grown = growth.fit(case, rows), growth.growth(case, rows)
-    growing = "-" if grown is None else f"{100 * (grown - 1):+.1f} %"
-    return [f"{1e6 * model.alpha:.0f}", f"{8e-9 / model.beta:.4f}", f"{100 * model.worst:.1f} %", growing]
 
 
 def _slow_rank(found: Rows) -> list[str]:

@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from benchmarks.report import growth
 from benchmarks.report.runs import Panel, Race, Rows, is_peer, panels, pick, races, rate_in_words
 
-_SIZES = (
+SIZES = (
     "gloo fp32",
     "gloo fp16 tensor",
     "ring identity",
@@ -22,11 +22,11 @@ _SIZES = (
     "direct rotated int2",
     "ring sign",
 )
-_STEPS = (
+STEPS = (
     *("ddp", "ddp fp16 hook", "ddp powersgd rank 1", "ring", "ring_int8", "ring_int4", "ring_powersgd"),
     "gossip_int8 every 4 (1 late)",
 )
-_RACERS = (
+RACERS = (
     *("ddp", "ddp fp16 hook", "ddp powersgd rank 4", "post-local sgd every 16"),
     *("ring_int8", "ring_int4", "gossip_exponential every 16", "gossip_int8 every 4 (1 late)"),
 )
@@ -39,13 +39,13 @@ def draw(made: Rows, folder: Path, cases: Sequence[str] = ()) -> None:
     sizes = [pick(sums, network=network) for network in dict.fromkeys(panel.setting.network for panel in sums)]
     several = [group for group in sizes if len(group) > 1]
     if several:
-        _sizes(several, cases or _SIZES, folder / "sizes.png")
+        _sizes(several, cases or SIZES, folder / "sizes.png")
     steps = [panel for panel in panels(made, "training") if "ring_int8" in panel.runs]
     if steps:
         most = max(panel.setting.parameters for panel in steps)
-        _steps([p for p in steps if p.setting.parameters == most], cases or _STEPS, folder / "training.png")
+        _steps([p for p in steps if p.setting.parameters == most], cases or STEPS, folder / "training.png")
     if races(made):
-        _races(races(made), cases or _RACERS, folder / "time_to_accuracy.png")
+        _races(races(made), cases or RACERS, folder / "time_to_accuracy.png")
     hosts = panels(made, "scaling")
     if hosts:
         _growth(hosts, cases, folder / "scaling.png")

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.rows import Row
+from benchmarks.rows import ALONE, Row
 
 Made = dict[str, Any]  # what is known of a step of the campaign: command, commit, date, processor
 Rows = Sequence[tuple[Made, Row]]  # all that were measured, each behind what is known of its step
 
-ALONE = "compute alone"
 RARE = "post-local"  # how the case begins that averages only now and then
 DENSE = ("ddp", "ddp fp16 hook")
 POWERSGD = ("ddp powersgd rank 1", "ddp powersgd rank 4")
