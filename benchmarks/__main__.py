@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NAMES = (
     *("training", "collectives", "codecs", "kernels", "overhead", "scaling", "slow_rank", "time_to_accuracy"),
-    *("prediction", "accuracy", "campaign", "demo", "lab"),
+    *("prediction", "accuracy", "campaign", "report", "demo", "lab"),
 )
 
 

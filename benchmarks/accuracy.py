@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
 python -m benchmarks accuracy stage=rates; python -m benchmarks accuracy; python -m benchmarks accuracy stage=paired
-python -m benchmarks accuracy stage=gossip; python -m benchmarks accuracy report=true
+python -m benchmarks accuracy stage=gossip
 """
 
 from __future__ import annotations
@@ -465,11 +465,6 @@ def sweep(cfg: DictConfig) -> None:
     """Train what is not yet in the file."""
     path = RESULTS if cfg.out is None else Path(cfg.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if cfg.report:
-        from benchmarks.accuracy_report import publish
-
-        publish(read_rows(path), path.parent)
-        return
     done = {row["key"] for row in read_rows(path)}
     todo = [case for case in cases(cfg) if case.key not in done]
     print(f"{len(todo)} cases to train; what {path} holds is skipped", flush=True)

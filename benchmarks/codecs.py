@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from benchmarks import harness
-from benchmarks.rows import Row
+from benchmarks.rows import Row, append
 from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 
 CODECS: list[Codec] = [
@@ -108,4 +108,4 @@ def main(given: Sequence[str]) -> None:
         )
         for codec, operation in rates
     ]
-    harness.write(rows, options)
+    append(rows, options.out)

@@ -343,27 +343,15 @@ def report(
         )
         for case in cases
     ]
-    write(rows, options)
-
-
-def share_of_rate(carried: float | None, rate: str) -> float | None:
-    """What part of the asked rate so many bytes a second are; None where nothing throttles or nobody measured."""
-    bits = bits_per_second(rate)
-    return None if bits is None or carried is None else 8 * carried / bits
-
-
-def write(rows: Iterable[Row], options: argparse.Namespace) -> None:
-    """Append them to `--out`, if that is given."""
-    if options.out is not None:
-        append(options.out, rows)
+    append(rows, options.out)
 
 
 def network(options: argparse.Namespace) -> str:
     """In words, with what a raw stream carried and how many cores there are."""
     ranks = f"{options.hosts} hosts" + (f" x {options.processes} processes" if options.processes > 1 else "")
-    carried, share = throughput(), share_of_rate(throughput(), options.rate)
+    carried, bits = throughput(), bits_per_second(options.rate)
     link = "" if carried is None else f", a raw TCP stream carries {carried / 1e6:.1f} MB/s"
-    link += "" if share is None else f" ({100 * share:.1f} % of the rate)"
+    link += "" if carried is None or bits is None else f" ({800 * carried / bits:.1f} % of the rate)"
     return f"{ranks} at {options.rate}{link}; {torch.get_num_threads()} thread(s) a rank on {os.cpu_count()} cores"
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.rows import Row
+from benchmarks.rows import Row, append
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
@@ -235,7 +235,7 @@ def _measure(n: int, options: argparse.Namespace) -> None:
         )
     title = f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}"
     harness.table(title, ("case", "median us", "GB/s", "of copy", "x eager", "error"), lines)
-    harness.write(rows, options)
+    append(rows, options.out)
 
 
 def main(given: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from benchmarks import harness
 from benchmarks.contenders import DDP, Training, contenders
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
-from benchmarks.runs import ALONE
+from benchmarks.rows import ALONE
 from benchmarks.tasks import mlp
 from ringstrategy import Codec
 from ringstrategy.app.plan import candidates, machines, measured_codecs

@@ -8,10 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+ALONE = "compute alone"  # how the cases begin whose ranks only compute
 CAMPAIGN = "campaign.json"  # beside the rows: of each step its command, commit, date, processor and seconds
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Row:
     """What one case gave in one run. Seconds, bytes and values are of one step and of the slowest or busiest rank.
 
@@ -39,7 +40,7 @@ class Row:
     steps: int = 1  # in a row
     bytes_sent: float | None = None  # counted at the transport
     bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
-    waited_seconds: float | None = None  # the training thread waited for the exchange
+    waited_seconds: float | list[float] | None = None  # for the exchange; of a slow rank, each rank
     limit_seconds: float | None = None  # no run can be faster
     error: float | None = None  # relative
     ranks_identical: bool | None = None
@@ -63,7 +64,7 @@ class Row:
     slowdown: float | None = None  # times as long as the others compute
     steps_per_second: list[float] = field(default_factory=list)  # an entry a rank
     steps_ahead: list[float] = field(default_factory=list)  # of the slow rank, an entry a rank
-    steps_ahead_limit: list[float] | None = None  # by the graph
+    steps_ahead_limit: list[int] | None = None  # by the graph
     kept: float | None = None  # of the speed without a slow rank
 
     codec: str = ""
@@ -74,17 +75,18 @@ class Row:
     compression: float | None = None  # bytes of values / bytes of wire
     values: int | None = None
     cpu: str | None = None
-
-    elements: int | None = None  # of a kernel's input
-    bytes_moved: int | None = None  # that it must read and write at least
-    fraction_of_copy: float | None = None  # of the bytes a second of a device copy in the same rounds
+    elements: int | None = None
+    bytes_moved: int | None = None
+    fraction_of_copy: float | None = None
     triton: str | None = None
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Add a line a row; fields that have their defaults are left out."""
+def append(rows: Iterable[Row], path: Path | None) -> None:
+    """Add a line a row, if there is a file; fields that have their defaults are left out."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    blank = asdict(Row("", "", "", ""))
+    blank = asdict(Row(benchmark="", device="", torch="", commit=""))
     with path.open("a") as file:
         for row in rows:
             told = {name: value for name, value in asdict(row).items() if value != blank[name] and value == value}

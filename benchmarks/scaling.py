@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,101 +20,15 @@ from benchmarks import harness
 from benchmarks.collectives import Sums, ways
 from benchmarks.harness import Case
 from benchmarks.lab import exit_on_sigterm
-from benchmarks.rows import read
-from benchmarks.runs import Row
+from benchmarks.report import growth
+from benchmarks.rows import Row, append, read
 from ringstrategy import Gossip
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import Peers, connect
 
 BENCHMARK = "scaling"
-MODEL = (
-    "Model: seconds(N) = alpha x rounds(N) + beta x share(N) x bytes, least squares over the sizes. rounds, messages "
-    "that must follow each other: 2 (N-1) on a ring, also gloo's, and where each talks to all others in turn, 1 in a "
-    "mixing. share, how often a rank sends the values: 2 (N-1)/N in every all-reduce, once to each neighbour in a "
-    "mixing. bytes: of the encoded values."
-)
-GROWTH = "Growth: seconds from 2 to 8 hosts beside what a rank sends, at the size farthest off; 0 % is as 2 (N-1)/N."
-HEADINGS = ("alpha us", "beta as Gbit/s", "R^2", "worst residual", "growth")
 _WAYS = ("gloo fp32", "ring identity", "ring int8", "direct int8")
 _MIXING = "gossip, one mixing"
-GROWTH_HOSTS = (2, 8)  # between these, seconds must grow as 2 (N-1)/N
-GROWTH_BOUND = 0.10
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The model of one case."""
-
-    alpha: float  # seconds a round
-    beta: float  # seconds a byte
-    nbytes: float  # of the encoded values
-    r_squared: float
-    worst: float  # the largest |measured / model - 1|
-
-    @property
-    def gigabits(self) -> float:
-        """Gbit/s that beta comes to."""
-        return 8e-9 / self.beta
-
-    def seconds(self, case: str, size: int) -> float:
-        """What the model says of so many ranks."""
-        return self.alpha * rounds(case, size) + self.beta * share(case, size) * self.nbytes
-
-
-def rounds(case: str, size: int) -> int:
-    """Messages that must follow each other."""
-    return 1 if case == _MIXING else 2 * (size - 1)  # Direct's: these are long
-
-
-def share(case: str, size: int) -> float:
-    """How often a rank sends the values."""
-    return RingGraph().degree(size) if case == _MIXING else 2 * (size - 1) / size
-
-
-def fit(case: str, rows: Sequence[Row]) -> Fit:
-    """Least squares over the rows, of at least three sizes."""
-    assert len({row["hosts"] for row in rows}) > 2
-    sizes, nbytes = [row["hosts"] for row in rows], statistics.median(map(encoded_bytes, rows))
-    measured = torch.tensor([row["seconds_median"] for row in rows], dtype=torch.float64)
-    terms = torch.tensor([[rounds(case, size), share(case, size) * nbytes] for size in sizes], dtype=torch.float64)
-    scale = terms.amax(0)  # a handful of rounds beside millions of bytes
-    found = torch.linalg.lstsq(terms / scale, measured[:, None]).solution[:, 0] / scale
-    model = terms @ found
-    unexplained = (measured - model).square().sum() / (measured - measured.mean()).square().sum()
-    alpha, beta = found.tolist()
-    return Fit(alpha, beta, nbytes, 1 - unexplained.item(), (measured / model - 1).abs().max().item())
-
-
-def growth(case: str, rows: Sequence[Row]) -> float | None:
-    """Seconds from 2 to 8 ranks beside what their bytes grow by, at the size that is farthest off: 1.1 is 10 % more.
-
-    None where one of the two ends was not measured.
-    """
-    seconds = {row["hosts"]: row["seconds_median"] for row in rows}
-    first, last = GROWTH_HOSTS
-    if first not in seconds or last not in seconds:
-        return None
-    found: list[float] = [
-        seconds[size] / seconds[first] / (share(case, size) / share(case, first))
-        for size in seconds
-        if first < size <= last
-    ]
-    return max(found, key=lambda growth: abs(growth - 1))
-
-
-def encoded_bytes(row: Row) -> float:
-    """What the encoded values take: counted where we send, of gloo the values themselves."""
-    if row["bytes_sent"] is None:
-        return float(row["size"].split()[0]) * 2**20
-    return float(row["bytes_sent"]) / share(row["case"], row["hosts"])
-
-
-def by_case(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """Rows of each case, by rising number of hosts."""
-    found: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=lambda row: row["hosts"]):
-        found.setdefault(row["case"], []).append(row)
-    return found
 
 
 class _Mixing:
@@ -129,7 +41,7 @@ class _Mixing:
 
     def case(self) -> Case:
         """One mixing a run."""
-        nbytes = share(_MIXING, self._peers.size) * self._parameter.nbytes
+        nbytes = growth.share(_MIXING, self._peers.size) * self._parameter.nbytes
         return Case(
             _MIXING,
             run=lambda: self._algorithm.after_step([self._parameter]),
@@ -182,34 +94,22 @@ def main(given: Sequence[str]) -> None:
                 options.hosts = hosts
                 harness.in_lab(options, ["scaling", *given, "--out", str(collected)])
         rows = read(collected)
-    report([asdict(row) for row in rows])
-    harness.write(rows, options)  # all sizes or none: a model through some of them would be another
+    report(rows)
+    append(rows, options.out)  # all sizes or none: a model through some of them would be another
 
 
 def report(rows: Sequence[Row]) -> None:
     """Print the model of each case."""
-    sizes = ", ".join(map(str, sorted({row["hosts"] for row in rows})))
+    sizes = ", ".join(map(str, sorted({row.hosts for row in rows})))
     harness.table(
-        f"{rows[0]['size']} at {rows[0]['rate']}, fitted over the number of hosts",
-        ("case", f"seconds at {sizes}", *HEADINGS),
+        f"{rows[0].size} at {rows[0].rate}, fitted over the number of hosts",
+        ("case", f"seconds at {sizes}", *growth.HEADINGS),
         (
-            (case, " ".join(f"{row['seconds_median']:.3f}" for row in found), *cells(case, found))
-            for case, found in by_case(rows).items()
+            (case, " ".join(f"{row.seconds_median:.3f}" for row in found), *growth.cells(case, found))
+            for case, found in growth.by_case(rows).items()
         ),
-        (MODEL, GROWTH),
+        (growth.MODEL,),
     )
-
-
-def cells(case: str, rows: Sequence[Row]) -> list[str]:
-    """What stands below `HEADINGS`."""
-    model, grown = fit(case, rows), growth(case, rows)
-    return [
-        f"{1e6 * model.alpha:.0f}",
-        f"{model.gigabits:.4f}",
-        f"{model.r_squared:.5f}",
-        f"{100 * model.worst:.1f} %",
-        "-" if grown is None else f"{100 * (grown - 1):+.1f} %",
-    ]
 
 
 def _sizes(text: str) -> list[int]:

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import harness
 from benchmarks.contenders import DDP, Ours, Training, decentralized
-from benchmarks.rows import Row
+from benchmarks.rows import Row, append
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
@@ -113,7 +113,7 @@ def _most_ahead(begun: Sequence[float], slow: Sequence[float]) -> int:
     return max(sum(time < middle for time in begun) - step for step, middle in enumerate(middles, 1))
 
 
-def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[float]:
+def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[int]:
     """How many steps each rank can be ahead of the slow one.
 
     Nobody ends a mixing before those it exchanges with begin it, nor they before their own last one has ended. So a
@@ -183,8 +183,7 @@ def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Ro
         slow_rank=_SLOW if case.slowed else None,
         slowdown=options.slowdown if case.slowed else None,
         steps_per_second=case.medians(lambda run: run.steps_per_second),
-        # here an entry a rank
-        waited_seconds=None if case.training.waited() is None else case.medians(lambda run: run.waited),  # type: ignore[arg-type]
+        waited_seconds=None if case.training.waited() is None else case.medians(lambda run: run.waited),
         steps_ahead=case.medians(lambda run: run.ahead),
         steps_ahead_limit=limit,
         ratio=case.others() / baseline.others(),
@@ -231,7 +230,7 @@ def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
             "let others run ahead further before they wait, which evens out delays that pass."
         ],
     )
-    harness.write(rows, options)
+    append(rows, options.out)
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
-from benchmarks.runs import ALONE
+from benchmarks.rows import ALONE
 from benchmarks.tasks import TASKS, Batches, Task
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES

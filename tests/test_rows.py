@@ -9,6 +9,7 @@ import pytest
 from benchmarks.rows import Row, append, campaign, read
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+MADE = {"device": "cpu", "torch": "2.13", "commit": "abc"}
 FILES = [path for path in sorted(RESULTS.rglob("*.jsonl")) if path.name != "accuracy.jsonl"]
 
 
@@ -27,9 +28,9 @@ def test_all_of_them_are_of_the_campaign() -> None:
 
 def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "new" / "rows.jsonl"
-    rows = [Row("training", "cpu", "2.13", "abc", case="ring", seconds=[1.0, 2.0], hosts=4, ratio=0.5)]
-    append(path, rows)
-    append(path, [Row("codecs", "cpu", "2.13", "abc", codec="Sign()")])
+    rows = [Row(**MADE, benchmark="training", case="ring", seconds=[1.0, 2.0], hosts=4, ratio=0.5)]
+    append(rows, path)
+    append([Row(**MADE, benchmark="codecs", codec="Sign()")], path)
     assert read(path)[0] == rows[0]
     assert [row.benchmark for row in read(path)] == ["training", "codecs"]
     assert "predicted_seconds" not in path.read_text()
