@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import logging
 import math
 import multiprocessing
 import os
@@ -23,7 +22,6 @@ import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,6 +39,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from benchmarks import harness
 from benchmarks.lab import exit_on_sigterm
+from benchmarks.trainer import quiet_trainer
 from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -309,9 +308,8 @@ def train(case: Case) -> Outcome:
     observer = Observer()
     timeout = timedelta(seconds=case.limit)
     strategy = DDPStrategy(timeout=timeout) if case.algorithm is None else RingStrategy(case.algorithm, timeout=timeout)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=case.ranks,
         max_steps=case.steps,
         max_epochs=-1,
@@ -319,10 +317,6 @@ def train(case: Case) -> Outcome:
         val_check_interval=max(1, case.steps // settings["validations"]),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Schedule(case.steps, settings["warmup"], settings["floor"]), observer],
     )
     trainer.fit(model, datamodule=data)
@@ -380,9 +374,6 @@ def _be_a_rank(rank: int, port: int, case: Case, folder: str) -> None:
     """Train, and leave the outcome, or the traceback, in a file of the rank's own."""
     threading.Thread(target=_end_with_driver, daemon=True).start()
     torch.set_num_threads(1)
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "LOCAL_RANK": rank, "RANK": rank}
     os.environ.update({name: str(value) for name, value in here.items()}, WORLD_SIZE=str(case.ranks))
     outcome: Outcome | str

@@ -58,41 +58,29 @@ class Way:
 def ways(processes: int) -> list[Way]:
     """All that are measured, the baseline first; with several ranks a host also those that know of hosts."""
     half = Cast(torch.float16)
-    found = [
+    ring: dict[str, Collective] = {"ring": Ring()}
+    direct: dict[str, Collective] = {"direct": Direct()}
+    hosts: dict[str, Collective] = {"hierarchical": Hierarchical()} if processes > 1 else {}
+    codecs: list[tuple[str, Codec, dict[str, Collective]]] = [
+        ("identity", Identity(), ring | direct | {"native": Native()} | hosts),
+        ("fp16", half, ring | direct | hosts),
+        ("bf16", Cast(torch.bfloat16), ring),
+        ("fp8", BlockFloat8(), ring),
+        ("int8", BlockInt(8), ring | direct | hosts),
+        ("int4", BlockInt(4), ring | direct | hosts),
+        ("int4 blocks of 1024", BlockInt(4, 1024), ring),
+        ("rotated int4", Rotated(Gaussian(4)), ring | direct),
+        ("rotated int2", Rotated(Gaussian(2)), ring | direct | hosts),
+        ("sign", Sign(), ring | direct | hosts),
+        ("rotated sign", Rotated(Gaussian(1)), direct),
+        ("topk", TopK(), direct),
+    ]
+    return [
         Way("gloo fp32", None, Identity()),
         Way("gloo fp16 tensor", None, half, casts=False),
         Way("gloo fp16 casts", None, half),
-        Way("ring identity", Ring(), Identity()),
-        Way("direct identity", Direct(), Identity()),
-        Way("native identity", Native(), Identity()),
-        Way("ring fp16", Ring(), half),
-        Way("ring bf16", Ring(), Cast(torch.bfloat16)),
-        Way("direct fp16", Direct(), half),
-        Way("ring fp8", Ring(), BlockFloat8()),
-        Way("ring int8", Ring(), BlockInt(8)),
-        Way("direct int8", Direct(), BlockInt(8)),
-        Way("ring int4", Ring(), BlockInt(4)),
-        Way("ring int4 blocks of 1024", Ring(), BlockInt(4, 1024)),
-        Way("direct int4", Direct(), BlockInt(4)),
-        Way("ring rotated int4", Ring(), Rotated(Gaussian(4))),
-        Way("direct rotated int4", Direct(), Rotated(Gaussian(4))),
-        Way("ring rotated int2", Ring(), Rotated(Gaussian(2))),
-        Way("direct rotated int2", Direct(), Rotated(Gaussian(2))),
-        Way("ring sign", Ring(), Sign()),
-        Way("direct sign", Direct(), Sign()),
-        Way("direct rotated sign", Direct(), Rotated(Gaussian(1))),
-        Way("direct topk", Direct(), TopK()),
+        *(Way(f"{by} {name}", collective, codec) for name, codec, way in codecs for by, collective in way.items()),
     ]
-    if processes > 1:
-        found += [
-            Way("hierarchical identity", Hierarchical(), Identity()),
-            Way("hierarchical fp16", Hierarchical(), half),
-            Way("hierarchical int8", Hierarchical(), BlockInt(8)),
-            Way("hierarchical int4", Hierarchical(), BlockInt(4)),
-            Way("hierarchical rotated int2", Hierarchical(), Rotated(Gaussian(2))),
-            Way("hierarchical sign", Hierarchical(), Sign()),
-        ]
-    return found
 
 
 def link_share(collective: Collective | None, hosts: int, processes: int) -> float:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from torch.nn import functional as F
 import ringstrategy  # noqa: F401  # registers the names
 from benchmarks.harness import interface_bytes
 from benchmarks.lab import Lab, LabError, bits_per_second, exit_on_sigterm
+from benchmarks.trainer import quiet_trainer
 from ringstrategy.app.data.digits import Digits
 
 
@@ -114,23 +113,15 @@ class Clock(L.Callback):
 
 def train(strategy: str, steps: int, out: Path) -> None:
     """One rank's process on its host."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     L.seed_everything(0)
     clock, model, data = Clock(), ResNet(), Digits(batch_size=32)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
         max_steps=steps + 1,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )

@@ -6,10 +6,8 @@ python -m benchmarks overhead --rounds 15 --out outputs/overhead.jsonl
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
@@ -22,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks import harness
 from benchmarks.harness import Case
 from benchmarks.tasks import perceptron
+from benchmarks.trainer import quiet_trainer
 from ringstrategy import RingStrategy
 
 _FEATURES = 64
@@ -71,16 +70,11 @@ class _Fits:
     def fit(self) -> list[float]:
         """Times of the steps after the first fifth, each from the end of the step before to its own end."""
         clock, module = _Clock(), _Module(*self._shape)
-        trainer = L.Trainer(
+        trainer = quiet_trainer(
             strategy=self._make(),
-            accelerator="cpu",
             devices=1,
             max_steps=self._steps,
             callbacks=[clock],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
             use_distributed_sampler=False,  # the same batches in the same order for all
         )
         trainer.fit(module, self._loader)
@@ -135,8 +129,6 @@ def main(given: Sequence[str]) -> None:
         parser.error("--rounds must be at least 2, or there is no spread to show")
     options.hosts, options.processes, options.rate = 1, 1, "none"
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=UserWarning, module="lightning")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for size in options.models:
         _measure(size, options)
     if torch.distributed.is_initialized():
