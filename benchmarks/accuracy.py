@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
 python -m benchmarks accuracy stage=rates; python -m benchmarks accuracy; python -m benchmarks accuracy stage=paired
-python -m benchmarks accuracy stage=gossip; python -m benchmarks accuracy report=true
+python -m benchmarks accuracy stage=gossip; python -m benchmarks accuracy publish=true
 """
 
 from __future__ import annotations
@@ -503,7 +503,7 @@ def sweep(cfg: DictConfig) -> None:
     """Train what is not yet in the file."""
     path = RESULTS if cfg.out is None else Path(cfg.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if cfg.report:
+    if cfg.publish:
         from benchmarks.report.accuracy import publish
 
         publish(read_rows(path), path.parent)

@@ -144,7 +144,7 @@ def _summaries(rows: Iterable[Row], panel: Panel) -> list[Summary]:
 
 def _setup(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "Made by `python benchmarks/accuracy.py report=true` from `accuracy.jsonl`. Real Lightning trainers on "
+        "Made by `python -m benchmarks report` from `accuracy.jsonl`. Real Lightning trainers on "
         f"{'/'.join(sorted({str(row['ranks']) for row in rows}))} processes over gloo, different data on each, equal "
         "steps, warm-up and cosine for all; the learning rate was chosen on fp32.",
         "",
