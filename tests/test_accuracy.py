@@ -13,7 +13,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from benchmarks import accuracy
-from benchmarks.report import accuracy as accuracy_report
+from benchmarks.report import accuracy as pages
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
 
@@ -55,14 +55,7 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     assert [row["status"] for row in diverged] == ["diverged"]
     assert json.loads(out.read_text().splitlines()[-1])["val_loss"] is None
 
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "report",
-        f"--results={out.parent}",
-        f"--page={out.parent / 'page.md'}",
-    ]
+    command = [sys.executable, "-m", "benchmarks", "report", f"--results={out.parent}", "--page=deep/page.md"]
     there = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
     done = subprocess.run(command, env=there, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -89,7 +82,7 @@ def test_gossip_beside_ddp(tmp_path: Path) -> None:
     # all parameters to the only neighbour, without the means for ten validations
     assert 4 * 21386 < named["gossip"]["bytes_sent_per_step"] < 4 * 21386 + 100
     assert 21386 < named["gossip interval 4"]["bytes_sent_per_step"] < 21386 + 100
-    accuracy_report.publish(rows, tmp_path)
+    pages.publish(rows, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "accuracy_gossip.md",
         "accuracy_gossip.png",
@@ -122,7 +115,7 @@ def test_report_judges_what_was_promised(tmp_path: Path) -> None:
     rows.append({**made_up("ring_fp16", 2.0, 0), "status": "failed", "error": "Traceback\nValueError: no wire"})
     for field in ("val_loss", "parameters", "bytes_sent_per_step", "replicas_identical"):
         del rows[-1][field]
-    accuracy_report.publish(rows, tmp_path)
+    pages.publish(rows, tmp_path)
     report = (tmp_path / "accuracy.md").read_text()
     lines = {line.split("`")[1]: line for line in report.splitlines() if line.startswith("| `")}
     assert lines["ring_int8"].endswith("| same as fp32: promise kept |")
@@ -151,7 +144,7 @@ def test_report_of_gossip_pairs_with_its_own_ddp(tmp_path: Path) -> None:
         for seed in (0, 1)
         for name, loss in {"ddp": base + seed, "gossip": 1.5 * (base + seed), "push_sum": None if seed else 9.0}.items()
     ]
-    accuracy_report.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
+    pages.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
     report = (tmp_path / "accuracy_gossip.md").read_text()
     titles = [line for line in report.splitlines() if line.startswith("## ")]
     assert [title.split(": ")[0].split(", ", 2)[2] for title in titles[:-1]] == [
