@@ -401,16 +401,9 @@ def _end_with_driver() -> None:
 def row(case: Case, outcomes: Sequence[Outcome] | str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the results file; a case that failed or diverged is one too."""
     algorithm = case.algorithm
+    named = ("key", "stage", "name", "task", "optimizer", "rate", "seed", "steps", "ranks")
     said = {
-        "key": case.key,
-        "stage": case.stage,
-        "name": case.name,
-        "task": case.task,
-        "optimizer": case.optimizer,
-        "rate": case.rate,
-        "seed": case.seed,
-        "steps": case.steps,
-        "ranks": case.ranks,
+        **{name: getattr(case, name) for name in named},
         "codec": repr(getattr(algorithm, "codec", None)),
         "collective": repr(getattr(algorithm, "collective", None)),
         "feedback": feeds_back(algorithm),

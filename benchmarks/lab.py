@@ -29,6 +29,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -434,21 +435,8 @@ def _set_congestion_control() -> None:
 
 def _in_thread(work: Callable[[], T]) -> T:
     """Call `work` on a thread that then ends, so that the namespace it moved to does not stick to the caller."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
 
 
 def _stream(sender: socket.socket, receiver: socket.socket, seconds: float, settle: float) -> float:
