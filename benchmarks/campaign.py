@@ -152,7 +152,8 @@ def main(given: Sequence[str]) -> None:
         minutes = sum(step.minutes for step in left)
         note = f"{len(left)} of {len(steps)} steps left, about {minutes:.0f} minutes"
         headings = ("step", "state", "minutes", "command")
-        harness.table(f"rows in {folder}", headings, (_state(step, folder) for step in steps), [note])
+        lines = (_state(step, folder) for step in steps)
+        harness.table(f"rows in {folder}", headings, lines, [note], texts=("state", "command"))
         return
     if without and options.short:
         print(f"No lab here ({without}). So all of this runs over loopback, where nothing is throttled: it shows that")

@@ -355,11 +355,18 @@ def network(options: argparse.Namespace) -> str:
     return f"{ranks} at {options.rate}{link}; {torch.get_num_threads()} thread(s) a rank on {os.cpu_count()} cores"
 
 
-def table(title: str, headings: Sequence[str], lines: Iterable[Iterable[str]], notes: Iterable[str] = ()) -> None:
-    """Print it, the first column to the left, and notes below."""
+def table(
+    title: str,
+    headings: Sequence[str],
+    lines: Iterable[Iterable[str]],
+    notes: Iterable[str] = (),
+    texts: Sequence[str] = (),
+) -> None:
+    """Print it, the first column and `texts` to the left, and these alone in several lines; notes below."""
     made = Table(title=title, title_justify="left")
     for heading in headings:
-        made.add_column(heading, justify="left" if heading == headings[0] else "right", no_wrap=True)
+        left = heading == headings[0] or heading in texts
+        made.add_column(heading, justify="left" if left else "right", no_wrap=heading not in texts)
     for line in lines:
         made.add_row(*line)
     console = Console(width=180)

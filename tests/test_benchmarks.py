@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pool import Pool, RankFailed
 from scripts import ROOT, lines_of, on_ranks, refusal
 
+from benchmarks.__main__ import main
 from benchmarks.contenders import PostLocalSGD
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.slow_rank import steps_ahead_limit
@@ -54,6 +55,21 @@ def checked(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
         assert row["limit_seconds"] is None, "loopback has no limit"
     assert rows[0]["ratio"] == 1
     return {row["case"]: row for row in rows}
+
+
+def test_every_command_is_listed_and_says_what_its_options_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^(\w+)  +(.*)$", capsys.readouterr().out.partition("--help")[2], re.M)
+    assert {name for name, _ in listed} >= {"training", "collectives", "campaign", "lab", "report"}
+    for name, described in listed:
+        assert described.endswith("."), name
+        if name == "accuracy":
+            continue  # Hydra's
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"python -m benchmarks {name}" in capsys.readouterr().out
 
 
 def test_collectives_on_loopback(tmp_path):
