@@ -21,7 +21,7 @@ train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, w
 	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),$(both))
 
 demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
-	"$(py)" benchmarks/demo.py $(ARGS)
+	"$(py)" -m benchmarks demo $(ARGS)
 
 test: $(installed)  ## run the tests, in 7 minutes on 2 cores: all but those marked slow
 	"$(py)" -m pytest -m "not slow" $(ARGS)
@@ -44,7 +44,7 @@ docs: $(documents)  ## the pages of docs/ as a site, in site/; a broken link is 
 	"$(py)" -m mkdocs build --strict $(ARGS)
 
 bench: $(trains)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
-	"$(py)" benchmarks/suite.py --short $(ARGS)
+	"$(py)" -m benchmarks campaign --short $(ARGS)
 
 # compute-sanitizer sees only whole allocations, so torch must not share them out
 gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanitizer if there is one, their speed
@@ -52,7 +52,7 @@ gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanit
 	"$(py)" -m pytest tests/test_kernels.py tests/test_kernels_compile.py
 	if command -v compute-sanitizer >/dev/null; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
 	    "$(py)" -m pytest tests/test_kernels.py -k "not more_values and not share_one_gpu" --timeout 0; fi
-	"$(py)" benchmarks/kernels.py $(ARGS)
+	"$(py)" -m benchmarks kernels $(ARGS)
 
 clean:  ## remove the environment, builds and outputs
 	rm -rf "$(VENV)" build dist site outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
-python benchmarks/accuracy.py stage=rates; python benchmarks/accuracy.py; python benchmarks/accuracy.py stage=paired
-python benchmarks/accuracy.py stage=gossip; python benchmarks/accuracy.py report=true
+python -m benchmarks accuracy stage=rates; python -m benchmarks accuracy; python -m benchmarks accuracy stage=paired
+python -m benchmarks accuracy stage=gossip
 """
 
 from __future__ import annotations
@@ -10,35 +10,36 @@ import dataclasses
 import hashlib
 import inspect
 import json
-import logging
 import math
 import multiprocessing
 import os
+import pickle
 import platform
 import re
-import signal
 import socket
+import sys
+import tempfile
 import threading
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import harness
 import hydra
 import lightning as L
 import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
-from lab import exit_on_sigterm
 from lightning.pytorch.strategies import DDPStrategy
 from omegaconf import DictConfig, OmegaConf
+from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from benchmarks import harness
+from benchmarks.lab import exit_on_sigterm
+from benchmarks.trainer import quiet_trainer
 from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -101,7 +102,7 @@ class Outcome:
     seconds: float
     cpu_seconds: float  # of this rank: what a case costs, whatever else runs on the machine
     parameters: int
-    digest: str  # of all parameters' bits
+    digest: bytes  # of all parameters' bits
 
 
 def feeds_back(algorithm: Algorithm | None) -> bool:
@@ -307,9 +308,8 @@ def train(case: Case) -> Outcome:
     observer = Observer()
     timeout = timedelta(seconds=case.limit)
     strategy = DDPStrategy(timeout=timeout) if case.algorithm is None else RingStrategy(case.algorithm, timeout=timeout)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=case.ranks,
         max_steps=case.steps,
         max_epochs=-1,
@@ -317,18 +317,11 @@ def train(case: Case) -> Outcome:
         val_check_interval=max(1, case.steps // settings["validations"]),
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         callbacks=[Schedule(case.steps, settings["warmup"], settings["floor"]), observer],
     )
     trainer.fit(model, datamodule=data)
     assert trainer.world_size == dist.get_world_size() == case.ranks
     parameters = [parameter.detach() for parameter in model.parameters()]
-    digest = hashlib.blake2b(digest_size=16)
-    for parameter in parameters:
-        digest.update(parameter.contiguous().view(torch.uint8).numpy().data)
     return Outcome(
         curve=observer.curve,
         accuracy=observer.accuracy,
@@ -337,103 +330,61 @@ def train(case: Case) -> Outcome:
         seconds=time.perf_counter() - began,
         cpu_seconds=time.process_time() - cpu_began,
         parameters=sum(parameter.numel() for parameter in parameters),
-        digest=digest.hexdigest(),
+        digest=harness.digest(parameters).numpy().tobytes(),
     )
 
 
 # The processes
 
 
-class Ranks:
-    """Processes that run one case after another; after a failure, fresh ones. Use as a context manager.
+def run(case: Case) -> list[Outcome] | str:
+    """All ranks' outcomes, or what went wrong on the first rank that failed.
 
-    They are forked from a server that has imported everything, so the code stays what it was at the start.
+    Ranks are forked from a server that has imported everything, so the code stays what it was at the start.
     """
-
-    def __init__(self) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
-        self._workers: list[tuple[Any, Connection]] = []
-
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def run(self, case: Case) -> list[Outcome] | str:
-        """All ranks' outcomes, or what went wrong on the first rank that failed."""
-        while len(self._workers) < case.ranks:
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._workers.append((process, ours))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(case.ranks):
-            self._workers[rank][1].send((rank, port, case))
-        outcomes: dict[int, Outcome] = {}
-        failures: list[str] = []
-        waiting = {self._workers[rank][1]: rank for rank in range(case.ranks)}
-        end = time.monotonic() + case.limit
-        while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
-            if not ready:
-                failures.append(f"ranks {sorted(waiting.values())} had not ended after {case.limit:g} s")
-                break
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
-                try:
-                    outcome = connection.recv()
-                except EOFError:
-                    outcome = f"rank {rank}: the process died"
-                if isinstance(outcome, Outcome):
-                    outcomes[rank] = outcome
-                else:
-                    failures.append(outcome)
-                    end = min(end, time.monotonic() + GRACE)
-        if failures:
-            self.close()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    end = time.monotonic() + case.limit
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / str(rank) for rank in range(case.ranks)]
+        ranks = start_processes(
+            _be_a_rank, (port, case, folder), case.ranks, join=False, daemon=True, start_method="forkserver"
+        )
+        try:
+            while not ranks.join(max(0.0, end - time.monotonic()), grace_period=GRACE):
+                if time.monotonic() >= end:
+                    return f"ranks had not ended after {case.limit:g} s"
+        except ProcessException as error:
+            failures = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
             # a peer that was lost is never the cause
-            return min(failures, key=lambda text: "PeerLostError" in text)
-        return [outcomes[rank] for rank in range(case.ranks)]
-
-    def close(self) -> None:
-        """End the processes."""
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
-        self._workers = []
+            return min((each for each in failures if isinstance(each, str)), key=_is_a_loss, default=str(error))
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        return [pickle.loads(file.read_bytes()) for file in files]
 
 
-def serve(connection: Connection) -> None:
-    """What a process of `Ranks` does: cases, until the connection closes."""
+def _is_a_loss(failure: str) -> bool:
+    return "PeerLostError" in failure
+
+
+def _be_a_rank(rank: int, port: int, case: Case, folder: str) -> None:
+    """Train, and leave the outcome, or the traceback, in a file of the rank's own."""
     threading.Thread(target=_end_with_driver, daemon=True).start()
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to handle
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore")
-    while True:
-        try:
-            rank, port, case = connection.recv()
-        except EOFError:
-            return
-        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "LOCAL_RANK": rank, "RANK": rank}
-        os.environ.update({name: str(value) for name, value in here.items()}, WORLD_SIZE=str(case.ranks))
-        outcome: Outcome | str
-        try:
-            outcome = train(case)
-        except BaseException:
-            outcome = f"rank {rank}: {traceback.format_exc()}"
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        connection.send(outcome)
+    here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NODE_RANK": 0, "LOCAL_RANK": rank, "RANK": rank}
+    os.environ.update({name: str(value) for name, value in here.items()}, WORLD_SIZE=str(case.ranks))
+    outcome: Outcome | str
+    try:
+        outcome = train(case)
+    except Exception:
+        outcome = f"rank {rank}: {traceback.format_exc()}"
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(outcome))
+    if isinstance(outcome, str):
+        sys.exit(1)
+    dist.destroy_process_group()
 
 
 def _end_with_driver() -> None:
@@ -450,16 +401,9 @@ def _end_with_driver() -> None:
 def row(case: Case, outcomes: Sequence[Outcome] | str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """One line of the results file; a case that failed or diverged is one too."""
     algorithm = case.algorithm
+    named = ("key", "stage", "name", "task", "optimizer", "rate", "seed", "steps", "ranks")
     said = {
-        "key": case.key,
-        "stage": case.stage,
-        "name": case.name,
-        "task": case.task,
-        "optimizer": case.optimizer,
-        "rate": case.rate,
-        "seed": case.seed,
-        "steps": case.steps,
-        "ranks": case.ranks,
+        **{name: getattr(case, name) for name in named},
         "codec": repr(getattr(algorithm, "codec", None)),
         "collective": repr(getattr(algorithm, "collective", None)),
         "feedback": feeds_back(algorithm),
@@ -501,15 +445,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def main(cfg: DictConfig) -> None:
+def sweep(cfg: DictConfig) -> None:
     """Train what is not yet in the file."""
     path = RESULTS if cfg.out is None else Path(cfg.out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if cfg.report:
-        from accuracy_report import publish
-
-        publish(read_rows(path), path.parent)
-        return
     done = {row["key"] for row in read_rows(path)}
     todo = [case for case in cases(cfg) if case.key not in done]
     print(f"{len(todo)} cases to train; what {path} holds is skipped", flush=True)
@@ -524,21 +463,19 @@ def main(cfg: DictConfig) -> None:
     bigrams = {} if text is None else {"text": bigram_loss(text)}
     began = time.monotonic()
     exit_on_sigterm()
-    with Ranks() as ranks:
-        for number, case in enumerate(todo, start=1):
-            new = row(case, ranks.run(case), {"bigram_loss": bigrams.get(case.task), **facts})
-            with path.open("a") as lines:
-                lines.write(json.dumps(new) + "\n")
-            result = "FAILED " + new["error"].strip().splitlines()[-1] if "error" in new else new["val_loss"]
-            if new.get("replicas_identical") is False:
-                result = f"{result} REPLICAS DIFFER"
-            spent = time.monotonic() - began
-            left = spent / number * (len(todo) - number) / 60
-            print(
-                f"{number}/{len(todo)} {case}: {new['status']} {result} ({spent:.0f} s, {left:.0f} min left)",
-                flush=True,
-            )
+    for number, case in enumerate(todo, start=1):
+        new = row(case, run(case), {"bigram_loss": bigrams.get(case.task), **facts})
+        with path.open("a") as lines:
+            lines.write(json.dumps(new) + "\n")
+        result = "FAILED " + new["error"].strip().splitlines()[-1] if "error" in new else new["val_loss"]
+        if new.get("replicas_identical") is False:
+            result = f"{result} REPLICAS DIFFER"
+        spent = time.monotonic() - began
+        left = spent / number * (len(todo) - number) / 60
+        print(f"{number}/{len(todo)} {case}: {new['status']} {result} ({spent:.0f} s, {left:.0f} min left)", flush=True)
 
 
-if __name__ == "__main__":
-    hydra.main(version_base="1.3", config_path=".", config_name="accuracy")(main)()
+def main(given: Sequence[str]) -> None:
+    """The command: Hydra's overrides of accuracy.yaml."""
+    sys.argv = ["accuracy", *given]
+    hydra.main(version_base="1.3", config_path=".", config_name="accuracy")(sweep)()

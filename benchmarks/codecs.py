@@ -1,7 +1,7 @@
 """How fast one core encodes and decodes: GB/s of the values, beside a copy of them in the same run.
 
-python benchmarks/codecs.py --out outputs/codecs.jsonl
-python benchmarks/codecs.py --values 2048  # what a call costs beside its values
+python -m benchmarks codecs --out outputs/codecs.jsonl
+python -m benchmarks codecs --values 2048  # what a call costs beside its values
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 
-import harness
 import torch
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
 
+from benchmarks import harness
+from benchmarks.rows import Row, append
 from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 
 CODECS: list[Codec] = [
@@ -40,112 +37,75 @@ CODECS: list[Codec] = [
     TopK(),
     RandomK(),
 ]
-_COPY = "copy"
 
 
-@dataclass
-class Row:
-    """One line of the results file."""
-
-    benchmark: str
-    codec: str
-    operation: str
-    gigabytes_per_second: float  # of the float32 values, median over the rounds, by the CPU time of the one thread
-    best: float
-    share_of_copy: float  # of the copy's median in this run
-    compression: float | None
-    values: int
-    device: str
-    torch: str
-    cpu: str
-    commit: str
-
-
-def _operations(codec: Codec, values: Tensor) -> dict[str, Callable[[], None]]:
-    wire = torch.empty(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
-    lost, out = torch.zeros_like(values), torch.zeros_like(values)
-    codec.encode(values, wire)
-    return {
-        "encode": lambda: codec.encode(values, wire),
-        "encode, lost": lambda: codec.encode(values, wire, lost=lost),
-        "decode": lambda: codec.decode(wire, out),
-        "decode, add": lambda: codec.decode(wire, out, add=True),
-    }
-
-
-def _rates(operation: Callable[[], object], nbytes: int, rounds: int) -> list[float]:
-    operation()
+def _rates(operation: Callable[[], object], nbytes: int, options: argparse.Namespace) -> list[float]:
     rates = []
-    for _ in range(rounds):
+    for _ in range(options.warmup + options.rounds):
         begin = time.thread_time()  # not the clock: others may use this core
         operation()
         rates.append(nbytes / (time.thread_time() - begin) / 1e9)
-    return rates
+    return rates[options.warmup :]
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Measure all codecs, then the rotation."""
-    parser = argparse.ArgumentParser(description="Speed of the codecs on one CPU core.")
+    parser = harness.arguments("codecs", __doc__, rounds=31)
     parser.add_argument("--values", type=int, default=1_572_864, help="a segment of a 96 MB bucket over 4 ranks")
-    parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--cases", help="only codecs whose name contains one of these, comma-separated")
-    parser.add_argument("--out", type=Path, help="append one JSON row an operation to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(options.values, generator=generator) * torch.rand(options.values, generator=generator)
-    target, rotated, rotation = torch.empty_like(values), values.clone(), Rotated()
-    copy = _rates(lambda: target.copy_(values), values.nbytes, options.rounds)
-    base = statistics.median(copy)
+    lost, out, rotated, rotation = torch.zeros_like(values), torch.zeros_like(values), values.clone(), Rotated()
+    known = {str(codec): codec for codec in CODECS}
+    operations: dict[tuple[str, str], Callable[[], object]] = {("copy", "copy"): partial(out.copy_, values)}
+    compression: dict[str, float] = {}
+    with harness.refusing(parser):
+        names = harness.chosen(known, options.cases)
+    for name in names:
+        codec = known[name]
+        wire = torch.empty(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+        compression[name] = values.nbytes / wire.nbytes
+        operations[name, "encode"] = partial(codec.encode, values, wire)
+        operations[name, "encode, lost"] = partial(codec.encode, values, wire, lost=lost)
+        operations[name, "decode"] = partial(codec.decode, wire, out)
+        operations[name, "decode, add"] = partial(codec.decode, wire, out, add=True)
+    operations["Rotated", "rotate"] = partial(rotation.prepare_, rotated, 1)
+    operations["Rotated", "rotate back"] = partial(rotation.restore_, rotated, 1)
 
-    def row(codec: str, operation: str, rates: list[float], compression: float | None) -> Row:
-        middle = statistics.median(rates)
-        return Row(
+    rates = {what: _rates(operation, values.nbytes, options) for what, operation in operations.items()}
+    medians = {what: statistics.median(found) for what, found in rates.items()}
+    copy = medians["copy", "copy"]
+    harness.table(
+        f"{options.values} float32 values on one core, GB/s of them, median (best)",
+        ("codec", "operation", "us", "GB/s", "best", "of a copy", "compression"),
+        (
+            (
+                *what,
+                f"{options.values * 4e-3 / medians[what]:.0f}",
+                f"{medians[what]:.1f}",
+                f"{max(rates[what]):.1f}",
+                f"{medians[what] / copy:.0%}",
+                harness.shown(compression.get(what[0]), "{:.2f}x"),
+            )
+            for what in rates
+        ),
+    )
+    rows = [
+        Row(
             benchmark="codecs",
             codec=codec,
             operation=operation,
-            gigabytes_per_second=middle,
-            best=max(rates),
-            share_of_copy=middle / base,
-            compression=compression,
+            gigabytes_per_second=medians[codec, operation],  # of the values, by the CPU time of the one thread
+            best=max(rates[codec, operation]),
+            share_of_copy=medians[codec, operation] / copy,
+            compression=compression.get(codec),
             values=options.values,
             device="cpu",
             torch=torch.__version__,
             cpu=f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
             commit=harness.commit(),
         )
-
-    rows = [row(_COPY, _COPY, copy, None)]
-    known = {str(codec): codec for codec in CODECS}
-    for title in harness.chosen(known, options):
-        codec = known[title]
-        compression = values.nbytes / codec.nbytes(values.numel(), values.dtype)
-        for name, operation in _operations(codec, values).items():
-            rows.append(row(title, name, _rates(operation, values.nbytes, options.rounds), compression))
-    for name, turn in {"rotate": rotation.prepare_, "rotate back": rotation.restore_}.items():
-        rates = _rates(lambda turn=turn: turn(rotated, 1), values.nbytes, options.rounds)  # type: ignore[misc]
-        rows.append(row("Rotated", name, rates, None))
-    _print(rows, options.values)
-    harness.write(rows, options.out)
-
-
-def _print(rows: list[Row], values: int) -> None:
-    table = Table(title=f"{values} float32 values on one core, GB/s of them, median (best)", title_justify="left")
-    table.add_column("codec", no_wrap=True)
-    for heading in ("operation", "us", "GB/s", "best", "of a copy", "compression"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.codec,
-            row.operation,
-            f"{values * 4e-3 / row.gigabytes_per_second:.0f}",
-            f"{row.gigabytes_per_second:.1f}",
-            f"{row.best:.1f}",
-            f"{row.share_of_copy:.0%}",
-            "" if row.compression is None else f"{row.compression:.2f}x",
-        )
-    Console(width=160).print(table)
-
-
-if __name__ == "__main__":
-    main()
+        for codec, operation in rates
+    ]
+    append(rows, options.out)

@@ -1,8 +1,8 @@
 """The sum of a flat fp32 tensor over all ranks: our collectives beside gloo's all-reduce, in the same run.
 
-python benchmarks/collectives.py --hosts 4 --rate 1gbit --mb 96 --rounds 9
-python benchmarks/collectives.py --hosts 4 --rate 1gbit --mb 0.0625,1,16,96,256
-python benchmarks/collectives.py --hosts 4 --processes 2 --rate 1gbit --mb 96  # and Hierarchical, which knows of hosts
+python -m benchmarks collectives --hosts 4 --rate 1gbit --mb 96 --rounds 9
+python -m benchmarks collectives --hosts 4 --rate 1gbit --mb 0.0625,1,16,96,256
+python -m benchmarks collectives --hosts 4 --processes 2 --rate 1gbit --mb 96  # and Hierarchical, which knows of hosts
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
-import harness
 import torch
 import torch.distributed as dist
-from harness import Case, Measured, Row
 from torch import Tensor
 
+from benchmarks import harness
+from benchmarks.harness import Case
 from ringstrategy import (
     BlockFloat8,
     BlockInt,
@@ -58,41 +58,29 @@ class Way:
 def ways(processes: int) -> list[Way]:
     """All that are measured, the baseline first; with several ranks a host also those that know of hosts."""
     half = Cast(torch.float16)
-    found = [
+    ring: dict[str, Collective] = {"ring": Ring()}
+    direct: dict[str, Collective] = {"direct": Direct()}
+    hosts: dict[str, Collective] = {"hierarchical": Hierarchical()} if processes > 1 else {}
+    codecs: list[tuple[str, Codec, dict[str, Collective]]] = [
+        ("identity", Identity(), ring | direct | {"native": Native()} | hosts),
+        ("fp16", half, ring | direct | hosts),
+        ("bf16", Cast(torch.bfloat16), ring),
+        ("fp8", BlockFloat8(), ring),
+        ("int8", BlockInt(8), ring | direct | hosts),
+        ("int4", BlockInt(4), ring | direct | hosts),
+        ("int4 blocks of 1024", BlockInt(4, 1024), ring),
+        ("rotated int4", Rotated(Gaussian(4)), ring | direct),
+        ("rotated int2", Rotated(Gaussian(2)), ring | direct | hosts),
+        ("sign", Sign(), ring | direct | hosts),
+        ("rotated sign", Rotated(Gaussian(1)), direct),
+        ("topk", TopK(), direct),
+    ]
+    return [
         Way("gloo fp32", None, Identity()),
         Way("gloo fp16 tensor", None, half, casts=False),
         Way("gloo fp16 casts", None, half),
-        Way("ring identity", Ring(), Identity()),
-        Way("direct identity", Direct(), Identity()),
-        Way("native identity", Native(), Identity()),
-        Way("ring fp16", Ring(), half),
-        Way("ring bf16", Ring(), Cast(torch.bfloat16)),
-        Way("direct fp16", Direct(), half),
-        Way("ring fp8", Ring(), BlockFloat8()),
-        Way("ring int8", Ring(), BlockInt(8)),
-        Way("direct int8", Direct(), BlockInt(8)),
-        Way("ring int4", Ring(), BlockInt(4)),
-        Way("ring int4 blocks of 1024", Ring(), BlockInt(4, 1024)),
-        Way("direct int4", Direct(), BlockInt(4)),
-        Way("ring rotated int4", Ring(), Rotated(Gaussian(4))),
-        Way("direct rotated int4", Direct(), Rotated(Gaussian(4))),
-        Way("ring rotated int2", Ring(), Rotated(Gaussian(2))),
-        Way("direct rotated int2", Direct(), Rotated(Gaussian(2))),
-        Way("ring sign", Ring(), Sign()),
-        Way("direct sign", Direct(), Sign()),
-        Way("direct rotated sign", Direct(), Rotated(Gaussian(1))),
-        Way("direct topk", Direct(), TopK()),
+        *(Way(f"{by} {name}", collective, codec) for name, codec, way in codecs for by, collective in way.items()),
     ]
-    if processes > 1:
-        found += [
-            Way("hierarchical identity", Hierarchical(), Identity()),
-            Way("hierarchical fp16", Hierarchical(), half),
-            Way("hierarchical int8", Hierarchical(), BlockInt(8)),
-            Way("hierarchical int4", Hierarchical(), BlockInt(4)),
-            Way("hierarchical rotated int2", Hierarchical(), Rotated(Gaussian(2))),
-            Way("hierarchical sign", Hierarchical(), Sign()),
-        ]
-    return found
 
 
 def link_share(collective: Collective | None, hosts: int, processes: int) -> float:
@@ -148,32 +136,25 @@ class Sums:
 
     def __init__(self, mb: float, peers: Peers, native: Peers, options: argparse.Namespace) -> None:
         self._peers, self._native, self._options = peers, native, options
-        self._size = f"{mb:g} MB of fp32"
+        self.size = f"{mb:g} MB of fp32"
         self._inputs = _Inputs(peers.rank, peers.size, round(mb * 2**20 / 4))
         self._copies: dict[torch.dtype, list[Tensor]] = {torch.float32: [], torch.float16: []}
-        self._errors: dict[str, float | None] = {}
-        self._identical: dict[str, bool] = {}
 
     @property
     def values(self) -> Tensor:
         """This rank's."""
         return self._inputs.own
 
-    def judge(self, name: str, result: Tensor) -> None:
+    def judge(self, case: Case, result: Tensor) -> None:
         """How far a sum is from the truth, and whether all ranks have the same bits."""
-        self._errors[name] = self._inputs.error(result)
-        self._identical[name] = harness.identical_on_all_ranks([result])
-
-    def rows(self, benchmark: str, cases: Sequence[Case], measured: dict[str, Measured]) -> list[Row]:
-        """Of judged cases."""
-        return harness.rows(benchmark, self._size, cases, measured, self._errors, self._identical, self._options)
+        case.error = self._inputs.error(result)
+        case.identical = harness.identical_on_all_ranks([result])
 
     def case(self, way: Way) -> Case:
         """Judged by its first sum, and ready to be timed."""
-        numel, dtype = self.values.numel(), torch.float32 if way.casts else torch.float16
+        dtype = torch.float32 if way.casts else torch.float16
         sum_, stats = self._sum_(way), (self._native if isinstance(way.collective, Native) else self._peers).stats
         result, seconds = self._first(sum_, dtype)
-        self.judge(way.name, result)
         steps = max(1, min(math.ceil(_RUN_SECONDS / seconds), _COPIES_BYTES // self.values.nbytes))
         share = link_share(way.collective, self._options.hosts, self._options.processes)
 
@@ -181,23 +162,25 @@ class Sums:
             for values in self._copies[dtype][:steps]:
                 sum_(values)
 
-        return Case(
+        case = Case(
             way.name,
             run,
             result=lambda: self._copies[dtype][:1],
             prepare=lambda: self._fresh(steps, dtype),
             bytes_sent=(lambda: None) if way.collective is None else lambda: stats.bytes_sent,
-            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(numel, torch.float32)),
+            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(self.values.numel(), torch.float32)),
             steps=steps,
         )
+        self.judge(case, result)
+        return case
 
-    def _sum_(self, way: Way) -> Callable[[Tensor], None]:
+    def _sum_(self, way: Way) -> Callable[[Tensor], object]:
         collective, codec = way.collective, way.codec
         if collective is not None:
             peers = self._native if isinstance(collective, Native) else self._peers
-            return lambda values: mean_(values, peers, collective, codec, seed=0)
+            return partial(mean_, peers=peers, collective=collective, codec=codec, seed=0)
         if isinstance(codec, Identity) or not way.casts:
-            return lambda values: dist.all_reduce(values)
+            return dist.all_reduce
         half = torch.empty_like(self.values, dtype=torch.float16)
 
         def with_casts(values: Tensor) -> None:
@@ -215,7 +198,7 @@ class Sums:
             values.copy_(self.values)
         return copies[:count]
 
-    def _first(self, sum_: Callable[[Tensor], None], dtype: torch.dtype) -> tuple[Tensor, float]:
+    def _first(self, sum_: Callable[[Tensor], object], dtype: torch.dtype) -> tuple[Tensor, float]:
         """A sum, and what it took on the slowest rank; a short one is repeated, for the first makes connections."""
         seconds = math.inf
         for _ in range(3):
@@ -231,19 +214,16 @@ class Sums:
 
 def worker(options: argparse.Namespace) -> None:
     """What runs on each rank."""
-    timeout = timedelta(seconds=options.timeout)
-    peers = connect(torch.device("cpu"), timeout)
-    native = connect(torch.device("cpu"), timeout)  # of its own: after Native, stats count no bytes any more
-    baseline, *others = ways(options.processes)
-    names = harness.chosen([way.name for way in (baseline, *others)], options)
-    chosen = [baseline, *(way for way in others if way.name in names)]
+    peers = connect(torch.device("cpu"), harness.TIMEOUT)
+    native = connect(torch.device("cpu"), harness.TIMEOUT)  # of its own: after Native, stats count no bytes any more
+    known = ways(options.processes)
+    names = harness.chosen([way.name for way in known], options.cases)
     for mb in options.mb:
         sums = Sums(mb, peers, native, options)
-        cases = [sums.case(way) for way in chosen]
-        measured = harness.interleave(cases, options.rounds, options.warmup)
-        results = sums.rows("collectives", cases, measured)
+        cases = [sums.case(way) for way in known if way is known[0] or way.name in names]
+        harness.interleave(cases, options.rounds, options.warmup)
         if peers.rank == 0:
-            harness.report(results, options)
+            harness.report("collectives", sums.size, cases, options)
     peers.close()
     native.close()
 
@@ -259,9 +239,10 @@ def _sizes(text: str) -> list[float]:
     return sizes
 
 
-if __name__ == "__main__":
-    parser = harness.arguments("All-reduce of a flat fp32 tensor over throttled hosts.")
+def main(given: Sequence[str]) -> None:
+    """The command."""
+    parser = harness.over_hosts("collectives", __doc__)
     parser.add_argument(
         "--mb", type=_sizes, default=[96.0], help="size of the tensor in 2**20 bytes, or several: 1,16,96"
     )
-    harness.main(parser, worker)
+    harness.run(parser, given, worker)

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import harness
 import torch
 import torch.distributed as dist
-from powersgd_peer import PowerSGDOnOneThread, factors
-from tasks import Batches, Loss
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import harness
+from benchmarks.harness import Case
+from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
+from benchmarks.tasks import Batches, Loss
 from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
@@ -31,18 +31,20 @@ from ringstrategy.topologies import OnePeerExponential
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+Phases = tuple[float, float, float]  # seconds: forward, backward with exchange, optimizer
+
 DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
-_AT_INTERVALS: dict[str, Callable[[int, bool | int], Algorithm]] = {
-    "gossip_exponential": lambda interval, overlap: Gossip(OnePeerExponential(), interval=interval, overlap=overlap),
-    "gossip_int8": lambda interval, overlap: Choco(codec=BlockInt(8), interval=interval, overlap=overlap),
+_MIXINGS: dict[str, Callable[..., Algorithm]] = {
+    "gossip_exponential": partial(Gossip, OnePeerExponential()),
+    "gossip_int8": partial(Choco, codec=BlockInt(8)),
 }
 AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
-    f"{name} every {said}": lambda make=make, period=period, overlap=overlap: make(period, overlap)
-    for name, make in _AT_INTERVALS.items()
+    f"{name} every {said}": partial(make, interval=period, overlap=overlap)
+    for name, make in _MIXINGS.items()
     for said, period, overlap in (
         (f"{PERIODS[0]}", PERIODS[0], True),
         (f"{PERIODS[0]} (1 late)", PERIODS[0], 1),  # what came is applied one step after the mixing began
@@ -69,9 +71,7 @@ def decentralized() -> list[str]:
     return [name for name, make in STRATEGIES.items() if isinstance(make(), Decentralized)]
 
 
-def contenders(
-    initial: nn.Module, batches: Batches, timeout: timedelta, **how: Any
-) -> dict[str, Callable[[], Training]]:
+def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Callable[[], Training]]:
     """All that can be measured, by name; each trains a copy. `how` as of `Training`. Ranks make them in one order."""
 
     def model() -> nn.Module:
@@ -82,11 +82,11 @@ def contenders(
         FP16_HOOK: lambda: TorchDDP(model(), batches, fp16=True, **how),
     }
     for rank, name in POWERSGD_HOOKS.items():
-        made[name] = lambda rank=rank: PowerSGDHook(model(), batches, timeout, rank, **how)
+        made[name] = lambda rank=rank: PowerSGDHook(model(), batches, rank, **how)  # type: ignore[misc]
     for period, name in POST_LOCAL.items():
-        made[name] = lambda period=period: PostLocalSGD(model(), batches, period, **how)
+        made[name] = lambda period=period: PostLocalSGD(model(), batches, period, **how)  # type: ignore[misc]
     for name, make in {**STRATEGIES, **BESIDE}.items():
-        made[name] = lambda make=make: ours(model(), batches, make(), timeout, **how)
+        made[name] = lambda make=make: ours(model(), batches, make(), **how)  # type: ignore[misc]
     return made
 
 
@@ -109,14 +109,15 @@ class Training:
         self.optimizer = optimizer(model.parameters())
         self.shapes = [parameter.shape for parameter in model.parameters()]
         self.full = sum(shape.numel() for shape in self.shapes)
-        self.phases: list[tuple[float, float, float]] = []  # forward, backward with exchange, optimizer; one a step
+        self.phases: list[Phases] = []  # one a step
 
     def must_send(self, hosts: int) -> float | None:
         """Bytes that have to leave each of the hosts in a step; None: nobody knows beforehand."""
         return 0.0
 
-    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
+    def limit(self, compute: Phases, wire: float) -> float:
         """Seconds a step that nothing can beat, from those of its parts alone."""
+        forward, backward, step = compute
         return forward + max(backward, wire) + step
 
     def bytes_sent(self) -> int | None:
@@ -179,14 +180,21 @@ class Training:
             self.phases.append((forwarded - begin, averaged - forwarded, time.perf_counter() - averaged))
         self.after_run()
 
-    def phases_of_runs(self, steps: int) -> list[list[float]]:
-        """Of each run of so many steps, in order: forward, backward with exchange and optimizer, seconds a step of the
-        rank that took longest. They add up to what that run took. All ranks call it.
+    def case(self, name: str) -> Case:
+        """To be measured under this name."""
+        return Case(
+            name, self.run, self.result, bytes_sent=self.bytes_sent, waited=self.waited, steps=len(self.batches)
+        )
+
+    def phases_of_runs(self, steps: int) -> list[Phases]:
+        """Of each run of so many steps, in order: seconds a step of the rank that took longest. They add up to what
+        that run took. All ranks call it.
         """
         runs = []
         for first in range(0, len(self.phases), steps):
-            own = [statistics.fmean(phase) for phase in zip(*self.phases[first : first + steps], strict=True)]
-            runs.append(max(harness.of_all_ranks(own), key=sum))
+            own = torch.tensor(self.phases[first : first + steps], dtype=torch.float64).mean(0)
+            forward, backward, step = max(harness.of_all_ranks(own), key=torch.sum).tolist()
+            runs.append((forward, backward, step))
         return runs
 
 
@@ -201,25 +209,22 @@ class TorchDDP(Training):
             wrapped.register_comm_hook(None, fp16_compress_hook)
 
     def must_send(self, hosts: int) -> float | None:
-        """See `Training.must_send`."""
         return reduced((2 if self._fp16 else 4) * self.full, hosts)
 
 
 class PowerSGDHook(Training):
     """Torch DDP with PowerSGD."""
 
-    def __init__(self, model: nn.Module, batches: Batches, timeout: timedelta, rank: int, **how: Any) -> None:
+    def __init__(self, model: nn.Module, batches: Batches, rank: int, **how: Any) -> None:
         wrapped = DistributedDataParallel(model)
         super().__init__(wrapped, batches, **how)
-        self._power_sgd = PowerSGDOnOneThread(dist.new_group(timeout=timeout), rank)
+        self._power_sgd = PowerSGDOnOneThread(dist.new_group(timeout=harness.TIMEOUT), rank)
         wrapped.register_comm_hook(None, self._power_sgd.hook)
 
     def must_send(self, hosts: int) -> float | None:
-        """See `Training.must_send`."""
         return reduced(4 * sum(factors(self.shapes, self._power_sgd.rank)), hosts)
 
     def close(self) -> None:
-        """See `Training.close`."""
         self._power_sgd.close()
 
 
@@ -237,33 +242,28 @@ class PostLocalSGD(Training):
         self._averager.step = 1  # of its own accord it averages after the first step of a period, not after the last
 
     def must_send(self, hosts: int) -> float | None:
-        """See `Training.must_send`."""
         return reduced(4 * self.full, hosts) / self.interval
 
-    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
-        """See `Training.limit`. Nothing is computed beside it."""
-        return forward + backward + step + wire
+    def limit(self, compute: Phases, wire: float) -> float:
+        """Nothing is computed beside it."""
+        return sum(compute) + wire
 
     def after_step(self) -> None:
-        """See `Training.after_step`."""
         self._averager.average_parameters(self.model.parameters())
 
 
 class Ours(Training):
     """Our algorithm, driven as the Lightning strategy drives it."""
 
-    def __init__(
-        self, model: nn.Module, batches: Batches, algorithm: Algorithm, timeout: timedelta, **how: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: Batches, algorithm: Algorithm, **how: Any) -> None:
         super().__init__(model, batches, **how)
         self.algorithm = algorithm
         # a case may mix at another place than after the step, and each notices only its own steps
-        self._session = Session(model, algorithm, timeout=timeout, notice_steps=False)
+        self._session = Session(model, algorithm, timeout=harness.TIMEOUT, notice_steps=False)
         self._session.open(torch.device("cpu"))
         self._session.bind([self.optimizer])
 
     def must_send(self, hosts: int) -> float | None:
-        """See `Training.must_send`."""
         codec = getattr(self.algorithm, "codec", None)
         if isinstance(self.algorithm, PowerSGD) and isinstance(codec, Codec):
             inside, whole = factors(self.shapes, self.algorithm.rank)
@@ -273,33 +273,26 @@ class Ours(Training):
         return None
 
     def bytes_sent(self) -> int | None:
-        """See `Training.bytes_sent`."""
         return self._session.stats.bytes_sent
 
     def waited(self) -> float | None:
-        """See `Training.waited`."""
         return self._session.stats.exposed_seconds
 
     def before_forward(self) -> None:
-        """See `Training.before_forward`."""
         self._session.begin_batch("in a benchmark", [self.optimizer], first=False, later_epoch=False)
         self._session.send_buffers()
 
     def before_backward(self, loss: Tensor) -> None:
-        """See `Training.before_backward`."""
         self._session.before_backward(loss)
 
     def after_backward(self) -> None:
-        """See `Training.after_backward`."""
         self._session.after_backward()
 
     def after_step(self) -> None:
-        """See `Training.after_step`."""
         self._session.after_step(self.optimizer)
         self._session.end_batch(None)
 
     def choose(self) -> list[str]:
-        """See `Training.choose`."""
         before = [parameter.detach().clone() for parameter in self.model.parameters()]
         while not self.algorithm.state_dict().get("tuned", True):
             self.run()
@@ -314,12 +307,10 @@ class Ours(Training):
 
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:
-        """See `Training.as_seen`."""
         with self._session.consensus():
             yield self.model
 
     def close(self) -> None:
-        """See `Training.close`."""
         self._session.settle()
         self._session.close()
 
@@ -334,27 +325,22 @@ class WholeIntervals(Ours):
 
     algorithm: Decentralized
 
-    def __init__(
-        self, model: nn.Module, batches: Batches, algorithm: Decentralized, timeout: timedelta, **how: Any
-    ) -> None:
-        super().__init__(model, batches, algorithm, timeout, **how)
+    def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized, **how: Any) -> None:
+        super().__init__(model, batches, algorithm, **how)
         self.interval = algorithm.interval
         for _ in range(algorithm.interval - 1):  # count up, so that the first step of each run begins with a mixing
             super().after_step()
 
     def must_send(self, hosts: int) -> float | None:
-        """See `Training.must_send`. With several ranks a host it depends on which of them are neighbours."""
+        """With several ranks a host it depends on which of them are neighbours."""
         if dist.get_world_size() != hosts:
             return None
         return mixed(self.algorithm, self.full) / self.interval
 
-    def limit(self, forward: float, backward: float, step: float, wire: float) -> float:
-        """See `Training.limit`."""
-        compute = forward + backward + step
-        return compute + max(0.0, wire - compute * self.algorithm.late / self.interval)
+    def limit(self, compute: Phases, wire: float) -> float:
+        return sum(compute) + max(0.0, wire - sum(compute) * self.algorithm.late / self.interval)
 
     def before_forward(self) -> None:
-        """See `Training.before_forward`."""
         super().after_step()
         super().before_forward()
 
@@ -362,15 +348,14 @@ class WholeIntervals(Ours):
         """Nothing: see the class."""
 
     def after_run(self) -> None:
-        """See `Training.after_run`."""
         self._session.settle()
 
 
-def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, timeout: timedelta, **how: Any) -> Ours:
+def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, **how: Any) -> Ours:
     """Any algorithm of this package; `how` as of `Training`."""
     if isinstance(algorithm, Decentralized):
-        return WholeIntervals(model, batches, algorithm, timeout, **how)
-    return Ours(model, batches, algorithm, timeout, **how)
+        return WholeIntervals(model, batches, algorithm, **how)
+    return Ours(model, batches, algorithm, **how)
 
 
 def reduced(nbytes: float, hosts: int) -> float:

@@ -1,6 +1,6 @@
 """The same Lightning training on two hosts joined by a slow link, with `ddp` and then with `ring_int8`.
 
-    sudo python benchmarks/demo.py
+    sudo python -m benchmarks demo
 
 The hosts are network namespaces of this machine (lab.py), so it takes root on Linux; no data are downloaded.
 """
@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,14 +20,15 @@ from typing import Any
 
 import lightning as L
 import torch
-from harness import interface_bytes
-from lab import Lab, LabError, bits_per_second, exit_on_sigterm
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ringstrategy  # noqa: F401  # registers the names
+from benchmarks.harness import interface_bytes
+from benchmarks.lab import Lab, LabError, bits_per_second, exit_on_sigterm
+from benchmarks.trainer import quiet_trainer
 from ringstrategy.app.data.digits import Digits
 
 
@@ -114,23 +113,15 @@ class Clock(L.Callback):
 
 def train(strategy: str, steps: int, out: Path) -> None:
     """One rank's process on its host."""
-    warnings.filterwarnings("ignore")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     L.seed_everything(0)
     clock, model, data = Clock(), ResNet(), Digits(batch_size=32)
-    trainer = L.Trainer(
+    trainer = quiet_trainer(
         strategy=strategy,
-        accelerator="cpu",
         devices=1,
         num_nodes=int(os.environ["WORLD_SIZE"]),
         max_steps=steps + 1,
         callbacks=[clock],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         num_sanity_val_steps=0,
         limit_val_batches=0,
     )
@@ -147,7 +138,8 @@ def measure(strategy: str, rate: str, steps: int) -> Outcome:
     """A fresh pair of hosts."""
     with tempfile.TemporaryDirectory() as folder, Lab(2, rate) as lab:
         out = Path(folder) / "outcome.json"
-        command = [sys.executable, __file__, "--train", strategy, "--steps", str(steps), "--out", str(out)]
+        command = [sys.executable, "-m", "benchmarks", "demo"]
+        command += [f"--train={strategy}", f"--steps={steps}", f"--out={out}"]
         for rank in range(2):
             lab.popen(rank, command, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"})
         if any(lab.wait()):
@@ -173,15 +165,15 @@ def show(outcomes: dict[str, Outcome], rate: str, steps: int) -> None:
         console.print(f"The link alone needs {seconds:.1f} s for fp32 gradients, {seconds / 4:.1f} s for 8 bits.")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(given: Sequence[str]) -> None:
     """Run the strategies one after the other."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser = argparse.ArgumentParser("python -m benchmarks demo", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rate", default="100mbit", help="of the link between the hosts; default 100mbit")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--strategies", default="ddp,ring_int8", help="the first is compared with")
     parser.add_argument("--train", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     if options.train:
         train(options.train, options.steps, options.out)
         return
@@ -191,7 +183,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except LabError as error:
         sys.exit(f"{error}\nWithout root: `make train` compares both over loopback, where no link is slow.")
     show(outcomes, options.rate, options.steps)
-
-
-if __name__ == "__main__":
-    main()

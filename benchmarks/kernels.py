@@ -1,6 +1,6 @@
 """The Triton kernels beside plain torch and torch.compile on one GPU, as fractions of a device copy in the same run.
 
-python benchmarks/kernels.py --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
+python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 
-import harness
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
+from benchmarks import harness
+from benchmarks.rows import Row, append
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
@@ -45,27 +43,6 @@ class Case:
     bytes_moved: int  # that must be read and written at least
     run: Callable[[], object]
     result: Tensor  # that `run` writes
-
-
-@dataclass
-class Row:
-    """One line of a results file."""
-
-    benchmark: str
-    case: str
-    baseline: str
-    elements: int
-    bytes_moved: int
-    seconds_median: float
-    seconds: list[float]  # on the device, one entry a round
-    gigabytes_per_second: float
-    fraction_of_copy: float  # of the bytes a second of a device copy in the same rounds
-    ratio: float | None  # median over the rounds of eager torch / this case, so 2 is twice as fast
-    error: float | None  # share of the results that are not the eager twin's; None without one
-    device: str
-    torch: str
-    triton: str
-    commit: str
 
 
 def torch_encode(values: Tensor, wire: Tensor, lost: Tensor, bits: int) -> None:
@@ -181,7 +158,7 @@ def _compiled(function: Callable[..., None]) -> Callable[..., None]:
 def _errors(cases: Sequence[Case], reset: Callable[[], object]) -> dict[tuple[str, str], float | None]:
     """Share of each case's results that are not those of the eager twin; floats may differ by rounding."""
     truth: dict[str, Tensor] = {}
-    results = {}
+    results: dict[tuple[str, str], float | None] = {}
     for case in sorted(cases, key=lambda case: case.way != "eager"):
         reset()
         case.run()
@@ -199,35 +176,34 @@ def _errors(cases: Sequence[Case], reset: Callable[[], object]) -> dict[tuple[st
 def _seconds(cases: Sequence[Case], reset: Callable[[], object], options: argparse.Namespace) -> list[list[float]]:
     """Device time of each case in each counted round, all cases once a round in rotated order."""
     seconds: list[list[float]] = [[] for _ in cases]
-    for round_ in range(options.warmup + options.rounds):
-        for place in range(len(cases)):
-            index = (place + round_) % len(cases)
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            reset()  # writes more than the caches hold at the larger sizes, and hides the time of the launch
-            start.record()
-            cases[index].run()
-            end.record()
-            end.synchronize()
-            if round_ >= options.warmup:
-                seconds[index].append(start.elapsed_time(end) / 1e3)
+    for (case, own), counts in harness.turns(list(zip(cases, seconds, strict=True)), options.rounds, options.warmup):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        reset()  # writes more than the caches hold at the larger sizes, and hides the time of the launch
+        start.record()
+        case.run()
+        end.record()
+        end.synchronize()
+        if counts:
+            own.append(start.elapsed_time(end) / 1e3)
     return seconds
 
 
-def _measure(n: int, options: argparse.Namespace) -> list[Row]:
+def _measure(n: int, options: argparse.Namespace) -> None:
     import triton
 
     device = torch.device("cuda")
     cases, reset = _cases(n, device)
-    works = harness.chosen(dict.fromkeys(case.work for case in cases), options)
+    works = harness.chosen(dict.fromkeys(case.work for case in cases), options.cases)
     cases = [case for case in cases if case.way == "copy" or case.work in works]
     errors = _errors(cases, reset)
     seconds = _seconds(cases, reset, options)
     copy = 8 * n / statistics.median(seconds[0])
     eager = {case.work: times for case, times in zip(cases, seconds, strict=True) if case.way == "eager"}
-    rows = []
+    rows, lines = [], []
     for case, times in zip(cases, seconds, strict=True):
-        rate = case.bytes_moved / statistics.median(times)
-        base = eager.get(case.work)
+        middle, base, error = statistics.median(times), eager.get(case.work), errors[case.work, case.way]
+        rate = case.bytes_moved / middle
+        ratio = None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True))
         rows.append(
             Row(
                 benchmark="kernels",
@@ -235,56 +211,45 @@ def _measure(n: int, options: argparse.Namespace) -> list[Row]:
                 baseline=f"{case.work}, eager",
                 elements=n,
                 bytes_moved=case.bytes_moved,
-                seconds_median=statistics.median(times),
-                seconds=times,
+                seconds_median=middle,
+                seconds=times,  # on the device
                 gigabytes_per_second=rate / 1e9,
-                fraction_of_copy=rate / copy,
-                ratio=None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True)),
-                error=errors[case.work, case.way],
+                fraction_of_copy=rate / copy,  # of the bytes a second of a device copy in the same rounds
+                ratio=ratio,
+                error=error,  # share of the results that are not the eager twin's; None without one
                 device=torch.cuda.get_device_name(device),
                 torch=torch.__version__,
                 triton=triton.__version__,
                 commit=harness.commit(),
             )
         )
-    return rows
-
-
-def _report(rows: Sequence[Row]) -> None:
-    table = Table(title=f"kernels: {rows[0].elements:,} float32 on {rows[0].device}", title_justify="left")
-    table.add_column("case", no_wrap=True)
-    for heading in ("median us", "GB/s", "of copy", "x eager", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.case,
-            f"{1e6 * row.seconds_median:.1f}",
-            f"{row.gigabytes_per_second:.0f}",
-            f"{row.fraction_of_copy:.0%}",
-            "-" if row.ratio is None else f"{row.ratio:.2f}",
-            "-" if row.error is None else f"{row.error:.1e}",
+        lines.append(
+            (
+                f"{case.work}, {case.way}",
+                f"{1e6 * middle:.1f}",
+                f"{rate / 1e9:.0f}",
+                f"{rate / copy:.0%}",
+                harness.shown(ratio, "{:.2f}"),
+                harness.shown(error, "{:.1e}"),
+            )
         )
-    Console(width=120).print(table)
+    title = f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}"
+    harness.table(title, ("case", "median us", "GB/s", "of copy", "x eager", "error"), lines)
+    append(rows, options.out)
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Measure every size."""
-    parser = argparse.ArgumentParser(description="Speed of the Triton kernels on one GPU.")
+    parser = harness.arguments("kernels", __doc__, rounds=30, warmup=5)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="millions (2**20) of float32")
-    parser.add_argument("--rounds", type=int, default=30, help="counted rounds; each runs every case once")
-    parser.add_argument("--warmup", type=int, default=5, help="rounds that are not counted")
-    parser.add_argument("--cases", help="only cases whose name contains one of these, comma-separated")
-    parser.add_argument("--out", type=Path, help="append one JSON row a case to this file")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     if not torch.cuda.is_available():
         sys.exit(
             "benchmarks/kernels.py measures a GPU, and torch sees none here: run it where torch.cuda.is_available()"
         )
     for size in options.sizes:
-        rows = _measure(size << 20, options)
-        _report(rows)
-        harness.write(rows, options.out)
+        _measure(size << 20, options)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__":  # also a plain file, on a bare GPU machine
+    main(sys.argv[1:])

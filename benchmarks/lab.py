@@ -1,6 +1,6 @@
 """Hosts on a throttled network, on one Linux machine: network namespaces around a bridge, each link shaped by `tc tbf`.
 
-    python benchmarks/lab.py --hosts 4 --processes 2 --rate 1gbit --slow-link 3=100mbit --slow-host 2=3 -- python t.py
+    python -m benchmarks lab --hosts 4 --processes 2 --rate 1gbit --slow-link 3=100mbit --slow-host 2=3 -- python t.py
 
 runs the command twice on every host, with the environment variables that torchrun and Lightning read. A host has a name
 of its own (host0, ...), which resolves to nothing: use addresses.
@@ -29,6 +29,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -434,21 +435,8 @@ def _set_congestion_control() -> None:
 
 def _in_thread(work: Callable[[], T]) -> T:
     """Call `work` on a thread that then ends, so that the namespace it moved to does not stick to the caller."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def call() -> None:
-        try:
-            results.append(work())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=call)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
 
 
 def _stream(sender: socket.socket, receiver: socket.socket, seconds: float, settle: float) -> float:
@@ -507,8 +495,19 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command line takes to make a lab; `from_arguments` makes it."""
+def _of_host(kind: Callable[[str], T], text: str) -> tuple[int, T]:
+    try:
+        host, value = text.split("=")
+        return int(host), kind(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write it like 3=100mbit or 3=2, the host first") from None
+
+
+def main(given: Sequence[str]) -> None:
+    """The command line: one command as every rank, or every link measured."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks lab", description="Run a command on every host of a throttled network."
+    )
     add = parser.add_argument
     add("--hosts", type=int, default=4)
     add("--processes", type=int, default=1, help="on each host; ranks are host-major")
@@ -523,38 +522,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable: its processes get 1/FACTOR of the time",
     )
     add("--delay-ms", type=float, default=0.0, help="every packet between hosts is late by it; needs sch_netem")
-
-
-def from_arguments(arguments: argparse.Namespace) -> Lab:
-    """The lab that the command line asks for."""
-    return Lab(
-        arguments.hosts,
-        arguments.rate,
-        processes=arguments.processes,
-        slow_links=dict(arguments.slow_link),
-        slow_hosts=dict(arguments.slow_host),
-        delay_ms=arguments.delay_ms,
-    )
-
-
-def _of_host(kind: Callable[[str], T], text: str) -> tuple[int, T]:
-    try:
-        host, value = text.split("=")
-        return int(host), kind(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write it like 3=100mbit or 3=2, the host first") from None
-
-
-def main() -> None:
-    """The command line: one command as every rank, or every link measured."""
-    parser = argparse.ArgumentParser(description="Run a command on every host of a throttled network.")
-    add_arguments(parser)
     parser.add_argument("command", nargs="*", help="after --; without one, every host's link is measured and printed")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     exit_on_sigterm()
     failed = []
     try:
-        with from_arguments(arguments) as lab:
+        with Lab(
+            arguments.hosts,
+            arguments.rate,
+            processes=arguments.processes,
+            slow_links=dict(arguments.slow_link),
+            slow_hosts=dict(arguments.slow_host),
+            delay_ms=arguments.delay_ms,
+        ) as lab:
             if arguments.command:
                 for rank in range(lab.world_size):
                     lab.popen(rank, arguments.command)
@@ -572,7 +552,3 @@ def main() -> None:
         sys.exit(130)
     if failed:
         sys.exit("; ".join(failed))
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,7 @@ class PowerSGDOnOneThread:
                 self._mean_(bucket.index(), bucket.buffer(), bucket.gradients())
                 future.set_result(bucket.buffer())
             except Exception as error:
-                future.set_exception(error)
+                future.set_exception(error)  # type: ignore[arg-type]
 
     def _mean_(self, index: int, flat: Tensor, gradients: list[Tensor]) -> None:
         size = self.group.size()
@@ -118,5 +118,7 @@ class PowerSGDOnOneThread:
 def _orthonormal(rows: Tensor) -> Tensor:
     """The rows of a (rank, length) factor made orthonormal: for rank 1 this is only its length."""
     if len(rows) == 1:
-        return rows / torch.linalg.vector_norm(rows).clamp_min(1e-8)
-    return torch.linalg.qr(rows.T).Q.T
+        scaled: Tensor = rows / torch.linalg.vector_norm(rows).clamp_min(1e-8)
+        return scaled
+    columns: Tensor = torch.linalg.qr(rows.T).Q
+    return columns.T

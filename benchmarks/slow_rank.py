@@ -1,6 +1,6 @@
 """How fast the others train beside one slow rank: DDP, the ring and gossip, with the slow rank and without.
 
-python benchmarks/slow_rank.py --hosts 4 --rate none --rounds 3 --out outputs/slow_rank.jsonl
+python -m benchmarks slow_rank --hosts 4 --rate none --rounds 3 --out outputs/slow_rank.jsonl
 
 Compute is emulated by sleeping, so that ranks do not compete for this machine's cores; gradients, parameters and what
 is sent are real. The slow rank sleeps longer each step. It is not stopped by signals: those would hold up its messages
@@ -11,24 +11,20 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import pairwise
 
-import harness
 import torch
 import torch.distributed as dist
-from contenders import Ours, Training, decentralized
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import harness
+from benchmarks.contenders import DDP, Ours, Training, decentralized
+from benchmarks.rows import Row, append
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
@@ -36,32 +32,6 @@ from ringstrategy.topologies import Topology
 
 _SLOW = 1
 _BATCH = 4
-
-
-@dataclass
-class Row:
-    """One line of the results file. Lists have one entry a rank: the median over the rounds, in the steady state."""
-
-    benchmark: str
-    case: str
-    baseline: str
-    slow_rank: int | None
-    slowdown: float | None  # its compute takes this many times as long
-    steps_per_second: list[float]
-    waited_seconds: list[float] | None  # of one step, the training thread waited for the exchange; None: nobody counts
-    steps_ahead: list[float]  # of rank 1, slow or not: the most
-    steps_ahead_limit: list[int] | None  # no rank can be further ahead; None: gradients are averaged, all go in step
-    ratio: float  # the other ranks' steps a second over those of the baseline, with or without the slow rank alike
-    kept: float  # the other ranks' steps a second over those of the same case without the slow rank
-    ranks_identical: bool
-    hosts: int
-    rate: str
-    steps: int
-    compute_seconds: float
-    size: str
-    device: str
-    torch: str
-    commit: str
 
 
 class _Sleep(nn.Module):
@@ -102,9 +72,7 @@ class _Case:
         steps = math.ceil(options.steps / options.interval) * options.interval  # whole intervals in all cases
         batches = [(inputs, targets)] * steps
         self.training: Training = (
-            Training(DistributedDataParallel(model), batches)
-            if algorithm is None
-            else Ours(model, batches, algorithm, timedelta(seconds=options.timeout))
+            Training(DistributedDataParallel(model), batches) if algorithm is None else Ours(model, batches, algorithm)
         )
         self.runs: list[_Run] = []
 
@@ -117,7 +85,8 @@ class _Case:
         self.training.run()
         begun, seconds, now = self._sleep.begun, time.time() - self._sleep.begun[0], self.training.waited()
         waited_a_step = float("nan") if waited is None or now is None else (now - waited) / len(begun)
-        ranks = harness.of_all_ranks([len(begun) / seconds, waited_a_step, *begun])
+        mine = torch.tensor([len(begun) / seconds, waited_a_step, *begun], dtype=torch.float64)
+        ranks = [theirs.tolist() for theirs in harness.of_all_ranks(mine)]
         times = [begun for _, _, *begun in ranks]
         self.runs.append(
             _Run(
@@ -172,7 +141,7 @@ def _mixings_from(topology: Topology, size: int, slow: int, rank: int, last: int
 
 
 def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
-    algorithms: dict[str, Algorithm | None] = {"ddp": None}
+    algorithms: dict[str, Algorithm | None] = {DDP: None}
     for name in ("ring_int8", *decentralized()):
         algorithms[name] = STRATEGIES[name]()
     for name in decentralized():
@@ -180,33 +149,29 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
         assert isinstance(rarely, Decentralized)
         rarely.interval = options.interval
         algorithms[f"{name} every {options.interval}"] = rarely
-    return {name: algorithms[name] for name in dict.fromkeys(["ddp", *harness.chosen(algorithms, options)])}
+    return {name: algorithms[name] for name in dict.fromkeys([DDP, *harness.chosen(algorithms, options.cases)])}
 
 
 def worker(options: argparse.Namespace) -> None:
     """What runs on each host."""
-    if options.hosts <= _SLOW or options.processes > 1:
-        sys.exit("one rank slows down those on other hosts: --hosts 2 or more, --processes 1")
     cases = [
         _Case(name, algorithm, options, slowed=slowed)
         for slowed in (False, True)
         for name, algorithm in _algorithms(options).items()
     ]
-    for round_ in range(options.warmup + options.rounds):
-        for place in range(len(cases)):
-            cases[(place + round_) % len(cases)].run()
-    for case in cases:
-        del case.runs[: options.warmup]
-    revision = harness.commit()
-    rows = [_row(case, cases, revision, options) for case in cases]
+    for case, counts in harness.turns(cases, options.rounds, options.warmup):
+        case.run()
+        if not counts:
+            case.runs.clear()
+    rows = [_row(case, cases, options) for case in cases]
     for case in cases:
         case.training.close()
     if dist.get_rank() == 0:
         _report(rows, options)
 
 
-def _row(case: _Case, cases: Sequence[_Case], revision: str, options: argparse.Namespace) -> Row:
-    [baseline] = [other for other in cases if other.name == "ddp" and other.slowed == case.slowed]
+def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Row:
+    [baseline] = [other for other in cases if other.name == DDP and other.slowed == case.slowed]
     [healthy] = [other for other in cases if other.name == case.name and not other.slowed]
     limit = None
     if isinstance(case.algorithm, Decentralized):
@@ -224,69 +189,62 @@ def _row(case: _Case, cases: Sequence[_Case], revision: str, options: argparse.N
         ratio=case.others() / baseline.others(),
         kept=case.others() / healthy.others(),
         ranks_identical=harness.identical_on_all_ranks(case.training.result()),
-        hosts=options.hosts,
-        rate=options.rate,
         steps=options.steps,
         compute_seconds=options.compute_ms / 1e3,
         size=f"compute emulated by sleeping {options.compute_ms:g} ms, {options.width**2 / 1e6:.2g} M parameters",
-        device="cpu",
-        torch=torch.__version__,
-        commit=revision,
+        **harness.facts(options),
     )
 
 
 def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    table = Table(
-        title=f"{rows[0].size}; {rows[0].hosts} hosts at {rows[0].rate}; {options.steps} steps after as many; "
-        f"{os.cpu_count()} cores",
-        title_justify="left",
+    others = [rank for rank in range(options.hosts) if rank != _SLOW]
+
+    def of(ranks: Sequence[int], values: object, form: str, scale: float = 1.0) -> str:
+        return " ".join(form.format(scale * values[rank]) for rank in ranks) if isinstance(values, list) else "-"
+
+    harness.table(
+        f"{rows[0].size}; {harness.network(options)}; {options.steps} steps after as many",
+        (
+            *("case", "slow rank", "others' steps/s", "slow's", "x ddp", "x healthy", "others wait", "ahead"),
+            *("at most", "same bits"),
+        ),
+        (
+            (
+                row.case,
+                "no" if row.slow_rank is None else f"rank {row.slow_rank}",
+                of(others, row.steps_per_second, "{:.2f}"),
+                of([_SLOW], row.steps_per_second, "{:.2f}"),
+                harness.shown(row.ratio, "{:.3f}"),
+                harness.shown(row.kept, "{:.3f}"),
+                of(others, row.waited_seconds, "{:.0f}", 1e3),
+                of(others, row.steps_ahead, "{:g}"),
+                of(others, row.steps_ahead_limit, "{:g}"),
+                harness.yes(row.ranks_identical is True),
+            )
+            for row in rows
+        ),
+        [
+            f"others wait: ms a step. ahead: the most steps that each of the others had begun and rank {_SLOW} had "
+            "not. It has a limit: to end a mixing, a rank needs those it exchanges with to have begun it, and they had "
+            "to end the one before. So in the long run nobody trains faster than the slowest; intervals and overlap "
+            "let others run ahead further before they wait, which evens out delays that pass."
+        ],
     )
-    table.add_column("case", no_wrap=True)
-    headings = (
-        "slow rank",
-        "others' steps/s",
-        "slow's",
-        "x ddp",
-        "x healthy",
-        "others wait",
-        "ahead",
-        "at most",
-        "same bits",
-    )
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        others = [rank for rank in range(row.hosts) if rank != _SLOW]
-        table.add_row(
-            row.case,
-            "no" if row.slow_rank is None else f"rank {row.slow_rank}",
-            " ".join(f"{row.steps_per_second[rank]:.2f}" for rank in others),
-            f"{row.steps_per_second[_SLOW]:.2f}",
-            f"{row.ratio:.3f}",
-            f"{row.kept:.3f}",
-            "-" if row.waited_seconds is None else " ".join(f"{1e3 * row.waited_seconds[rank]:.0f}" for rank in others),
-            " ".join(f"{row.steps_ahead[rank]:g}" for rank in others),
-            "-" if row.steps_ahead_limit is None else " ".join(f"{row.steps_ahead_limit[rank]}" for rank in others),
-            "yes" if row.ranks_identical else "NO",
-        )
-    console = Console(width=160)
-    console.print(table)
-    console.print(
-        f"others wait: ms a step. ahead: the most steps that each of the others had begun and rank {_SLOW} had not. It "
-        "has a limit: to end a mixing, a rank needs those it exchanges with to have begun it, and they had to end the "
-        "one before. So in the long run nobody trains faster than the slowest; intervals and overlap let others run "
-        "ahead further before they wait, which evens out delays that pass.",
-        highlight=False,
-    )
-    harness.write(rows, options.out)
+    append(rows, options.out)
 
 
-if __name__ == "__main__":
-    parser = harness.arguments("The other ranks' speed beside a slow one; compute is emulated by sleeping.")
+def _check(options: argparse.Namespace) -> None:
+    if options.hosts <= _SLOW or options.processes > 1:
+        raise ValueError("one rank slows down those on other hosts: --hosts 2 or more, --processes 1")
+
+
+def main(given: Sequence[str]) -> None:
+    """The command."""
+    # no warm-up: each turn of a case begins with steps that do not count
+    parser = harness.over_hosts("slow_rank", __doc__, rounds=3, warmup=0)
     parser.add_argument("--steps", type=int, default=40, help="that count, after as many that do not")
     parser.add_argument("--compute-ms", type=float, default=50.0, help="how long a step's compute takes")
     parser.add_argument("--slowdown", type=float, default=2.0, help=f"of rank {_SLOW}'s compute")
     parser.add_argument("--interval", type=int, default=4, help="also gossip every so many steps")
     parser.add_argument("--width", type=int, default=512, help="of the one linear layer")
-    parser.set_defaults(rounds=3, warmup=0)  # each turn of a case begins with steps that do not count
-    harness.main(parser, worker)
+    harness.run(parser, given, worker, check=_check)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -50,21 +51,28 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 def mlp(width: int = 2048, layers: int = 6, batch: int = 32) -> Task:
     """24.1 M parameters, on noise."""
 
-    def make() -> nn.Module:
-        widths = [_INPUTS] + [width] * layers
-        parts: list[nn.Module] = []
-        for before, after in pairwise(widths):
-            parts += [nn.Linear(before, after), nn.ReLU()]
-        return nn.Sequential(*parts, nn.Linear(widths[-1], _OUTPUTS))
-
     def batches(count: int, seed: int) -> Batches:
-        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
+        data = _generator(seed)
         return [
             (torch.randn(batch, _INPUTS, generator=data), torch.randn(batch, _OUTPUTS, generator=data))
             for _ in range(count)
         ]
 
+    make = partial(perceptron, _INPUTS, *[width] * layers, _OUTPUTS)
     return Task("MLP", f"batch {batch} a rank", make, batches, F.mse_loss)
+
+
+def perceptron(*widths: int) -> nn.Module:
+    """Linear layers of these widths, a ReLU between each two."""
+    parts: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        parts += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*parts[:-1])
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Of this rank's data."""
+    return torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
 
 
 def gpt(width: int = 384, layers: int = 6, batch: int = 1) -> Task:
@@ -74,17 +82,11 @@ def gpt(width: int = 384, layers: int = 6, batch: int = 1) -> Task:
 
     def batches(count: int, seed: int) -> Batches:
         text = _text().training.text
-        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
-        starts = torch.randint(len(text) - _CONTEXT, (count * batch,), generator=data)
+        starts = torch.randint(len(text) - _CONTEXT, (count * batch,), generator=_generator(seed))
         return list(zip(*(side.split(batch) for side in _stacked(Windows(text, starts, _CONTEXT))), strict=True))
 
-    return Task(
-        "byte GPT",
-        f"batch {batch} x {_CONTEXT} bytes a rank",
-        lambda: GPT(_CONTEXT, width, layers, _HEADS),
-        batches,
-        cross_entropy,
-    )
+    make = partial(GPT, _CONTEXT, width, layers, _HEADS)
+    return Task("byte GPT", f"batch {batch} x {_CONTEXT} bytes a rank", make, batches, cross_entropy)
 
 
 def cnn(width: int = 384, batch: int = 8) -> Task:
@@ -94,17 +96,11 @@ def cnn(width: int = 384, batch: int = 8) -> Task:
         digits = Digits()
         digits.setup("fit")
         images, labels = digits.training.tensors
-        data = torch.Generator().manual_seed(1000 * (seed + 1) + dist.get_rank())
-        chosen = torch.randint(len(images), (count, batch), generator=data)
+        chosen = torch.randint(len(images), (count, batch), generator=_generator(seed))
         return [(images[one], labels[one]) for one in chosen]
 
-    return Task(
-        "CNN",
-        f"batch {batch} images of 8x8 a rank",
-        lambda: CNN(channels=width),
-        batches,
-        cross_entropy,
-    )
+    make = partial(CNN, channels=width)
+    return Task("CNN", f"batch {batch} images of 8x8 a rank", make, batches, cross_entropy)
 
 
 def held_out_text(windows: int) -> tuple[Tensor, Tensor]:

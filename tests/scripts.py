@@ -1,33 +1,42 @@
-"""Benchmark scripts without processes of their own: each would import lightning first, which takes seconds."""
+"""Benchmarks without processes of their own: each would import lightning first, which takes seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
-import runpy
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pool import Pool
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+from benchmarks.__main__ import main
+from benchmarks.rows import read
+
+ROOT = Path(__file__).parents[1]
 
 
-def _be_a_rank(script: str, arguments: list[str], environment: dict[str, str]) -> str:
+def lines_of(name: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The rows that a benchmark writes, started by hand."""
+    command = [sys.executable, "-m", "benchmarks", name, *arguments, "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [asdict(row) for row in read(out)]
+
+
+def _be_a_rank(arguments: list[str], environment: dict[str, str]) -> str:
     """As a launcher would start it, in a process of the pool; returns what it prints."""
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(BENCHMARKS))
     os.environ.update(environment)
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
-            runpy.run_path(script, run_name="__main__")
+            main(arguments)
     finally:
         for name in environment:
             del os.environ[name]
@@ -35,25 +44,19 @@ def _be_a_rank(script: str, arguments: list[str], environment: dict[str, str]) -
 
 
 def on_ranks(
-    ranks: Pool, size: int, script: str, out: Path, *arguments: str, environment: Mapping[str, str] | None = None
+    ranks: Pool, size: int, name: str, out: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> tuple[list[dict[str, Any]], str]:
     """The rows that `size` ranks of a benchmark write, and what the first prints."""
-    command = [*arguments, "--out", str(out)]
-    printed = ranks(size, _be_a_rank, str(BENCHMARKS / script), command, dict(environment or {}), limit=120)
-    return [json.loads(line) for line in out.read_text().splitlines()], printed[0]
+    printed = ranks(size, _be_a_rank, [name, *arguments, "--out", str(out)], dict(environment or {}), limit=120)
+    return [asdict(row) for row in read(out)], printed[0]
 
 
-def refusal(
-    script: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> str:
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What it says when it ends with status 2, started by hand."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    path = str(BENCHMARKS / script)
-    monkeypatch.setattr(sys, "argv", [path, *arguments])
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(path, run_name="__main__")
+            main(arguments)
     finally:
         signal.signal(signal.SIGTERM, handler)
     assert ended.value.code == 2

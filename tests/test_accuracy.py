@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +12,12 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
+from benchmarks import accuracy
+from benchmarks.report import accuracy as pages
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.names import STRATEGIES
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import accuracy  # noqa: E402
-import accuracy_report  # noqa: E402
-
-from ringstrategy.algorithms.parameters.decentralized import Decentralized  # noqa: E402
-from ringstrategy.names import STRATEGIES  # noqa: E402
 
 TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60"]
 
@@ -26,12 +25,12 @@ TINY = ["tasks=[digits]", "optimizers=[sgd]", "ranks=[2]", "steps=20", "limit=60
 def sweep(out: Path, *overrides: str) -> list[dict[str, Any]]:
     """Run it in this process; all rows of the file."""
     with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
-        accuracy.main(compose("accuracy", [*TINY, f"out={out}", *overrides]))
+        accuracy.sweep(compose("accuracy", [*TINY, f"out={out}", *overrides]))
     return accuracy.read_rows(out)
 
 
 def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
-    out = tmp_path / "deep" / "rows.jsonl"
+    out = tmp_path / "deep" / "accuracy.jsonl"
     rows = sweep(out, "wires=[fp32,int4 rotated absmax]")
     assert [row["name"] for row in rows[:2]] == ["fp32, ring", "fp32, direct"]
     assert len(rows) == 2 + 4
@@ -56,12 +55,12 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     assert [row["status"] for row in diverged] == ["diverged"]
     assert json.loads(out.read_text().splitlines()[-1])["val_loss"] is None
 
-    command = [sys.executable, str(BENCHMARKS / "accuracy.py"), "report=true", f"out={out}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    command = [sys.executable, "-m", "benchmarks", "report", f"--results={out.parent}", "--page=deep/page.md"]
+    there = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run(command, env=there, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = (out.parent / "accuracy.md").read_text()
     assert report.count("- failed: ") == report.count("- diverged: ") == 1
-    assert (out.parent / "accuracy_factorial.png").stat().st_size > 10_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"], "Hydra leaves nothing behind"
 
 
@@ -83,7 +82,7 @@ def test_gossip_beside_ddp(tmp_path: Path) -> None:
     # all parameters to the only neighbour, without the means for ten validations
     assert 4 * 21386 < named["gossip"]["bytes_sent_per_step"] < 4 * 21386 + 100
     assert 21386 < named["gossip interval 4"]["bytes_sent_per_step"] < 21386 + 100
-    accuracy_report.publish(rows, tmp_path)
+    pages.publish(rows, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "accuracy_gossip.md",
         "accuracy_gossip.png",
@@ -116,7 +115,7 @@ def test_report_judges_what_was_promised(tmp_path: Path) -> None:
     rows.append({**made_up("ring_fp16", 2.0, 0), "status": "failed", "error": "Traceback\nValueError: no wire"})
     for field in ("val_loss", "parameters", "bytes_sent_per_step", "replicas_identical"):
         del rows[-1][field]
-    accuracy_report.publish(rows, tmp_path)
+    pages.publish(rows, tmp_path)
     report = (tmp_path / "accuracy.md").read_text()
     lines = {line.split("`")[1]: line for line in report.splitlines() if line.startswith("| `")}
     assert lines["ring_int8"].endswith("| same as fp32: promise kept |")
@@ -145,7 +144,7 @@ def test_report_of_gossip_pairs_with_its_own_ddp(tmp_path: Path) -> None:
         for seed in (0, 1)
         for name, loss in {"ddp": base + seed, "gossip": 1.5 * (base + seed), "push_sum": None if seed else 9.0}.items()
     ]
-    accuracy_report.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
+    pages.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
     report = (tmp_path / "accuracy_gossip.md").read_text()
     titles = [line for line in report.splitlines() if line.startswith("## ")]
     assert [title.split(": ")[0].split(", ", 2)[2] for title in titles[:-1]] == [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 import re
 import subprocess
 import sys
@@ -15,8 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool, RankFailed
-from scripts import BENCHMARKS, on_ranks, refusal
+from scripts import ROOT, lines_of, on_ranks, refusal
 
+from benchmarks.__main__ import main
+from benchmarks.contenders import PostLocalSGD
+from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
+from benchmarks.slow_rank import steps_ahead_limit
+from benchmarks.tasks import TASKS
 from ringstrategy import BlockInt, Gossip, Identity
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.names import STRATEGIES
@@ -33,20 +36,13 @@ CONTROL = 2000  # bytes a step that ranks may exchange beside gradients
 pytestmark = pytest.mark.timeout(240)
 
 
-def lines_of(script: str, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCHMARKS / script), *arguments, "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in out.read_text().splitlines()]
-
-
-def rows_of(script: str, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    return checked(lines_of(script, out, *arguments))
+def rows_of(name: str, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
+    return checked(lines_of(name, out, *arguments))
 
 
 def training_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     """Two ranks'."""
-    return checked(on_ranks(ranks, 2, "training.py", out, "--rounds", "2", *arguments)[0])
+    return checked(on_ranks(ranks, 2, "training", out, "--rounds", "2", *arguments)[0])
 
 
 def checked(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -61,9 +57,24 @@ def checked(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     return {row["case"]: row for row in rows}
 
 
+def test_every_command_is_listed_and_says_what_its_options_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    listed = re.findall(r"^(\w+)  +(.*)$", capsys.readouterr().out.partition("--help")[2], re.M)
+    assert {name for name, _ in listed} >= {"training", "collectives", "campaign", "lab", "report"}
+    for name, described in listed:
+        assert described.endswith("."), name
+        if name == "accuracy":
+            continue  # Hydra's
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"python -m benchmarks {name}" in capsys.readouterr().out
+
+
 def test_collectives_on_loopback(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--mb", "1", "--rounds", "2"]
-    rows = rows_of("collectives.py", tmp_path / "deep" / "rows.jsonl", *arguments)
+    rows = rows_of("collectives", tmp_path / "deep" / "rows.jsonl", *arguments)
     bounds = {"fp32": 1e-6, "identity": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
     bounds |= {"fp8": 0.1, "int8": 0.05, "int4": 0.4, "int2": 0.9, "sign": 1.5, "topk": 1.1}
     for name, row in rows.items():
@@ -76,8 +87,19 @@ def test_collectives_on_loopback(tmp_path):
 
 
 def test_the_demo_on_loopback():
-    command = [sys.executable, "demo.py", "--rate", "loopback", "--steps", "3", "--strategies", "ddp,ring_int8"]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, check=False, timeout=120)
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "demo",
+        "--rate",
+        "loopback",
+        "--steps",
+        "3",
+        "--strategies",
+        "ddp,ring_int8",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [re.findall(r"[\w.]+", line) for line in done.stdout.splitlines() if "│" in line]
     assert [row[0] for row in rows] == ["ddp", "ring_int8"]
@@ -114,7 +136,7 @@ def test_a_training_step(ranks, tmp_path):
         ("cnn", {"width": 16}, "CNN of 0.0 M parameters, batch 8 images of 8x8 a rank"),
     ],
 )
-def test_training_of_other_models(ranks, tmp_path, monkeypatch, model, shape, size):
+def test_training_of_other_models(ranks, tmp_path, model, shape, size):
     arguments = ["--cases", "ring,powersgd", "--model", model]
     arguments += [f"--{name}={value}" for name, value in shape.items()]
     rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments)
@@ -123,11 +145,9 @@ def test_training_of_other_models(ranks, tmp_path, monkeypatch, model, shape, si
         assert row["ranks_identical"] is (name != "compute alone")
     assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"], "each rank has data of its own"
 
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    tasks, peer = importlib.import_module("tasks"), importlib.import_module("powersgd_peer")
-    shapes = [parameter.shape for parameter in tasks.TASKS[model](**shape).model(0).parameters()]
+    shapes = [parameter.shape for parameter in TASKS[model](**shape).model(0).parameters()]
     for name, rank in (("ring_powersgd", 1), ("ring_powersgd rank 4", 4)):
-        has_to = 4 * sum(peer.factors(shapes, rank))  # of two ranks each sends all that is summed
+        has_to = 4 * sum(factors(shapes, rank))  # of two ranks each sends all that is summed
         assert has_to <= rows[name]["bytes_sent"] < has_to + CONTROL
     has_to = 4 * sum(shape.numel() for shape in shapes)
     assert has_to <= rows["ring"]["bytes_sent"] < has_to + CONTROL
@@ -138,7 +158,7 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     arguments = ["--rate", "10mbit", *SMALL, "--rounds", "2"]
     arguments += ["--cases", "=ring_int8,ring_auto,=gossip_exponential,post-local"]
     told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
-    lines, printed = on_ranks(ranks, 2, "training.py", tmp_path / "rows.jsonl", *arguments, environment=told)
+    lines, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
     rows = {row["case"]: row for row in lines}
     byte = 8 / 10e6
     alone = {row["steps"]: row["limit_seconds"] for row in lines if row["case"].startswith("compute alone")}
@@ -177,10 +197,9 @@ def test_nobody_claims_a_limit_that_was_not_measured(ranks, tmp_path):
 
 
 def steps_after_which_ranks_agree(period: int) -> list[int]:
-    contenders = importlib.import_module("contenders")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    training = contenders.PostLocalSGD(torch.nn.Linear(3, 2), [], period)
+    training = PostLocalSGD(torch.nn.Linear(3, 2), [], period)
     torch.manual_seed(1 + dist.get_rank())
     agreed = []
     for step in range(1, 3 * period + 1):
@@ -193,17 +212,15 @@ def steps_after_which_ranks_agree(period: int) -> list[int]:
     return agreed
 
 
-def test_post_local_sgd_averages_at_the_end_of_each_period(ranks, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_post_local_sgd_averages_at_the_end_of_each_period(ranks):
     assert ranks(2, steps_after_which_ranks_agree, 4) == [[4, 8, 12]] * 2
 
 
 def powersgd_of(rank: int, low: int) -> list[torch.Tensor]:
     """Inputs, means and errors of two steps; the input's matrix has the rank `low`."""
-    peer = importlib.import_module("powersgd_peer")
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
-    hook = peer.PowerSGDOnOneThread(dist.group.WORLD, rank)
+    hook = PowerSGDOnOneThread(dist.group.WORLD, rank)
     inputs, means = torch.zeros(0, 40 * 30 + 7), torch.zeros(0, 40 * 30 + 7)
     for _ in range(2):
         flat = torch.cat([(torch.randn(40, low) @ torch.randn(low, 30)).flatten(), torch.randn(7)])
@@ -215,8 +232,7 @@ def powersgd_of(rank: int, low: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_the_powersgd_hook_beside_us_is_right(ranks, monkeypatch, rank):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def test_the_powersgd_hook_beside_us_is_right(ranks, rank):
     ours, theirs = ranks(2, powersgd_of, rank, 20)
     assert torch.equal(ours[1], theirs[1]), "the same bits on both"
     mean = (ours[0] + theirs[0]) / 2
@@ -262,7 +278,7 @@ QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--layers", "1",
 
 
 def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    rows, _ = on_ranks(ranks, 2, "time_to_accuracy.py", out, *QUICK, *arguments)
+    rows, _ = on_ranks(ranks, 2, "time_to_accuracy", out, *QUICK, *arguments)
     for row in rows:
         assert set(row) >= {
             "hosts",
@@ -324,7 +340,7 @@ def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
 
 def test_a_run_that_diverges_ends(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none", "--learning-rate", "1e30"]
-    rows, _ = on_ranks(ranks, 2, "time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, *arguments)
+    rows, _ = on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, *arguments)
     for row in rows:
         assert row["seconds_to_target"] is None
         assert row["curve"]["losses"][-1] is None
@@ -334,7 +350,7 @@ def test_a_run_that_diverges_ends(ranks, tmp_path):
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8", "--interval", "4", "--width", "32"]
     arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]
-    rows = lines_of("slow_rank.py", tmp_path / "rows.jsonl", *arguments)
+    rows = lines_of("slow_rank", tmp_path / "rows.jsonl", *arguments)
     slowed = {row["case"]: row for row in rows if row["slow_rank"] == 1}
     assert [row["case"] for row in rows] == 2 * ["ddp", "gossip_int8", "gossip_int8 every 4"]
     assert slowed["ddp"]["steps_ahead_limit"] is None
@@ -348,9 +364,8 @@ def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
         assert row["kept"] < 0.9, "in the long run the others wait for it"
 
 
-def test_how_far_ahead_of_a_slow_rank(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    limit = importlib.import_module("slow_rank").steps_ahead_limit
+def test_how_far_ahead_of_a_slow_rank():
+    limit = steps_ahead_limit
     assert limit(Gossip(overlap=False), 8, 1) == [1, 0, 1, 2, 3, 4, 3, 2]  # the distance on the ring
     assert limit(Gossip(), 8, 1) == [2, 0, 2, 3, 4, 5, 4, 3]
     assert limit(Gossip(interval=4), 4, 0) == [0, 8, 12, 8]
@@ -359,33 +374,33 @@ def test_how_far_ahead_of_a_slow_rank(monkeypatch):
 
 def test_overhead_at_world_size_one(tmp_path):
     arguments = ["--steps", "20", "--rounds", "2", "--models", "tiny"]
-    rows = rows_of("overhead.py", tmp_path / "rows.jsonl", *arguments)
+    rows = rows_of("overhead", tmp_path / "rows.jsonl", *arguments)
     assert rows["ring"]["bytes_sent"] == 0
     assert rows["ring"]["error"] == 0, "one process trains bit for bit as without a strategy"
 
 
 @pytest.mark.parametrize(
-    ("script", "arguments"),
+    ("name", "arguments"),
     [
-        ("collectives.py", ["--rate=fast"]),
-        ("training.py", ["--hosts=0"]),
-        ("training.py", ["--overlap-of=ring_int8"]),
-        ("training.py", ["--model=gpt", "--width=30"]),
-        ("training.py", ["--model=cnn", "--layers=3"]),
-        ("time_to_accuracy.py", ["--rounds=3"]),
-        ("time_to_accuracy.py", ["--every=5"]),
-        ("time_to_accuracy.py", ["--width=30"]),
+        ("collectives", ["--rate=fast"]),
+        ("training", ["--hosts=0"]),
+        ("training", ["--overlap-of=ring_int8"]),
+        ("training", ["--model=gpt", "--width=30"]),
+        ("training", ["--model=cnn", "--layers=3"]),
+        ("time_to_accuracy", ["--rounds=3"]),
+        ("time_to_accuracy", ["--most-steps=5"]),
+        ("time_to_accuracy", ["--width=30"]),
     ],
 )
-def test_a_bad_argument_is_refused_with_words(monkeypatch, capsys, script, arguments):
-    words = refusal(script, arguments, monkeypatch, capsys)
+def test_a_bad_argument_is_refused_with_words(capsys, name, arguments):
+    words = refusal([name, *arguments], capsys)
     said = arguments[-1].split("=")
     assert said[0] in words or said[1] in words
 
 
 def test_a_target_above_the_start_is_refused_with_words(ranks, tmp_path):
     with pytest.raises(RankFailed, match=r"SystemExit: --target 9: before the first step the loss is 5\.5"):
-        on_ranks(ranks, 2, "time_to_accuracy.py", tmp_path / "rows.jsonl", *QUICK, "--target", "9")
+        on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, "--target", "9")
 
 
 def test_what_chooses_by_itself_says_when_it_has_chosen():

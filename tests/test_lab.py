@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import shutil
 import signal
@@ -16,12 +15,9 @@ from pathlib import Path
 
 import pytest
 
-LAB = Path(__file__).parents[1] / "benchmarks" / "lab.py"
-_spec = importlib.util.spec_from_file_location("lab", LAB)
-assert _spec is not None
-assert _spec.loader is not None
-lab = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(lab)
+from benchmarks import lab
+
+LAB = [sys.executable, "-m", "benchmarks", "lab"]
 
 pytestmark = pytest.mark.timeout(60)
 needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
@@ -105,7 +101,7 @@ def asleep(mark: str) -> list[str]:
 @contextlib.contextmanager
 def driver(*arguments: str, script: str, mark: str) -> Iterator[subprocess.Popen[bytes]]:
     """The command line, running `script` as every rank; `marked(mark)` finds what it started."""
-    command = [sys.executable, LAB, *arguments, "--", "sh", "-c", script]
+    command = [*LAB, *arguments, "--", "sh", "-c", script]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "LAB_TEST": mark})
     try:
         yield process
@@ -190,10 +186,9 @@ def test_late_packets_come_late_and_all_of_them():
 def test_without_a_command_it_prints_every_link_and_judges_it(part, fine, monkeypatch, capsys):
     previous = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(lab, "_stream", lambda *arguments, **options: part * 100e6 / 8)
-    monkeypatch.setattr(sys, "argv", ["lab.py", "--hosts", "2", "--rate", "1gbit", "--slow-link", "1=100mbit"])
     try:
         with contextlib.nullcontext() if fine else pytest.raises(SystemExit, match="outside of 90% to 100%: host 0 ->"):
-            lab.main()
+            lab.main(["--hosts", "2", "--rate", "1gbit", "--slow-link", "1=100mbit"])
     finally:
         signal.signal(signal.SIGTERM, previous)
     lines = capsys.readouterr().out.splitlines()
@@ -217,7 +212,7 @@ def test_every_process_has_its_host_and_its_environment():
     )
     script = f'echo "{ours} $(ip -o -4 addr show dev $GLOO_SOCKET_IFNAME)"'
     arguments = ["--hosts", "3", "--processes", "2", "--rate", "1gbit"]
-    command = [sys.executable, LAB, *arguments, "--", "sh", "-c", script]
+    command = [*LAB, *arguments, "--", "sh", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text() == outside
     assert socket.gethostname() == name
@@ -356,7 +351,7 @@ def test_who_stands_still_dies_with_the_lab_even_without_the_keeper():
 
 
 def test_the_exit_status_names_the_host_that_failed():
-    command = [sys.executable, LAB, "--hosts", "2", "--rate", "loopback", "--", "sh", "-c", "exit $((RANK * 3))"]
+    command = [*LAB, "--hosts", "2", "--rate", "loopback", "--", "sh", "-c", "exit $((RANK * 3))"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "rank 1 (host 1) ended with 3" in done.stderr
@@ -384,7 +379,7 @@ def test_without_root_or_tools_it_refuses_with_the_cure(monkeypatch):
 @needs_namespaces
 def test_where_namespaces_are_forbidden_it_refuses_and_says_what_is_missing():
     before = interfaces()
-    command = ["setpriv", "--bounding-set=-sys_admin", "--", sys.executable, LAB, "--hosts", "2"]
+    command = ["setpriv", "--bounding-set=-sys_admin", "--", *LAB, "--hosts", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "unshare: Operation not permitted: is this a container without CAP_SYS_ADMIN?" in done.stderr
@@ -427,7 +422,7 @@ def test_a_lab_that_cannot_be_is_refused(options, message):
 
 @pytest.mark.parametrize("option", [["--slow-link", "100mbit"], ["--slow-host", "one=2"], ["--slow-host", "1=twice"]])
 def test_a_slow_one_on_the_command_line_is_written_host_first(option):
-    done = subprocess.run([sys.executable, LAB, *option], capture_output=True, text=True, check=False)
+    done = subprocess.run([*LAB, *option], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "write it like 3=100mbit or 3=2, the host first" in done.stderr
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.util
 import json
 import os
 import subprocess
@@ -40,6 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
+from benchmarks import lab
 from ringstrategy import AllReduce, Cast, CommunicationMonitor, Ring, RingStrategy, Stats
 
 HERE = Path(__file__).parent
@@ -1001,19 +1001,9 @@ def test_a_process_disconnects_at_exit_unless_its_last_fit_failed(kinds: str, co
     assert said(done.stdout) == [{"connected": connected}], done.stderr
 
 
-def _lab() -> Any:
-    specification = importlib.util.spec_from_file_location("lab", HERE.parent / "benchmarks" / "lab.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.slow
 def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path: Path) -> None:
     """One command a host; the popen launcher starts the second process there."""
-    lab = _lab()
     script = tmp_path / "script.py"
     text = LAUNCHED.replace("OPTIONS", "dict(devices=2, num_nodes=2)")
     script.write_text(f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(HERE)!r})\n{text}")

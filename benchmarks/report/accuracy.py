@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+
+from benchmarks.report.plots import grid
 
 Row = dict[str, Any]
 Panel = tuple[str, ...]  # task, optimizer; of gossip also ranks and data
@@ -83,8 +85,6 @@ def _publish_synchronous(rows: Sequence[Row], folder: Path) -> None:
         pieces += ["", "![Loss beside fp32's, and bytes](accuracy.png)"]
     if factorial:
         pieces += ["", "## Every wire and knob, one seed, short runs", "", *_factorial_text(factorial)]
-        _draw_factorial(factorial, folder / "accuracy_factorial.png")
-        pieces += ["", "![Loss beside fp32's](accuracy_factorial.png)"]
     pieces += ["", *_rates_text(rows), "", *_failures_text(rows)]
     (folder / "accuracy.md").write_text("\n".join(pieces).rstrip() + "\n")
 
@@ -144,7 +144,7 @@ def _summaries(rows: Iterable[Row], panel: Panel) -> list[Summary]:
 
 def _setup(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "Made by `python benchmarks/accuracy.py report=true` from `accuracy.jsonl`. Real Lightning trainers on "
+        "Made by `python -m benchmarks report` from `accuracy.jsonl`. Real Lightning trainers on "
         f"{'/'.join(sorted({str(row['ranks']) for row in rows}))} processes over gloo, different data on each, equal "
         "steps, warm-up and cosine for all; the learning rate was chosen on fp32.",
         "",
@@ -334,20 +334,9 @@ def _mean_and_spread(values: Sequence[float], form: str) -> str:
 # Pictures
 
 
-def _grid(panels: Sequence[Panel], height: float) -> tuple[Figure, list[Axes]]:
-    columns = min(2, len(panels))
-    lines = -(-len(panels) // columns)
-    # Figure without pyplot: no display is looked for and no global state is touched
-    figure = Figure(figsize=(6.2 * columns, height * lines), layout="constrained")
-    all_axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for spare in all_axes[len(panels) :]:
-        spare.set_axis_off()
-    return figure, all_axes
-
-
 def _draw_paired(rows: list[Row], path: Path) -> None:
     panels = _panels(rows)
-    figure, all_axes = _grid(panels, 4.2)
+    figure, all_axes = grid(len(panels), 4.2)
     for panel, axes in zip(panels, all_axes, strict=False):
         for place, summary in enumerate(_summaries(rows, panel)):
             counts = [row["bytes_sent_per_step"] for row in summary.rows if row.get("bytes_sent_per_step")]
@@ -375,7 +364,7 @@ def _draw_paired(rows: list[Row], path: Path) -> None:
                 axes.axhspan(-band, band, color="0.92", zorder=0)
         axes.set_xscale("log")
         axes.margins(x=0.15)
-        _label(axes, panel, "y")
+        _label(axes, panel)
         axes.set_xlabel("kB sent by a rank in a step")
     figure.suptitle(
         "Final validation loss beside fp32's on the same seeds; grey: the spread of fp32 over seeds", size=10
@@ -383,46 +372,10 @@ def _draw_paired(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _draw_factorial(rows: list[Row], path: Path) -> None:
-    panels = _panels(rows)
-    wires = list(dict.fromkeys(row["name"].partition(", ")[0] for row in rows))
-    figure, all_axes = _grid(panels, 1.2 + 0.27 * len(wires))
-    colors = {"ring": "C0", "direct": "C1"}
-    for panel, axes in zip(panels, all_axes, strict=False):
-        table = _by_way(_summaries(rows, panel))
-        for height, wire in enumerate(reversed(wires)):
-            for lift, way in zip((0.21, 0.07, -0.07, -0.21), WAYS, strict=True):
-                summary = table.get(wire, {}).get(way)
-                if summary is None:
-                    continue
-                color = colors[way.split(",")[0]]
-                if summary.differences:
-                    fill = color if "feedback" in way else "white"
-                    at = 100 * summary.difference
-                    axes.plot(at, height + lift, "o", color=color, markerfacecolor=fill, markersize=5)
-                else:
-                    axes.plot(
-                        1, height + lift, "x", color="crimson", transform=axes.get_yaxis_transform(), clip_on=False
-                    )
-        axes.set_yticks(range(len(wires)), list(reversed(wires)), fontsize=8)
-        axes.set_ylim(-0.6, len(wires) - 0.4)
-        axes.axvspan(-100 * NOISE, 100 * NOISE, color="0.92", zorder=0)
-        _label(axes, panel, "x")
-    for way in WAYS:
-        color = colors[way.split(",")[0]]
-        all_axes[0].plot(
-            [], [], "o", color=color, markerfacecolor=color if "feedback" in way else "white", markersize=5, label=way
-        )
-    all_axes[0].plot([], [], "x", color="crimson", label="failed or diverged")
-    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
-    figure.suptitle(f"Final validation loss beside fp32's, one seed; grey: ± {100 * NOISE:g} %", size=10)
-    figure.savefig(path, dpi=130)
-
-
 def _draw_curves(rows: list[Row], path: Path) -> None:
     panels = _panels(rows)
     colors = {name: f"C{place % 10}" for place, name in enumerate(dict.fromkeys(row["name"] for row in rows))}
-    figure, all_axes = _grid(panels, 3.6)
+    figure, all_axes = grid(len(panels), 3.6)
     for panel, axes in zip(panels, all_axes, strict=False):
         mine = [row for row in rows if _panel(row) == panel]
         for row in mine:  # those that diverged too, as far as they came
@@ -445,16 +398,21 @@ def _draw_curves(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _label(axes: Axes, panel: Panel, axis: str) -> None:
+def _label(axes: Axes, panel: Panel) -> None:
     """Symmetric logarithm: tenths of a per cent beside tens."""
     axes.set_title(_title(panel), size=10)
-    (axes.set_xscale if axis == "x" else axes.set_yscale)("symlog", linthresh=1.0)
-    (axes.set_xlabel if axis == "x" else axes.set_ylabel)("loss - fp32's, %")
-    line = axes.axvline if axis == "x" else axes.axhline
-    line(0, color="0.5", linewidth=0.8)
-    ticks = [-30, -10, -3, -1, 0, 1, 3, 10, 30, 100]
-    low, high = axes.get_xlim() if axis == "x" else axes.get_ylim()
-    shown = [tick for tick in ticks if min(low, -1) <= tick <= max(high, 1)]
-    (axes.set_xticks if axis == "x" else axes.set_yticks)(shown, [f"{tick:+d}" if tick else "0" for tick in shown])
+    axes.set_yscale("symlog", linthresh=1.0)
+    axes.set_ylabel("loss - fp32's, %")
+    axes.axhline(0, color="0.5", linewidth=0.8)
+    low, high = axes.get_ylim()
+    shown = [tick for tick in (-30, -10, -3, -1, 0, 1, 3, 10, 30, 100) if min(low, -1) <= tick <= max(high, 1)]
+    axes.set_yticks(shown, [f"{tick:+d}" if tick else "0" for tick in shown])
     axes.grid(alpha=0.25)
     axes.tick_params(labelsize=8)
+
+
+def publish_folder(folder: Path) -> None:
+    """Of the rows that lie in it, if there are some."""
+    file = folder / "accuracy.jsonl"
+    if file.exists():
+        publish([json.loads(line) for line in file.read_text().splitlines()], folder)

@@ -1,0 +1,1 @@
+"""What the product's figures are measured with. `python -m benchmarks --help` lists the commands."""
