@@ -49,7 +49,7 @@ def add_tiles(tiles, others):
 
 @triton.jit(do_not_specialize=["n"])  # n == 1 would be a constant
 def _decode_kernel(wire, values, out, n, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
-    """out = values + decoded, or without `values` what is decoded.
+    """out = values + decoded, or only the decoded values without `values`.
 
     Reads bits/8 + headers/block (and 4 of `values`) and writes 4 bytes an element of float32.
     """

@@ -311,7 +311,7 @@ def _to_float8(tiles, UNIT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.c
 
 @triton.jit
 def _from_e4m3(code, scale, minimum, FORMAT: tl.constexpr):
-    # exponent and mantissa in the places of float32, whose bias is 120 larger; 0x7F, which nobody sends, counts as 480
+    # move exponent and mantissa to their places in float32 (bias 120 larger); 0x7F is never sent, and counts as 480
     return float_of(((code & 0x80) << 24) | ((code & 0x7F) << 20)) * 2.0**120 * scale
 
 

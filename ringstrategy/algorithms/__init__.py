@@ -1,4 +1,4 @@
-"""Algorithms say what is averaged, gradients or parameters, and when. They know nothing of Lightning."""
+"""Algorithms decide what is averaged (gradients or parameters), and when. They know nothing of Lightning."""
 
 from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm

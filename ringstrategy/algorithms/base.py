@@ -28,7 +28,7 @@ class Algorithm(ABC):
     decentralized: bool = False
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
-        """What ranks compare: the package, the arguments, and `lines` of whatever else must be the same."""
+        """The text that ranks compare: version, arguments, and `lines` about whatever else must be equal."""
         return "\n".join([f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {size} ranks", repr(self), *lines])
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Algorithm(ABC):
 
     @abstractmethod
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """Take in the parameters that the model has got since `setup`, and leave out those that it has lost.
+        """Add the parameters that joined the model since `setup`, and drop those that left it.
 
         Args:
             parameters: all that the model has now.
@@ -70,14 +70,14 @@ class Algorithm(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What must survive a checkpoint and is the same on all ranks: tensors and primitives only. After `close` too.
+        """State for a checkpoint that is the same on all ranks: tensors and primitives only. Works after `close` too.
 
         Tensors may be views of the memory in use.
         """
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave; after `setup`."""
+        """Restore what `state_dict` gave; after `setup`."""
 
     def news(self) -> list[str]:
         """Lines for the log that are new since the last call; as many on all ranks."""
@@ -150,17 +150,17 @@ class GradientAlgorithm(Algorithm):
 
     @abstractmethod
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """Take these as this rank's; after `setup`. Returns the names of those for which there is no place."""
+        """Replace this rank's residuals; after `setup`. Returns the names of residuals for which there is no place."""
 
 
 class ParameterAlgorithm(Algorithm):
     """Each rank steps its own gradients; parameters are averaged now and then.
 
-    Between two averagings the ranks' parameters differ. Whoever looks at the model then sees the ranks' mean, between
+    Between two averagings the ranks' parameters differ. Validation and checkpoints see the mean of all ranks, between
     `enter_consensus` and `leave_consensus`.
 
     Attributes:
-        consensus: show the mean to validation, and return it from training.
+        consensus: validation sees the mean, and training returns it.
     """
 
     decentralized = True
@@ -168,9 +168,9 @@ class ParameterAlgorithm(Algorithm):
 
     @abstractmethod
     def bind(self, parameters: Collection[Parameter]) -> None:
-        """There is an optimizer of these; after `setup`, in the same order on all ranks, who may wait for each other.
+        """Announce that an optimizer steps these; after `setup`, in the same order on all ranks, which may wait.
 
-        An optimizer that is not announced is met at its first step.
+        An optimizer that is not announced is bound at its first step.
         """
 
     @abstractmethod
@@ -179,11 +179,11 @@ class ParameterAlgorithm(Algorithm):
 
     @abstractmethod
     def settle(self) -> None:
-        """Wait for communication in flight. Its correction is applied later, on schedule; until then it is state."""
+        """Wait for communication in flight. Its correction is applied later, on schedule."""
 
     @abstractmethod
     def own_state(self) -> dict[str, Any]:
-        """What only this rank has beside its parameters: tensors and primitives only; after `settle`.
+        """State of this rank alone, besides its parameters: tensors and primitives only; after `settle`.
 
         Two keys are common to all: `of` names whose state it is, and `torn` is true if an exception came within an
         exchange, so that the state fits no other rank's. Tensors may be views of the memory in use.
@@ -191,7 +191,7 @@ class ParameterAlgorithm(Algorithm):
 
     @abstractmethod
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """Take back what `own_state` gave; after `setup`. False: another algorithm gave it, and it is of no use."""
+        """Restore what `own_state` gave; after `setup`. False if another algorithm gave it, so that it is of no use."""
 
     @abstractmethod
     def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:

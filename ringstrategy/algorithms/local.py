@@ -17,7 +17,7 @@ def check_local(local: Local | None) -> None:
 
 
 def split(parameters: Mapping[str, Parameter], local: Local | None) -> tuple[dict[str, Parameter], list[str]]:
-    """Those to be averaged, and the names of the local ones."""
+    """The parameters to be averaged, and the names of the local ones."""
     shared, names = {}, []
     for name, parameter in parameters.items():
         if isinstance(parameter, UninitializedParameter):

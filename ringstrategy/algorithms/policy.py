@@ -62,7 +62,7 @@ class SmallExact:
 
 
 def described(value: object) -> str:
-    """What ranks compare: the `repr` of what is ours, the name of a function or another thing of the user's.
+    """Text for comparing an argument between ranks: the `repr` of our objects, the name of users' functions.
 
     A `repr` of theirs may hold an address, or a set in the order of this process. Ranks whose functions do different
     things differ in what comes of it, which they compare too.

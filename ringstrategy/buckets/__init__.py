@@ -1,1 +1,1 @@
-"""Flat buffers of gradients that travel together, and what compression lost of them."""
+"""Flat buffers of gradients that are exchanged together, and their compression errors."""

@@ -1,4 +1,4 @@
-"""What a bucket does: gather gradients, send them, scatter the means back, and keep what compression lost of them."""
+"""The contract of a bucket: gather gradients, exchange them, scatter the means back, keep compression errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ringstrategy.transport.base import Peers, Waitable
 
 
 class Bucket(ABC):
-    """Some parameters whose gradients travel together.
+    """Parameters whose gradients are exchanged together.
 
     One exchange is `pack`, `launch`, `unpack`, with `before_backward` and `after_backward` around every backward pass,
     and `after_step` behind every step of an optimizer. These five move the residuals from state to state.
@@ -81,19 +81,19 @@ class Bucket(ABC):
         """Copy the gradients to the buffer, scaled by 1/size: see `pack`."""
 
     def take_gradients(self) -> None:
-        """After `gather`: let gradients live in the buffer, where nobody else holds their memory."""
+        """After `gather`: make gradients views of the buffer, unless something else holds their memory."""
 
     @abstractmethod
     def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
-        """Start the exchange of what was gathered, once the ranks have `agreed`."""
+        """Start the exchange of the gathered gradients, once the ranks have `agreed`."""
 
     @abstractmethod
     def scatter(self, used: Callable[[Slot], bool]) -> None:
         """Copy the means to the gradients: see `unpack`."""
 
     def state(self) -> dict[str, Tensor]:
-        """What must survive a checkpoint beside residuals, by parameter name; the same on all ranks."""
+        """State for a checkpoint besides residuals, by parameter name; the same on all ranks."""
         return {}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave, for those of this bucket's parameters that are in it."""
+        """Restore what `state` gave, for the parameters of this bucket that are in it."""

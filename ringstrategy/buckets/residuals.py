@@ -1,4 +1,4 @@
-"""What encoding lost on this rank: kept only as far as the gradient that it belongs to was stepped.
+"""The compression error of this rank, kept only as far as the optimizer stepped the gradient that it belongs to.
 
 An exchange turns the residual `before` it into the one `after` it: what was delivered is gone from it, what was lost is
 in it. That is right if the optimizer then steps what was delivered. If the user drops the gradient (no step, or
@@ -19,11 +19,11 @@ from torch.nn import Parameter
 from ringstrategy.buckets.sample import samples
 from ringstrategy.buckets.slot import Slot
 
-_FADES = 0.9  # a step, of the largest part that was stepped lately
+_FADES = 0.9  # per step, decay of the largest recent part
 
 
 class _Handed:
-    """Some values of gradients as users found them."""
+    """Samples of the gradients as users received them."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._values, self._counts = samples(_gradients(slots))
@@ -31,7 +31,7 @@ class _Handed:
         self.offsets = dict(zip(names, accumulate([0, *self._counts]), strict=False))
 
     def parts(self, slots: Sequence[Slot]) -> Tensor:
-        """Of each the part of this that is in its gradient now: float64, at least 0. Of some slots, in their order."""
+        """For each slot, the part of the recorded gradient that its gradient still holds: float64, at least 0."""
         now, counts = samples(_gradients(slots))
         then = self._values
         if len(slots) < len(self.offsets):
@@ -44,7 +44,7 @@ class _Handed:
             torch.segment_reduce(values, "sum", lengths=lengths, unsafe=True) for values in (now * then, then * then)
         )
         total = norm.sum()
-        # who had zeros at all these places goes with the others
+        # a gradient that was zero at all sampled places follows the others
         of_all = torch.where(total == 0, torch.ones_like(total), both.sum() / total)
         return torch.where(norm == 0, of_all, both / norm).clamp_(min=0)
 
@@ -77,12 +77,12 @@ class Residuals:
         self._waiting: dict[str, Tensor] = {}
         self._handed: _Handed | None = None
         self._place = {slot.name: place for place, (slot, _) in enumerate(self._held)}
-        self._stepped: Tensor | None = None  # of each the largest part of late, float64
+        self._stepped: Tensor | None = None  # for each residual the largest recent part, float64
         self._scale: Tensor | None = None
 
     @property
     def undecided(self) -> bool:
-        """Is there an exchange of which it is not known yet what becomes of it?"""
+        """Is there an exchange whose gradients have not been stepped or dropped yet?"""
         return bool(self._undecided)
 
     @torch.no_grad()
@@ -109,7 +109,7 @@ class Residuals:
             if used(slot):
                 residual.add_(aside)  # to what this rank lost when it encoded the others' sums
             else:
-                residual.copy_(aside)  # nobody takes what was delivered: nothing, or noise of the codec
+                residual.copy_(aside)  # no rank used the parameter, so its mean (noise of the codec at most) is dropped
 
     @torch.no_grad()
     def handed_out(self) -> None:
@@ -179,7 +179,7 @@ class Residuals:
         return {} if stepped is None else {s.name: stepped[self._place[s.name]] for s, _ in self._held if not s.gone}
 
     def load_parts(self, parts: Mapping[str, Tensor]) -> None:
-        """Take back what `parts` gave, for those of these parameters that are in it."""
+        """Restore what `parts` gave, for the parameters that are in it."""
         known = {slot.name: parts[slot.name] for slot, _ in self._held if slot.name in parts and not slot.gone}
         for name, part in known.items():
             self._late()[self._place[name]] = part
@@ -211,7 +211,7 @@ class Residuals:
         self._undecided.update(slot.name for slot, _ in self._held)
 
     def _without_the_gone(self, asked: Sequence[tuple[Slot, Tensor]]) -> list[tuple[Slot, Tensor]]:
-        """Those that have a gradient; the others' residuals go back."""
+        """The slots that have a gradient; the residuals of the others go back."""
         there = []
         for slot, residual in asked:
             if slot.parameter.grad is None or self._handed is None or slot.name not in self._handed.offsets:
@@ -240,7 +240,7 @@ class Residuals:
         return (parts / torch.maximum(parts, before)).nan_to_num(0, 0, 0)
 
     def _go(self, there: Sequence[tuple[Slot, Tensor]], parts: Tensor) -> list[str]:
-        """Go that part of the way from before to after; returns who is known to have gone no part of it."""
+        """Set residuals to before + part * (after - before); returns the names whose part is known to be 0."""
         known: list[float | None] = parts.tolist() if may_read(parts) else [None] * len(there)
         parts = parts.to(there[0][1].dtype)
         for place, ((slot, residual), value) in enumerate(zip(there, known, strict=True)):

@@ -18,7 +18,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def samples(tensors: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """`sample` of each in turn, in one flat float64 tensor; and how many values each one gave."""
+    """`sample` of each tensor, in one flat float64 tensor, and how many values each of them gave."""
     each = [_some(tensor) for tensor in tensors]
     return torch.cat(each).double(), [values.numel() for values in each]
 

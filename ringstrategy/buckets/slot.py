@@ -40,7 +40,7 @@ class Slot:
         return not self.trains and gradient_is_kept(self.parameter)
 
     def take_gradient(self) -> bool:
-        """Let the gradient live in the buffer; False if another dtype or somebody who holds its memory forbids it."""
+        """Make the gradient a view of the buffer. False if its dtype differs, or something else holds its memory."""
         if self.holds_gradient():
             return True
         grad = self.parameter.grad
@@ -48,7 +48,7 @@ class Slot:
         del grad
         if not movable or gradient_is_held(self.parameter):
             return False
-        self.parameter.grad = self.view.detach()  # another tensor, so that `references` counts who keeps it
+        self.parameter.grad = self.view.detach()  # a new tensor, so that `references` counts its holders
         return True
 
     def holds_gradient(self) -> bool:
@@ -57,7 +57,7 @@ class Slot:
         return (
             grad is not None
             and not grad.is_sparse
-            and grad.numel() > 0  # the addresses of empty tensors are alike
+            and grad.numel() > 0  # all empty tensors have the same address
             and grad.dtype == self.view.dtype
             and grad.data_ptr() == self.view.data_ptr()
             and grad.stride() == self.view.stride()

@@ -61,7 +61,7 @@ class BlockFloat8(Blocked):
         if self.format == "e5m2":
             numbers.copy_(bits.bitwise_left_shift_(8).view(torch.float16))
         else:
-            # sign, then 4 bits of exponent and 3 of mantissa in the places of float16, whose bias is 8 larger
+            # move sign, 4 exponent bits and 3 mantissa bits to their places in float16; its bias is 8 larger
             numbers.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16))
             numbers.mul_(256.0)
 

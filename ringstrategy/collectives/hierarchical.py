@@ -84,7 +84,7 @@ class Hierarchical(Collective):
         pieces = Pieces(values, columns, within, residual=residual, lost=None, seed=seed, rank=rank)
         each = range(pieces.count)
         owners = {column: host[column] for column in range(width) if column != own}
-        others = [other for other in host if other != rank] if own < width else []  # who send this rank their parts
+        others = [other for other in host if other != rank] if own < width else []  # they send this rank their parts
         places = list(product(each, others))
         filling = dict(zip(places, pieces.arriving(peers, "hierarchical.filling", len(places)), strict=True))
 
@@ -134,5 +134,5 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
 
 
 def _not_empty(wires: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    # all ranks cut alike, so the other end leaves out the same empty messages
+    # all ranks cut in the same way, so the other end leaves out the same empty messages
     return {peer: wire for peer, wire in wires.items() if wire.numel()}

@@ -1,4 +1,4 @@
-"""The backend's own all-reduce, for codecs whose wire bytes it can add."""
+"""The all-reduce of the backend itself, for codecs whose wire bytes it can add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of one exchange in pieces: chunks, one for each who owns a sum, cut into what one message carries."""
+"""The values of one exchange, cut into a chunk for each rank that owns a sum, and chunks into pieces of one message."""
 
 from __future__ import annotations
 

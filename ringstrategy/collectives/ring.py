@@ -101,7 +101,7 @@ class _Link:
         self._under_way[k] = self._peers.swap(self._after, wire, self._before, arriving), arriving
 
     def arrived(self, k: int) -> Tensor:
-        """What the rank before passed on, once it is here and what was sent meanwhile has left."""
+        """The wire from the rank before, once it has arrived and what was sent meanwhile has left."""
         handle, arriving = self._under_way.pop(k)
         handle.wait()
         return arriving

@@ -59,7 +59,7 @@ class CodecCost:
     encode: Work
     relay: Work
     decode: Work
-    turn: Work  # `prepare_`, and `restore_` likewise
+    turn: Work  # `prepare_`, and also `restore_`
 
     def slower(self, factor: float) -> CodecCost:
         """The same calls, each `factor` times as long."""
@@ -167,7 +167,7 @@ class _Clocked(Peers):
         return _Arrival(self._clock, end)
 
     def all_reduce_(self, values: Tensor) -> None:
-        """A backend's own: taken for a ring over the network whose additions are hidden."""
+        """The all-reduce of a backend, modelled as a ring over the network whose additions are hidden."""
         share = 2 * (self.size - 1) / self.size
         link = self._across if len(set(self.hosts)) > 1 else self._machines.inside
         self._clock.owed += 2 * share * values.nbytes * self._machines.transport

@@ -278,7 +278,7 @@ def _lap_beside_computing(peers: Peers, members: Sequence[int], device: torch.de
     try:
         for _ in range(_LAPS):
             took.append(_lap(peers, members, 8, device).seconds)
-        all_gather_floats(peers, [0.0])  # who is no member has had no laps, and computes as long as the others
+        all_gather_floats(peers, [0.0])  # ranks outside the ring ran no laps, and compute as long as the others
     finally:
         done.set()
         computing.join()

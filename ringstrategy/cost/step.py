@@ -76,7 +76,7 @@ class Prediction:
 def predict(
     algorithm: Planned, parameters: Mapping[str, Parameter], machines: Machines, profile: Profile
 ) -> Prediction:
-    """What a step takes with `algorithm` (not set up), whose own plan of buckets is made and thrown away.
+    """Seconds of a step with `algorithm` (not set up). Its plan of buckets is made and thrown away.
 
     Sparse gradients, and the few bytes by which ranks agree at each step, are left out.
     """
@@ -130,7 +130,7 @@ def largest_wire(algorithm: Planned, parameters: Mapping[str, Parameter]) -> int
 
 
 def _buckets(algorithm: Planned, parameters: Mapping[str, Parameter]) -> list[DenseBucket]:
-    """Those that `algorithm` would make, without memory."""
+    """The buckets that `algorithm` would make, without memory."""
     ghosts = {
         name: Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
         for name, parameter in parameters.items()

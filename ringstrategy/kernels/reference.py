@@ -302,7 +302,7 @@ def _hadamard(source: Tensor, target: Tensor) -> None:
 
 
 def _products_are_float32() -> bool:
-    """False where a user lets matrix products round their factors to bfloat16 or TF32."""
+    """False if the user has allowed matrix products to round their factors to bfloat16 or TF32."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
     except RuntimeError:  # torch's answer where the newer names, such as torch.backends.fp32_precision, were used

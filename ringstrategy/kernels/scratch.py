@@ -16,7 +16,7 @@ class _Held(threading.local):
 
 
 _held = _Held()
-_MOST_VIEWS = 256  # of buckets whose last tiles differ in length
+_MOST_VIEWS = 256  # enough for buckets whose last tiles differ in length
 
 
 def scratch(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:

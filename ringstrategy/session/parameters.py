@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 
 def shared_parameters(module: Module) -> dict[str, Parameter]:
-    """By name, except those that the module tells torch DDP to ignore."""
+    """The parameters by name, except those that the module tells torch DDP to ignore."""
     ignored = _ignored(module)
     return {name: parameter for name, parameter in module.named_parameters() if name not in ignored}
 
@@ -70,7 +70,7 @@ def _groups(
 
 
 def _rounded(value: Any) -> str | None:
-    """In so many digits as machines whose mathematics differ agree in; None for what is no number or text."""
+    """With as many digits as machines with different mathematics libraries agree in; None if not a number or text."""
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, tuple):

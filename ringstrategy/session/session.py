@@ -58,7 +58,7 @@ class Session:
 
     Attributes:
         accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
-        place: where training is, for errors.
+        place: where training stands, for error messages.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Session:
         self._new_parts: NewParts | None = None
         self._noticed = 0  # steps in this batch
         self._known: set[Parameter] = set()  # to the algorithm
-        self._equal: set[Parameter] = set()  # those of them whose gradients are averaged
+        self._equal: set[Parameter] = set()  # the known parameters whose gradients are averaged
         self._optimizers: Sequence[Optimizer] = ()
         self._optimized: list[set[Parameter]] = []  # by each optimizer, at this batch's beginning
 
@@ -128,7 +128,7 @@ class Session:
         self._from_rank_0([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
 
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """These step the parameters; every rank calls it, with optimizers that are alike where replicas are."""
+        """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too."""
         self._optimizers = optimizers
         if self._parameters is not None:
             for optimizer in optimizers:
@@ -143,7 +143,7 @@ class Session:
             self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
 
     def close(self) -> None:
-        """Join the communication thread, remove the hooks; no collective. What a checkpoint needs stays."""
+        """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
@@ -183,7 +183,7 @@ class Session:
                 self._parameters.after_epoch(parameters)
 
     def _adopt(self) -> None:
-        """New parameters get rank 0's values, as those had that it began with."""
+        """Add new parameters, and give them rank 0's values on all ranks."""
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
         self._know(parameters)
@@ -344,7 +344,7 @@ class Session:
 
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
-        """Within, the module has the mean of all ranks, who all enter; then each goes on with its own."""
+        """Within, the module holds the mean of all ranks; all ranks enter. Then each gets its own values back."""
         entered = False
         try:
             entered = self.enter_consensus()
@@ -380,13 +380,13 @@ class Session:
             self._parameters.settle()
 
     def glance(self) -> list[Tensor]:
-        """A few values of each parameter and buffer, by which one sees later whether somebody has replaced them."""
+        """A few values of each parameter and buffer, to detect later whether they were replaced."""
         return [sample(t.detach()) for t in (*shared_parameters(self.module).values(), *shared_buffers(self.module))]
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must save to go on bit for bit beside the state of module and optimizers; all ranks call it.
+        """State of this rank that, with the state of module and optimizers, continues bit for bit. All ranks call it.
 
         Tensors and primitives only. Tensors may be views of the memory in use, but for the residuals.
         """
@@ -436,7 +436,7 @@ class Session:
 
     @contextmanager
     def naming_lost_peers(self) -> Generator[None, None, None]:
-        """Around a collective of torch's: it ends when ranks wait in vain, and its error names who was lost."""
+        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank."""
         try:
             with nullcontext() if self._watch is None else self._watch.over():
                 yield
@@ -449,13 +449,13 @@ class Session:
         """This rank ends in an exception: tell the others why. No collective. A broken connection gets words."""
         if self._peers is None:
             return
-        if _is_of_a_connection(exception):  # a collective that nobody has put under `naming_lost_peers`
+        if _is_of_a_connection(exception):  # a collective outside `naming_lost_peers`
             exception.args = (f"{self._peers.explain(exception, self.place)}",)
         self._peers.abort(last_words(exception))
 
 
 def last_words(exception: BaseException) -> str:
-    """What other ranks are told."""
+    """The reason that other ranks are told."""
     return f"{type(exception).__name__}: {exception}"[:500]
 
 

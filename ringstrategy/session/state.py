@@ -1,4 +1,4 @@
-"""What each rank saves beside a checkpoint, and what a run of any world size makes of it. No framework.
+"""State that each rank saves beside a checkpoint, and how a run of any world size restores it. No framework.
 
 A checkpoint holds what all ranks share, and the sum of all ranks' residuals. Beside it lies one file a rank: its
 residuals or, with gossip, its parameters, optimizers and whatever the algorithm keeps. Both hold tensors and primitives
@@ -89,7 +89,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Means:
-    """What a checkpoint got as the module's state, and what this rank has instead."""
+    """The module's state in a checkpoint (the mean of all ranks), and the state of this rank."""
 
     means: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -125,7 +125,7 @@ def collect(ranks: Ranks, own: Mapping[str, Any] | None, files: Files) -> dict[s
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With a copy of each tensor."""
+    """The same state with a copy of each tensor."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
@@ -138,7 +138,7 @@ def of_this_rank(checkpoint: Mapping[str, Any], means: Means | None) -> dict[str
 
 
 def averaged(ranks: Ranks, state: Mapping[str, Any], means: Means) -> dict[str, Any]:
-    """`state` with the means over all ranks of what a callback has put there, such as moving averages of weights.
+    """`state` with tensors that callbacks have put there averaged over all ranks, such as moving averages of weights.
 
     All ranks call it. Where they have not put the same things there, rank 0's stay.
     """

@@ -97,7 +97,7 @@ def directed(size: int) -> FromMatrix:
 
 
 def topologies(size: int) -> dict[str, Topology]:
-    """Those that `size` ranks can afford, by name."""
+    """The algorithms that can be simulated with `size` ranks, by name."""
     return {type(topology).__name__: topology for topology in TOPOLOGIES if size <= _MOST.get(topology, size)}
 
 
@@ -119,7 +119,7 @@ def algorithms(size: int) -> dict[str, Decentralized | None]:
 
 
 def problems(size: int) -> dict[str, tuple[Problem, float]]:
-    """What is trained, and at which learning rate, by name."""
+    """Problems and their learning rates, by name."""
     return {
         "quadratic, equal data": (Quadratic(size), 0.1),
         "quadratic, unequal data": (Quadratic(size, unequal=1.0), 0.1),

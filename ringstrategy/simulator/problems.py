@@ -1,4 +1,4 @@
-"""Problems whose optimum is known, shared out over many ranks: what the simulator trains on."""
+"""Training problems with a known optimum, spread over many ranks, for the simulator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The algorithms themselves among many ranks, all of whose values lie in one tensor."""
+"""Run the algorithms themselves with many simulated ranks, whose values are the rows of one tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AllInOne(Exchange):
         self.ranks = ranks
 
     def sources(self, topology: Topology, peers: Peers, step: int) -> dict[int, float]:
-        """None: what others hold of a rank is what it holds itself."""
+        """None: the other ranks hold the same copy of a rank as the rank itself."""
         return {}
 
     def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
@@ -90,7 +90,7 @@ class _Everyone(Peers):
 
     @property
     def control(self) -> Peers:
-        """One, who agrees with himself."""
+        """Stands for all ranks, so they always agree."""
         return _Everyone(0, 1)
 
     def post(self, sends: object, recvs: object) -> Handle:
@@ -151,7 +151,7 @@ class Simulation:
         self.algorithm.after_step({self._parameter})
 
     def mean(self) -> Tensor:
-        """(dim,): what people would see."""
+        """Shape (dim,): the mean of all ranks, as validation would see it."""
         self.algorithm.enter_consensus()
         seen = self.values.double().mean(0).to(self.values.dtype)  # of equal rows, unless nothing was mixed so far
         self.algorithm.leave_consensus()

@@ -78,7 +78,7 @@ class Topology(ABC):
         return 1.0 if second < _ROUNDING else max(0.0, 1.0 - second ** (1.0 / steps))
 
     def steps_to_consensus(self, size: int, within: float = 1e-3) -> int | None:
-        """After how many steps every difference between ranks is at most `within` of what it was; None: never.
+        """Steps until every difference between ranks has shrunk to `within` of its first size; None: never.
 
         Differences are measured as the largest root mean square over the ranks that any start can leave.
         """

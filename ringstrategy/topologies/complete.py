@@ -1,4 +1,4 @@
-"""Everyone with everyone."""
+"""The complete graph: each rank averages with all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ringstrategy.topologies.base import Topology, uniform
 
 @dataclass(frozen=True)
 class Complete(Topology):
-    """The exact mean at every step, by size - 1 messages of each rank: what the others are compared with."""
+    """The exact mean at every step. Each rank sends size - 1 messages. The yardstick for other topologies."""
 
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
         """See `Topology.weights`."""

@@ -14,7 +14,7 @@ _Row = tuple[tuple[int, float], ...]
 
 
 class _Given(Topology):
-    """What is fixed for one size."""
+    """A topology that is fixed for one world size."""
 
     _rows: tuple[_Row, ...]
 

@@ -1,4 +1,4 @@
-"""Everyone with those whose number differs in one bit."""
+"""Hypercube: each rank averages with the ranks whose number differs from its own in one bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A grid whose edges are joined."""
+"""Torus: a grid whose opposite edges are joined."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank, who the ranks are, and who of them was lost; knows nothing of gradients."""
+"""Moves bytes between ranks, and finds out which ranks there are and which were lost; knows nothing of gradients."""
 
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect

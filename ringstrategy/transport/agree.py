@@ -1,4 +1,4 @@
-"""Do all ranks say the same? Small messages that everyone sends to everyone."""
+"""Compare small messages between all ranks: plans, digests, measurements."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def all_gather_floats(peers: Peers, values: Sequence[float]) -> list[list[float]
 
 
 def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> None:
-    """Raise PlanMismatchError on every rank, naming who differs and in what, unless all ranks have one `text`.
+    """Raise PlanMismatchError on every rank unless `text` is the same on all; it names the ranks and the difference.
 
     Args:
-        peers: who compares.
-        text: lines; "name: what it is" where something has a name.
-        details: a longer text, for people, if the short ones differ.
+        peers: the ranks that compare.
+        text: lines of the form "name: value" where something has a name.
+        details: returns a longer text for the error message, if the short ones differ.
     """
     digest = hashlib.sha256(text.encode()).digest()
     table = all_gather(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
@@ -76,12 +76,12 @@ def _texts(peers: Peers, text: str) -> list[str]:
 
 
 def compare_plans(peers: Peers, text: str) -> None:
-    """`agree`, beside the training thread and waited for."""
+    """Call `agree` on the communication thread, and wait for it."""
     peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
 
 
 def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: Iterable[str]) -> None:
-    """Compare what a model has got and lost while it trains, if it has; a rank whose model has not is told."""
+    """Compare parameters that joined or left the model during training. Ranks whose model did not change are told."""
     lines = [text, *(f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in new.items())]
     lines += [f"{INDENT}{name}: gone" for name in gone]
     if peers.lifeline is None:
@@ -92,9 +92,9 @@ def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: It
 
 
 def _difference(text: str, reference: str) -> str:
-    """In the words of a line that only one of them has, and of the other's line of the same name.
+    """Quote a line that only one text has, and the line of the same name in the other.
 
-    Of a parameter, if only that differs: the lines about buckets differ then too, and say less.
+    If parameters differ, quote them: the lines about buckets then differ too, but say less.
     """
     mine, theirs = text.splitlines(), reference.splitlines()
     only_mine = [line for line in mine if line not in set(theirs)]

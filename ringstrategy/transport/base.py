@@ -77,7 +77,7 @@ class Peers(ABC):
         """
 
     def swap(self, target: int, leaving: Tensor, source: int, arriving: Tensor) -> Handle:
-        """`post` of one send and one receive. What is empty does not travel: both ends know its size."""
+        """`post` one send and one receive. Empty messages are not sent, because both ends know their size."""
         return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Peers(ABC):
         return error
 
     def abort(self, cause: str) -> None:
-        """After an error of this rank's own: tell the others why they must stop, and let go of them. No collective."""
+        """After an error on this rank: tell the other ranks why they must stop, and disconnect. No collective."""
 
     @abstractmethod
     def close(self) -> None:

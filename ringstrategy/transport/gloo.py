@@ -19,7 +19,7 @@ from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task, Ticket, Worker
 
 _CLOSE_SECONDS = 30.0
-_CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out who was lost
+_CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out which rank was lost
 _CONTROL_TAG = 1  # small messages cannot meet values, wherever a rank is that has fewer batches
 _NOBODYS_TAG = 1 << 20
 
@@ -73,7 +73,7 @@ class GlooPeers(Peers):
         return self.post_tagged(sends, recvs, 0)
 
     def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
-        """`post` of messages that only meet those with the same tag."""
+        """`post` messages that only match messages with the same tag."""
         works: list[tuple[int, dist.Work]] = []
         peer = None
         try:
@@ -187,7 +187,7 @@ class _Control(Peers):
 
 
 def break_off(group: dist.ProcessGroup | None) -> None:
-    """Close the connections of a gloo group: who waits for something over them gets an error.
+    """Close the connections of a gloo group: whoever waits on them gets an error.
 
     Gloo's own `abort` does nothing, but a wait that times out closes all connections of its group.
     """

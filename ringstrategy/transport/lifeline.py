@@ -1,13 +1,14 @@
 """Find out which rank was lost, and tell every survivor, through the rendezvous store.
 
-A transport only says "the connection to my neighbour closed", and the neighbour may have closed it because *its*
-neighbour died. So whoever leaves in good order writes why, before its sockets close; a peer whose connection closes
-without a word is the one that died. The first to know publishes its rank. All who notice disconnect, so that ranks
-that are no neighbours of the lost one notice too; those that wait for something else look into the store meanwhile.
+A transport only reports that the connection to a neighbour closed, and the neighbour may have closed it because *its*
+neighbour died. So a rank that leaves in good order writes the reason to the store before its sockets close. If a
+connection closes without a reason, the peer at its other end is the one that died. The first rank to know publishes
+this. Every rank that notices disconnects, so that ranks further away notice too. Ranks that wait for something else
+check the store meanwhile.
 
-Ranks that wait for each other at different places (one validates, the other has a batch more) would wait for ever: so
-who waits outside of training says where, and who waits in training compares. The store itself may be lost or frozen
-with its host: no call waits for it longer than a few seconds.
+Ranks may wait for each other at different places (one validates while the other trains on one more batch), and would
+wait forever. So a rank that waits outside training writes its place to the store, and a rank that waits in training
+compares. The store may be lost or frozen with its host, so no call waits for it longer than a few seconds.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 
-DOUBT_SECONDS = 30.0  # how long a rank waits between two batches, before it believes that no other will come there
+DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
-_PATIENCE_SECONDS = 60.0  # how long who has failed waits for others that have, and still save what they have
+_PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
 _POLL_SECONDS = 0.02
 _WITNESS = "lost touch"
 _GENERATION = "ringstrategy/generation"
@@ -46,7 +47,7 @@ class StoreSilentError(RuntimeError):
 
 
 class _Store:
-    """The rendezvous store, whose calls end: a client of a host that is frozen would wait for ever."""
+    """The rendezvous store, with calls that always end. torch's client would wait forever for a frozen host."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -92,12 +93,12 @@ class _Store:
         return self._ask(lambda: self._store.check(keys))
 
     def first(self, key: str, value: str) -> str:
-        """Write unless somebody has; returns what is there."""
+        """Write unless there is a value already; returns the value in the store."""
         return self._ask(lambda: self._store.compare_set(key, "", value).decode())
 
 
 class _Place(NamedTuple):
-    """Where a rank went on to, and after what."""
+    """Where a rank waits, and after how many batches and exchanges."""
 
     what: str
     batches: int
@@ -111,7 +112,7 @@ class _Place(NamedTuple):
 
     @classmethod
     def read(cls, said: str) -> tuple[int, int, _Place]:
-        """The rank, and for the how manieth time it is elsewhere."""
+        """The rank, and how often it has been outside training."""
         rank, count, batches, exchanges, what = said.split(" ", 4)
         return int(rank), int(count), cls(what, int(batches), int(exchanges))
 
@@ -137,13 +138,13 @@ class Lifeline:
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
         self._place: _Place | None = None  # where this rank is, unless within a batch
-        self._doubted_at: float | None = None  # since when it looks as if another one were elsewhere, and waits
+        self._doubted_at: float | None = None  # since when another rank seems to wait elsewhere
         self._asked_at = 0.0  # last
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
     def cast(cls, rank: int, size: int) -> Lifeline:
-        """The next one: as often on each rank of the default process group, also by one that has failed before."""
+        """A new lifeline. All ranks of the default process group call this equally often, also after failures."""
         base = dist.distributed_c10d._get_default_store()
         # counted in the store, so that it is the same on all ranks of this store
         generation = base.add(f"{_GENERATION}/{rank}", 1)
@@ -152,12 +153,12 @@ class Lifeline:
     # Meeting
 
     def greet(self, card: str, timeout: timedelta, watch: Callable[[], None]) -> list[str]:
-        """Give `card` to all ranks and get theirs. PeerLostError for one that left before, or has not come in time.
+        """Exchange `card` with all ranks. PeerLostError if a rank has left, or does not come in time.
 
         Args:
-            card: of one line; its first word is the host name.
-            timeout: how long the last one may take.
-            watch: called meanwhile; a RuntimeError tells that a connection broke.
+            card: one line; its first word is the host name.
+            timeout: how long the last rank may take.
+            watch: called meanwhile; it raises a RuntimeError if a connection broke.
         """
         where = "while setting up"
         try:
@@ -177,7 +178,7 @@ class Lifeline:
         return cards
 
     def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
-        """Until all are there; or the rank that is missing, and why it will be."""
+        """Wait until all cards are there. Returns the rank that will not come, if one will not, and why."""
         pause, size, broken = _POLL_SECONDS, len(self.hosts), ""
         while not self._store.has([f"host/{rank}" for rank in range(size)]):
             missing = [rank for rank in range(size) if not self._store.has([f"host/{rank}"])]
@@ -200,25 +201,25 @@ class Lifeline:
     # Leaving
 
     def leave(self, cause: str = _LAST_WORDS) -> None:
-        """Write why this rank goes, once. Call it before its connections close."""
+        """Write why this rank leaves, once. Call it before its connections close."""
         if not self._left:
             self._left = True
             with contextlib.suppress(RuntimeError):  # the store is gone with its host: the others see for themselves
                 self._store.set(f"left/{self._rank}", cause)
 
     def witness(self) -> None:
-        """Leave because a connection of this rank's broke. Call it before its other connections close."""
+        """Leave because a connection of this rank broke. Call it before its other connections close."""
         self.leave(_WITNESS)
 
     def fail(self, cause: str) -> None:
-        """Leave because of an error of this rank's own, and have all the others stop."""
+        """Leave because of an error on this rank, and make all other ranks stop."""
         if not self._left:
             self.leave(cause)
             with contextlib.suppress(RuntimeError):
                 self._publish(self._rank, f"it stopped with {cause}")
 
     def outlast(self) -> None:
-        """Note that this rank knows why; if the store ends with this process, wait a little for the others' notes."""
+        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks."""
         deadline = time.monotonic() + 2 * GRACE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
@@ -230,9 +231,9 @@ class Lifeline:
                 time.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
-        """After a failure, ranks that have failed meet at places that they all come to; nobody waits for the dead.
+        """After a failure, wait for the other failed ranks, as a barrier would; never for dead ranks.
 
-        Who left without a word is waited for a moment, who did not, for as long as saving a checkpoint may take.
+        Ranks that left without a reason are waited for briefly, others as long as saving a checkpoint may take.
         """
         self._meetings += 1
         if self._meet_no_more:
@@ -260,7 +261,7 @@ class Lifeline:
         return any(self._store.has([key]) for key in keys)
 
     def go(self) -> None:
-        """This rank comes to no meeting any more."""
+        """This rank takes part in no `gather` any more."""
         with contextlib.suppress(RuntimeError):
             self._store.set(f"gone/{self._rank}", "")
 
@@ -285,7 +286,7 @@ class Lifeline:
 
     @contextlib.contextmanager
     def changing(self) -> Generator[None, None, None]:
-        """At a batch's beginning: the model has got or lost parameters, and within all ranks compare which."""
+        """Within, all ranks compare the parameters that joined or left the model; at the beginning of a batch."""
         self.leave_training(_CHANGE)
         try:
             yield
@@ -295,7 +296,7 @@ class Lifeline:
     def news(self, where: str) -> PeerLostError | None:
         """The error to raise if another rank has published a loss, or waits where this one will not come.
 
-        Call it now and then while waiting; of a loss nothing is said before this rank had time to see it itself.
+        Call it now and then while waiting. A published loss is reported only after this rank had time to see it itself.
         """
         try:
             published = self._store.read("lost")
@@ -334,13 +335,13 @@ class Lifeline:
         return None
 
     def _misses(self, count: int, theirs: _Place) -> str | None:
-        """Where this rank is, if one that trains as this one does could not be where another one is.
+        """Where this rank is, if that cannot fit the place of the other rank; else None.
 
-        That one is there for the `count`-th time, or, between two batches, was elsewhere so often before.
+        The other rank has been outside training `count` times, the present one included.
         """
         here = f"rank {self._rank} is at batch {self._batches}, in exchange {self._exchanges}"
         if theirs.what == _BETWEEN:
-            # after as many batches or more it had begun fewer exchanges
+            # after as many batches or more, the other rank had begun fewer exchanges
             return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
         if count <= len(self._milestones):
             mine = self._milestones[count - 1]
@@ -351,7 +352,7 @@ class Lifeline:
             return here
         if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
             return None
-        # After as much, this rank waits for its next batch, or in a collective of the user's, which may take a while.
+        # Both are equally far. This rank waits for its next batch, or in a collective of the user, which may take long.
         now = time.monotonic()
         if self._doubted_at is None or now > self._asked_at + GRACE_SECONDS:
             self._doubted_at = now  # it did not wait all the time
@@ -360,10 +361,10 @@ class Lifeline:
             f"rank {self._rank} waits for batch {self._batches + 1}" if now > self._doubted_at + DOUBT_SECONDS else None
         )
 
-    # Who was lost
+    # Which rank was lost
 
     def explain(self, error: BaseException, peer: int | None, where: str) -> PeerLostError:
-        """The error to raise for `error`, seen while talking to `peer` (None: to everybody)."""
+        """The error to raise for `error`, which came while communicating with `peer` (None: with all ranks)."""
         self.witness()
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         try:
@@ -421,7 +422,7 @@ class Lifeline:
 
 
 def announce(rank: int) -> int:
-    """Say that this rank is one of ours, before a barrier; returns the number of this time."""
+    """Before a barrier: announce that this rank trains with a RingStrategy; returns the number of the run."""
     base = dist.distributed_c10d._get_default_store()
     run = base.add(f"ringstrategy/runs/{rank}", 1)
     base.add(f"ringstrategy/run/{run}/{rank}", 1)  # waits for the server, as `set` does not
@@ -429,7 +430,7 @@ def announce(rank: int) -> int:
 
 
 def check_all_announced(run: int, size: int) -> None:
-    """After that barrier: raise a PlanMismatchError unless all ranks did."""
+    """After that barrier: raise a PlanMismatchError unless all ranks have announced themselves."""
     base = dist.distributed_c10d._get_default_store()
     others = [rank for rank in range(size) if not base.check([f"ringstrategy/run/{run}/{rank}"])]
     if others:

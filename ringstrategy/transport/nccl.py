@@ -70,7 +70,7 @@ class NcclPeers(Peers):
         dist.all_reduce(values, group=self._group)
 
     def submit(self, task: Task, where: str) -> Waitable:
-        """Queue on the side stream, behind what is queued on the current one."""
+        """Queue on the side stream, after all work that the current stream has queued so far."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -84,7 +84,7 @@ class NcclPeers(Peers):
         return _StreamTicket(done)
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
-        """Let the current stream wait; how long it will have waited is known later."""
+        """Let the current stream wait. How long it waited is known later."""
         begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         for ticket in tickets:

@@ -52,12 +52,12 @@ class Stats:
                 self.bytes_received += received
 
     def uncountable(self) -> None:
-        """A collective ran whose bytes nobody can count: say None rather than a wrong number."""
+        """A collective ran whose bytes cannot be counted: report None rather than a wrong number."""
         self.bytes_sent = self.bytes_received = None
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """What is counted in here is the probe's. Of training, nothing may be under way."""
+        """Within, traffic counts as measurement, not training. No training exchange may be in flight."""
         begin, self.probing = time.perf_counter(), True
         try:
             yield

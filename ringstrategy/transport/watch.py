@@ -1,4 +1,4 @@
-"""Look into the store while the training thread waits in a collective of torch's: Lightning calls some by itself."""
+"""Check the store while the training thread waits in a collective of torch; Lightning calls some by itself."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _COLLECTIVES = "torch.distributed.distributed_c10d"
 
 
 class Watch:
-    """A thread, from birth to `close`, that watches the one that it is born in.
+    """A thread that watches the thread that creates it, until `close`.
 
     Args:
-        look: called once a second while that one stands in a collective; True: it waits in vain.
-        break_off: ends what it waits for, with an error.
+        look: called once a second while the watched thread is in a collective; True if it waits in vain.
+        break_off: ends that collective with an error.
     """
 
     def __init__(self, look: Callable[[], bool], break_off: Callable[[], None]) -> None:
@@ -31,7 +31,7 @@ class Watch:
 
     @contextmanager
     def over(self) -> Generator[None, None, None]:
-        """The watched thread may wait within: in a collective that stands in no frame of Python's."""
+        """Within, the watched thread may wait in a collective that is in no Python frame."""
         self._announced = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""One thread that does exchanges first in, first out, beside the training thread."""
+"""One thread that runs exchanges beside the training thread, first in, first out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _IDLE_SECONDS = 1.0
 
 
 class Ticket:
-    """A task handed in; `wait` returns when it is done, and raises what it raised.
+    """A submitted task. `wait` returns when it is done, and raises its error.
 
     Args:
         while_waiting: called once a second by whoever waits; may raise to end the wait.
@@ -30,7 +30,7 @@ class Ticket:
             raise self._error
 
     def run(self, task: Task) -> BaseException | None:
-        """Do the task and keep its error for whoever waits."""
+        """Run the task, and keep its error for `wait`."""
         try:
             task()
         except BaseException as error:
@@ -39,13 +39,13 @@ class Ticket:
         return self._error
 
     def refuse(self, error: BaseException) -> None:
-        """Never to be done: an earlier task failed."""
+        """The task will not run, because an earlier one failed."""
         self._error = error
         self._done.set()
 
 
 class Worker:
-    """After a failure every later task is refused with the same error: a mean is right or it is an error."""
+    """Runs tasks in order. After a failure it refuses every later task with the same error: no mean may be wrong."""
 
     def __init__(self, name: str) -> None:
         self._handed_in: queue.SimpleQueue[tuple[Task, Ticket] | None] = queue.SimpleQueue()
@@ -53,13 +53,13 @@ class Worker:
         self._thread.start()
 
     def submit(self, task: Task, while_waiting: Callable[[], None]) -> Ticket:
-        """Hand in; returns at once."""
+        """Queue a task; returns at once."""
         ticket = Ticket(while_waiting)
         self._handed_in.put((task, ticket))
         return ticket
 
     def close(self, timeout: float) -> bool:
-        """Finish what was handed in and end the thread; True if it has ended within `timeout` seconds."""
+        """Finish all submitted tasks and end the thread; True if it ended within `timeout` seconds."""
         self._handed_in.put(None)
         self._thread.join(timeout)
         return not self._thread.is_alive()

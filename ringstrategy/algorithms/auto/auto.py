@@ -28,11 +28,11 @@ from ringstrategy.cost.step import Profile
 from ringstrategy.transport.agree import all_gather_floats, compare_plans
 from ringstrategy.transport.base import Peers
 
-_MOST_POSTPONED = 100  # passes in a row after which nobody knew whether their step counts
+_MOST_POSTPONED = 100  # passes in a row whose gradients were still waiting for their step
 
 
 class Auto(GradientAlgorithm):
-    """`AllReduce` with what is fastest here, of what it is allowed.
+    """An `AllReduce` that measures which of the allowed codecs and collectives is fastest here, and uses it.
 
     At `setup` it measures latency, bandwidth and codecs among the ranks, predicts for each candidate how long the
     exchange of these parameters takes (see `ringstrategy.cost`), and takes the best. After some passes it
@@ -97,7 +97,7 @@ class Auto(GradientAlgorithm):
         self._tuned = False
         self._trials: Trials | None = None
         self._passes = Passes()  # with the inner algorithm as it is
-        self._postponed = 0  # passes in a row after which nobody knew whether their step counts
+        self._postponed = 0  # passes in a row whose gradients were still waiting for their step
         self._gave_up = False  # trying, for that
         self._begin: float | None = None
         self._news: list[str] = []
@@ -112,13 +112,13 @@ class Auto(GradientAlgorithm):
 
     @property
     def chosen(self) -> AllReduce:
-        """What it averages with now; give it to `RingStrategy` to pin it. ValueError before there is a choice."""
+        """The `AllReduce` in use now. Give it to `RingStrategy` to pin it. ValueError before there is a choice."""
         if not self._candidates:
             raise ValueError("ring_auto has not chosen yet: it does when training on two ranks or more begins")
         return self._candidates[self._chosen]
 
     def outcome(self) -> Any:
-        """What was chosen and measured, for the process that started the ranks. It can be pickled."""
+        """The choice and the measurements, for the process that started the ranks. Can be pickled."""
         return self._hosts, self._chosen, self._kept
 
     def take_outcome(self, outcome: Any) -> None:
@@ -127,7 +127,7 @@ class Auto(GradientAlgorithm):
         self._candidates = eligible(self.allow, self._hosts, **self._common) if self._hosts else []
 
     def news(self) -> list[str]:
-        """See `Algorithm.news`: what was measured and chosen."""
+        """See `Algorithm.news`: measurements and choices."""
         news, self._news = self._news + self._inner.news(), []
         return news
 
@@ -241,7 +241,7 @@ class Auto(GradientAlgorithm):
         return any(row[0] for row in all_gather_floats(self._peers, [float(mine)]))
 
     def _begin_trials(self) -> None:
-        """Predict again with what the true gradients have shown, and try the best."""
+        """Predict again, now that it is known when gradients are ready, and try the best candidates."""
         assert self._peers is not None
         profile = self._passes.profile(self._inner.launches, self._machines.pack, self._peers)
         codec_of = {place: made.codec for place, made in enumerate(self._candidates)}
@@ -318,7 +318,7 @@ class Auto(GradientAlgorithm):
         self._begin = None
 
     def _now(self) -> float:
-        """The time; while candidates are compared, when the device has done what it was given."""
+        """The time. While candidates are compared, wait for the device first."""
         if not self._tuned and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -334,13 +334,13 @@ class Auto(GradientAlgorithm):
     # What survives a checkpoint
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Algorithm.state_dict`: what was chosen too, and whether by trial."""
+        """See `Algorithm.state_dict`. Also holds the choice, and whether trials have confirmed it."""
         tuned = self._tuned and not self._gave_up
         chosen = {"auto": repr(self.chosen) if self._candidates else None, "ranks": len(self._hosts), "tuned": tuned}
         return {**self._inner.state_dict(), **chosen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`. As many ranks go on with what was chosen in the end; others choose anew."""
+        """See `Algorithm.load_state_dict`. The same world size keeps the final choice; another one chooses anew."""
         assert self._peers is not None
         place = next((i for i, made in enumerate(self._candidates) if repr(made) == state.get("auto")), None)
         if place is not None and state["ranks"] == self._peers.size and state["tuned"]:

@@ -80,7 +80,7 @@ def in_words(algorithm: AllReduce) -> str:
 
 
 def next_best_in_words(candidates: Sequence[AllReduce], best: int, seconds: Mapping[int, float]) -> str:
-    """The fastest of those that differ from the best in more than sizes, for the end of a line; empty if none does.
+    """In words, the fastest candidate that differs from the best in more than sizes; empty if there is none.
 
     Args:
         candidates: all.
@@ -100,7 +100,7 @@ def next_best_in_words(candidates: Sequence[AllReduce], best: int, seconds: Mapp
 
 
 def brief(part: object) -> str:
-    """A codec or a collective as its `repr`, without what is as usual."""
+    """The `repr` of a codec or a collective, without arguments that have their defaults."""
     assert is_dataclass(part)
     given = [(field, getattr(part, field.name)) for field in fields(part) if field.init]
     shown = [

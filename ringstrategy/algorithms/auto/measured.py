@@ -1,4 +1,4 @@
-"""What was measured of the machines, kept for the next training for as long as it holds on all ranks."""
+"""Measurements of the machines, kept for the next training as long as they hold on all ranks."""
 
 from __future__ import annotations
 

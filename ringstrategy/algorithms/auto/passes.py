@@ -46,7 +46,7 @@ class Passes:
         mine = [statistics.median(seconds - waited for seconds, waited in timed)]
         mine += [x for numel, seconds in launches for x in (float(numel), seconds)]
         everyone = all_gather_floats(peers, mine)
-        # all of it rank 0's, so that all ranks predict alike
+        # use rank 0's figures, so that all ranks predict the same
         own, numels, times = everyone[0][0], everyone[0][1::2], everyone[0][2::2]
         backward = max(0.0, max(row[0] for row in everyone) - pack.seconds(round(sum(numels))))
         if own <= 0 or sum(numels) == 0:

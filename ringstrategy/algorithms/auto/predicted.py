@@ -1,4 +1,4 @@
-"""What the cost model predicts of each candidate, the same on all ranks."""
+"""The cost model's prediction for each candidate, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def seconds_of_each(
     profile: Profile,
     peers: Peers,
 ) -> dict[int, float]:
-    """Seconds of a step by the candidate's place, as rank 0 predicts them; of those that come to the same the first.
+    """Seconds of a step, by place of the candidate, as rank 0 predicts them. Of equal candidates only the first.
 
     Args:
         candidates: in order of their places.

@@ -1,4 +1,4 @@
-"""Who is tried when, who stays in and who wins: candidates take turns in rounds. Knows no clock and no peers."""
+"""Trials of candidates in rounds: which is tried next, which stays in, which wins. Knows no clock and no peers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from ringstrategy.codecs.base import Codec
 
 _NEAR = 1.25  # candidates predicted to take up to so many times as long as the best are tried
 _MOST_TRIED = 4
-_NEAR_OTHER_CODEC = 1.5  # the best of each codec likewise, since codecs differ most in what no model knows
+_NEAR_OTHER_CODEC = 1.5  # also the best of each codec, because codecs differ most in what the model does not know
 _WARM_UP = 1  # passes of a turn before those that count, and
 _TIMED = 3  # passes that do
-_ROUNDS = 4  # at most, each candidate once a round, so that what comes and goes hits all alike
+_ROUNDS = 4  # at most; each candidate has one turn a round, so that disturbances hit all of them
 _STILL_IN = 1.1  # times as long as the best so far, and a candidate is in the next round too
 _ALIKE = 1.02  # of candidates that come so near the best the most usual is kept
 
 
 def to_try(predictions: Mapping[int, float], codec_of: Mapping[int, object], allow: Iterable[Codec]) -> list[int]:
-    """The few best candidates, and the best of each codec if that is near.
+    """Choose the few best candidates, and the best of each codec if it is near the best.
 
     Args:
         predictions: seconds by place; the lower the place, the more usual the candidate.
@@ -55,7 +55,7 @@ class Trials:
 
     @property
     def turn(self) -> int:
-        """Whose it is."""
+        """The place of the candidate whose turn it is."""
         return self._turns[0]
 
     @property
@@ -68,7 +68,7 @@ class Trials:
         return len(seconds) >= _WARM_UP + _TIMED
 
     def end_turn(self, seconds: Sequence[float]) -> None:
-        """Note what the passes of this turn took."""
+        """Record the seconds of the passes of this turn."""
         self._timed[self._turns.pop(0)] += seconds[_WARM_UP:]
 
     def medians(self) -> dict[int, float]:
@@ -76,7 +76,7 @@ class Trials:
         return {place: statistics.median(timed) for place, timed in self._timed.items()}
 
     def judge(self, seconds: Mapping[int, float]) -> int | None:
-        """The winner's place; None: those near the best of this round have another.
+        """The place of the winner. None: the candidates near the best go on to another round.
 
         Who fell out cannot win: the machine may have been faster then.
 

@@ -114,7 +114,7 @@ class PowerSGD(Synchronous):
 
 
 class LowRankBucket(Bucket):
-    """Matrices whose factors travel together, in two collectives: all p, then all q.
+    """Matrices whose factors are exchanged together, in two collectives: first all p, then all q.
 
     In the scale of the buffer (1/size at the source) with M = gradient + residual: delivered = p q^T for
     q = sum of M^T p, and the new residual is M - delivered / size, so that sum of M == delivered + sum of residuals.
@@ -136,7 +136,7 @@ class LowRankBucket(Bucket):
         self._queries = _Factors([columns for _, columns in shapes], rank, buffer)
         for place, query in enumerate(self._queries.each):
             generator = torch.Generator().manual_seed(derive_seed(0, dense.index, place))
-            # uniform, since that takes no function whose last bit differs between CPU models
+            # uniform: it needs no function whose last bit differs between CPU models
             query.copy_(torch.rand(query.shape, generator=generator, device="cpu") - 0.5)
 
     @property
@@ -269,7 +269,7 @@ def orthonormalise_(columns: Tensor) -> None:
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
     """Sums of products over the last dimension, which is kept: halves are added elementwise until one is left."""
-    # no dot or sum of torch's: nobody promises their order of addition on another CPU
+    # no torch dot or sum: their order of addition may differ on another CPU
     products = one * other
     while (length := products.shape[-1]) > 1:
         half = (length + 1) // 2

@@ -36,7 +36,7 @@ _ACCUMULATED = "it only accumulated, under block_backward_sync(). Do the last ba
 
 
 class Synchronous(GradientAlgorithm):
-    """After each backward every rank holds the same mean gradients, bit for bit; subclasses say what a bucket does.
+    """After each backward all ranks hold the same mean gradients, bit for bit. Subclasses define the buckets.
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
     A second backward without `zero_grad` in between averages the sum of the old mean and the new gradients: exact for
@@ -153,7 +153,7 @@ class Synchronous(GradientAlgorithm):
         compare_plans(self._peers, f"{self._plan_text}\n{text}")
 
     def _learn(self, parameters: Mapping[str, Parameter], sparse: frozenset[str]) -> dict[str, Parameter]:
-        """Those that are new."""
+        """The new parameters."""
         self._sparse = self._sparse | sparse
         new = {name: parameter for name, parameter in parameters.items() if parameter not in self._known}
         shared, local_names = split(new, self.local)
@@ -298,7 +298,7 @@ class Synchronous(GradientAlgorithm):
         yield from self._awaited.items()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `GradientAlgorithm.load_residuals`. Those of frozen parameters wait for their first bucket."""
+        """See `GradientAlgorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
         self._awaited = {
             name: value
             for name, value in residuals.items()
@@ -312,7 +312,7 @@ class Synchronous(GradientAlgorithm):
         ]
 
     def close(self) -> None:
-        """Remove the hooks and forget the plan; what a checkpoint needs stays, in host memory."""
+        """Remove the hooks and forget the plan. State for a checkpoint stays, in host memory."""
         if self._peers is not None:
             state = self.state_dict()
             left: dict[str, Tensor] = {}
@@ -336,7 +336,7 @@ class Synchronous(GradientAlgorithm):
 
 
 class _Pass:
-    """One backward pass: which buckets are full, launched, and what the other ranks used."""
+    """One backward pass: the buckets that are full or launched, and the parameters that other ranks used."""
 
     def __init__(
         self,
@@ -426,7 +426,7 @@ class _Pass:
         self._used_anywhere = self._collect().amax(0)
 
     def finish(self) -> None:
-        """Launch what is left, wait, and make the means the gradients."""
+        """Launch the remaining buckets, wait, and make the means the gradients."""
         with self._lock:
             while self._launched < len(self.active):
                 self._launch()

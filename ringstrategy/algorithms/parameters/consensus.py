@@ -1,4 +1,4 @@
-"""Show the exact mean of all ranks in place of each rank's own values, for a while."""
+"""Temporarily replace each rank's own values by the exact mean of all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DIGEST = 8  # bytes
 
 
 class Consensus:
-    """The mean over all ranks, taken of what groups mix and of all else that differs between ranks.
+    """The mean over all ranks of the mixed groups, and of everything else that differs between ranks.
 
     Args:
         peers: all ranks.
@@ -73,7 +73,7 @@ class Consensus:
         return nullcontext() if self._shown is None else self._shown.hidden()
 
     def means(self, groups: Sequence[Group], of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
-        """Flats and their means over all ranks. What is under way would not change them."""
+        """Each flat and its mean over all ranks. An exchange in flight would not change the mean."""
         for group in groups:
             for flat in group.flats:
                 mean = of(flat)
@@ -114,7 +114,7 @@ class Shown:
 
     @torch.no_grad()
     def show(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """From now on the first of each pair shows the values of the second."""
+        """Copy the second tensor of each pair into the first, and remember the first."""
         new = [_Shown(tensor, tensor.clone()) for tensor, _ in pairs]
         self._shown += new  # at once: what follows may fail
         for shown, (tensor, value) in zip(new, pairs, strict=True):
@@ -163,7 +163,7 @@ class Digests:
 
 
 def differing(tensors: Sequence[Tensor], peers: Peers, digests: Digests, where: str) -> list[Tensor]:
-    """Those that are not the same bits on all ranks. Every rank calls it with as many, and waits for the others."""
+    """The tensors whose bits differ between ranks. All ranks call it with equally many tensors, and wait."""
     if not tensors:
         return []
     mine = torch.frombuffer(bytearray(b"".join(map(digests.of, tensors))), dtype=torch.uint8)

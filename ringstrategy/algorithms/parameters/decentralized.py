@@ -1,4 +1,4 @@
-"""What all decentralized averaging shares: each rank mixes its parameters with its neighbours' now and then."""
+"""Decentralized averaging: now and then each rank mixes its parameters with those of its neighbours."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Decentralized(ParameterAlgorithm):
     number of ranks goes on bit for bit; another number starts from the mean, as do ranks whose optimizer gets more
     parameters.
 
-    Subclasses say what neighbours see of a rank's values (`write`, `read`), and what comes of it (`apply`).
+    Subclasses define how values become bytes and back (`write`, `read`), and how corrections are used (`apply`).
 
     Args:
         topology: who mixes with whom.
@@ -54,7 +54,7 @@ class Decentralized(ParameterAlgorithm):
         unit: "step", or "epoch": the interval counts epochs.
     """
 
-    gain = 1.0  # of what neighbours differ by
+    gain = 1.0  # of the difference to neighbours
 
     def __init__(
         self,
@@ -106,18 +106,18 @@ class Decentralized(ParameterAlgorithm):
     # What subclasses say
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Of the values that are mixed, for parameters of `dtype`."""
+        """The dtype of mixed values, for parameters of `dtype`."""
         return sums_dtype(dtype)
 
     def begin(self, group: Group) -> None:
         """Before the first mixing of a group; all ranks call it."""
 
     def gather(self, flat: Flat) -> None:
-        """Fill `flat.values` with what is to be mixed."""
+        """Fill `flat.values` with the values to mix."""
         flat.gather()
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
-        """The bytes that say these values; `wire` is memory for them."""
+        """Encode the values of the piece; `wire` is memory for the bytes."""
         raw = self.codec.raw(piece.values)
         if raw is not None:
             return raw
@@ -125,12 +125,12 @@ class Decentralized(ParameterAlgorithm):
         return wire
 
     def encode(self, piece: Piece, values: Tensor, wire: Tensor) -> None:
-        """By the codec, with this rank's own noise."""
+        """Encode with the codec, and with this rank's own noise."""
         own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
         self.codec.encode(values, wire, seed=own_seed, offset=piece.begin)
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """What all see of a rank's values after these bytes; `whose` None: this rank's. Called once a wire."""
+        """The values that all ranks decode from these bytes; `whose`: their rank, None: this one. Once a wire."""
         if whose is None and self.codec.lossless:
             return piece.values
         values = piece.scratch("own" if whose is None else "theirs", piece.values.dtype)
@@ -138,12 +138,12 @@ class Decentralized(ParameterAlgorithm):
         return values
 
     def apply(self, group: Group) -> None:
-        """Bring the corrections into the parameters."""
+        """Add the corrections to the parameters."""
         for flat in group.flats:
             flat.add(flat.correction)
 
     def mass(self, flat: Flat) -> Tensor:
-        """A copy of what the mean over ranks is of: mixing keeps it."""
+        """A copy of the values whose mean over ranks mixing preserves."""
         return row_of_parameters(flat)
 
     # The contract
@@ -231,7 +231,7 @@ class Decentralized(ParameterAlgorithm):
             self.apply(group)
 
     def _group_of(self, parameters: Collection[Parameter]) -> Group | None:
-        """Of the optimizer that steps these; None if it steps nothing that is averaged."""
+        """The group of an optimizer, by the parameters that it steps; None if none of them is averaged."""
         if self._peers is None:
             return None
         asked = frozenset(parameters)
@@ -243,7 +243,7 @@ class Decentralized(ParameterAlgorithm):
 
     @torch.no_grad()
     def _bind(self, wanted: Mapping[str, Parameter]) -> Group:
-        """The group of these parameters. All ranks compare what a new one is made of, and it replaces older ones."""
+        """The group of these parameters. Ranks compare the members of a new group, which replaces older ones."""
         for group in self._groups:
             if group.parameters.keys() == wanted.keys() and set(group.parameters.values()) == set(wanted.values()):
                 return group
@@ -272,7 +272,7 @@ class Decentralized(ParameterAlgorithm):
             )
 
     def _end(self, group: Group) -> dict[str, int]:
-        """Apply what is due, start again from the mean, and forget the group; returns how far it came."""
+        """Apply the pending correction, set the parameters to their mean, and drop the group; returns its counts."""
         assert self._view is not None
         self._apply(group)
         for flat, mean in self._view.means([group], self.mass):
@@ -299,7 +299,7 @@ class Decentralized(ParameterAlgorithm):
         """See `ParameterAlgorithm.enter_consensus`."""
         if self._peers is None or self._view is None or self._view.entered:
             return False
-        # no bytes of the mean may meet those of a mixing: who has fewer batches waits here until it is told so
+        # bytes of the mean must not meet those of a mixing: a rank with fewer batches waits here until it is told
         trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
         compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
@@ -323,7 +323,7 @@ class Decentralized(ParameterAlgorithm):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """How far each parameter's group has come."""
+        """The counts of each parameter's group."""
         counts = self._counts | {name: _counts(group) for group in self._groups for name in group.parameters}
         return {"step": max((count["steps"] for count in counts.values()), default=0), "counts": counts}
 
@@ -338,7 +338,7 @@ class Decentralized(ParameterAlgorithm):
 
     @property
     def keeper(self) -> str:
-        """Whose state it is: what another one kept is of no use."""
+        """Names the algorithm and topology: state of another one is of no use."""
         return f"{type(self).__name__} over {self.topology}"
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
@@ -348,7 +348,7 @@ class Decentralized(ParameterAlgorithm):
         return mine
 
     def close(self) -> None:
-        """Forget the parameters; what is under way is dropped. How far they came stays."""
+        """Forget the parameters, and drop an exchange in flight. The counts stay."""
         self._counts = self.state_dict()["counts"]
         self._peers, self._view, self._groups, self._bound = None, None, [], {}
         self._all, self._known = {}, {}

@@ -1,4 +1,4 @@
-"""How values get to the neighbours and what comes back, as one of the ranks."""
+"""One mixing of one rank: send values to the neighbours, and turn theirs into a correction."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Piece:
 
     @property
     def values(self) -> Tensor:
-        """What is mixed."""
+        """The values to mix."""
         return self.of(self.vector.values)
 
     def scratch(self, name: str, dtype: torch.dtype) -> Tensor:
@@ -45,11 +45,11 @@ class Piece:
 
 
 class Mixing(Protocol):
-    """What an exchange asks of an algorithm: see `Decentralized`."""
+    """The part of an algorithm that an exchange uses: see `Decentralized`."""
 
     @property
     def topology(self) -> Topology:
-        """Who mixes with whom."""
+        """The topology."""
 
     @property
     def codec(self) -> Codec:
@@ -57,7 +57,7 @@ class Mixing(Protocol):
 
     @property
     def gain(self) -> float:
-        """Of what neighbours differ by."""
+        """Factor of the difference to neighbours."""
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
         """The bytes that say these values; `wire` is memory for them."""
@@ -76,12 +76,12 @@ class Exchange:
     ranks = 1
 
     def sources(self, topology: Topology, peers: Peers, step: int) -> dict[int, float]:
-        """The other ranks whose values come in, and their weights."""
+        """The other ranks whose values arrive, and their weights."""
         row = topology.weights(peers.rank, peers.size, step)
         return {peer: weight for peer, weight in row.items() if peer != peers.rank}
 
     def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
-        """Let the correction be gain times row `rank` of W x - x, where x is what all see of each other's values.
+        """Set the correction to gain times row `rank` of W x - x, where x are the values that all ranks decode.
 
         As a sum of weight * (theirs - own): what ranks agree about is then not rounded away.
         """

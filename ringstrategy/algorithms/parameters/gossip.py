@@ -71,7 +71,7 @@ class Gossip(Decentralized):
 
     @property
     def keeper(self) -> str:
-        """With what it keeps."""
+        """A group and the tensors that this algorithm keeps for it."""
         kept = f" for unequal data, overlap={self.overlap}" if self.unequal_data else ""
         return super().keeper + kept
 

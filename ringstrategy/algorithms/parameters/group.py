@@ -1,4 +1,4 @@
-"""Parameters in a row, as they are mixed: those of one dtype, and those that one optimizer steps."""
+"""Flat vectors of parameters as they are mixed: by dtype, and by the optimizer that steps them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Item = TypeVar("Item")
 
 
 class Vector:
-    """Values that are mixed as one.
+    """A flat vector that is mixed as one.
 
     Attributes:
-        values: flat; what is mixed, as it was when the exchange began.
-        correction: as long, in the dtype of sums; what the exchange says should be added.
-        memory: as long, in the dtype of sums; what an algorithm keeps from one mixing to the next.
+        values: flat; a copy of the values to mix, taken when the exchange begins.
+        correction: as long, in the dtype of sums; the exchange's result, to be added.
+        memory: as long, in the dtype of sums; state that an algorithm keeps between mixings.
     """
 
     def __init__(self, values: Tensor) -> None:
@@ -46,7 +46,7 @@ class Flat(Vector):
 
     @torch.no_grad()
     def gather(self, into: Tensor | None = None) -> None:
-        """Let `values`, or another flat tensor, be the parameters', now."""
+        """Copy the parameters into `values`, or into another flat tensor."""
         torch._foreach_copy_(cut_like(self.values if into is None else into, self.parameters), self.parameters)
 
     @torch.no_grad()
@@ -65,8 +65,8 @@ class Group:
         steps: of the optimizer.
         turns: steps or epochs, whichever the interval counts.
         mixings: how many were applied.
-        arrived: are there corrections that wait for the step at which they are applied?
-        seed: another for each group.
+        arrived: a correction is there, and waits for the step at which it is applied.
+        seed: differs between groups.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], dtype: Callable[[torch.dtype], torch.dtype]) -> None:
@@ -92,7 +92,7 @@ class Group:
 
 
 def by_kind(items: Iterable[Item], tensor: Callable[[Item], Tensor]) -> Iterable[list[Item]]:
-    """Those whose tensors have one dtype and device, together and in order."""
+    """Group the items by dtype and device of their tensors, in order."""
     kinds: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
     for item in items:
         kinds.setdefault((tensor(item).dtype, tensor(item).device), []).append(item)

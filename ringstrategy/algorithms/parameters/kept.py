@@ -12,7 +12,7 @@ from ringstrategy.algorithms.parameters.group import Group, Vector
 
 
 class Kept:
-    """What a checkpoint kept for groups that have not been bound yet.
+    """State from a checkpoint, for groups that are not bound yet.
 
     Args:
         state: what `state_of` gave; nothing if there is no checkpoint.
@@ -40,7 +40,7 @@ class Kept:
         return {"kept": parts, "others": others, "torn": torn}
 
     def resume(self, group: Group) -> bool:
-        """Give a new group what was kept of it; False if there is nothing, or several groups kept it."""
+        """Restore a new group from the checkpoint. False if there is none, or parts of several groups."""
         parts = {name: self._parts.pop(name) for name in group.parameters if name in self._parts}
         others = {name: self._others.pop(name) for name in group.parameters if name in self._others}
         names = [name for flat in group.flats for name in flat.names]

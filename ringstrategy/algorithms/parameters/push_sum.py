@@ -43,7 +43,7 @@ class PushSum(Decentralized):
         super().__init__(topology, Identity(), interval, overlap, consensus, local, unit)
 
     def begin(self, group: Group) -> None:
-        """x is what the parameters are."""
+        """The parameters are x, the numerators over the weight."""
         for flat in group.flats:
             flat.memory["excess"] = torch.zeros_like(flat.correction)  # x minus the parameters
         ones = torch.ones(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].values.device)

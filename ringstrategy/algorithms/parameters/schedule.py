@@ -1,4 +1,4 @@
-"""When parameters are mixed, and when what came of it is applied."""
+"""When parameters are mixed, and when the correction is applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where Lightning's hooks let people look at a model: they see what is the same on all ranks."""
+"""When Lightning's hooks look at the model, they see parameters that are the same on all ranks: the mean."""
 
 from __future__ import annotations
 

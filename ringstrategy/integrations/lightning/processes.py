@@ -152,7 +152,7 @@ class Processes(DDPStrategy):
             self.session.tell(exception)
         elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
             self._has_met = True
-            # those who are ready wait for this one
+            # ranks that are ready wait for this one
             Lifeline.cast(self.global_rank, self.world_size).fail(last_words(exception))
 
 

@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 
 class RingStrategy(Processes):
-    """Data parallelism whose averaging is an `Algorithm` of this package; everything else is as with `ddp`.
+    """Data-parallel training as with `ddp`, but an `Algorithm` of this package does the averaging.
 
     The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
 
     Args:
-        algorithm: what is averaged, and when; copied, so that one object may be given to many trainers.
+        algorithm: decides what is averaged, and when. It is copied, so one object may be given to many trainers.
         accelerator: see Lightning's `DDPStrategy`, as for the other arguments not named here.
         parallel_devices: see `DDPStrategy`.
         cluster_environment: see `DDPStrategy`.
@@ -51,7 +51,7 @@ class RingStrategy(Processes):
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default.
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward and
-            before validation. With gossip each rank keeps its own, and people see their mean.
+            before validation. With gossip each rank keeps its own, and validation sees their mean.
 
     Attributes:
         stats: what was sent, and how long training waited (`Stats`); totals over all fits of this strategy.
@@ -98,7 +98,7 @@ class RingStrategy(Processes):
         self._means: Means | None = None  # last given to a checkpoint
 
     def __repr__(self) -> str:
-        """The algorithm, and whose strategy this is: a `pytorch_lightning` Trainer prints it when it refuses us."""
+        """Names the algorithm and the right import: a `pytorch_lightning` Trainer prints it when it refuses us."""
         return f"RingStrategy({self.algorithm}), a strategy for `from lightning.pytorch import Trainer`"
 
     def _outcome(self) -> Any:
@@ -164,7 +164,7 @@ class RingStrategy(Processes):
             rank_zero_info(line)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """As `ddp`. ValueError for those that cannot work."""
+        """As `ddp`. ValueError for optimizers that cannot work."""
         super().setup_optimizers(trainer)
         refusals.check_optimizers(self.optimizers, self.world_size)
 
@@ -235,7 +235,7 @@ class RingStrategy(Processes):
     # Validation, where ranks have parameters of their own
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As `ddp`. Within a fit, the first batch of a validation is to find what is the same on all ranks."""
+        """As `ddp`. Within a fit, the first batch of a validation must see the mean of all ranks."""
         if self._looks is not None:
             self._looks.look()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -267,7 +267,7 @@ class RingStrategy(Processes):
             self._fit.enter_consensus(replaced=self._looks.replaced())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The mean of all ranks, who all call it; after an exception this rank's own."""
+        """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
         state = super().lightning_module_state_dict
         if self._looks is None or not self.algorithm.decentralized or self.alone:
             return state()
