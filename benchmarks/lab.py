@@ -390,10 +390,8 @@ class Lab:
 
 
 def _signal_session(child: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # everybody in it has ended
         os.killpg(child.pid, number)
-    except ProcessLookupError:
-        return  # everybody in it has ended
 
 
 def _libc(name: str, *arguments: int) -> None:

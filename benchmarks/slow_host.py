@@ -113,10 +113,8 @@ def network_of(pid: int) -> int:
 
 
 def _signal(send: Callable[[int, int], None], target: int, number: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # it ended, or became another user's
         send(target, number)
-    except (ProcessLookupError, PermissionError):
-        return  # it ended, or became another user's
 
 
 def main() -> None:

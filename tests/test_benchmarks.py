@@ -72,6 +72,7 @@ def test_every_command_is_listed_and_says_what_its_options_are(capsys):
         assert f"python -m benchmarks {name}" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_collectives_on_loopback(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--mb", "1", "--rounds", "2"]
     rows = rows_of("collectives", tmp_path / "deep" / "rows.jsonl", *arguments)
@@ -86,6 +87,7 @@ def test_collectives_on_loopback(tmp_path):
     assert rows["native identity"]["bytes_sent"] is None
 
 
+@pytest.mark.slow
 def test_the_demo_on_loopback():
     command = [
         sys.executable,
@@ -347,6 +349,7 @@ def test_a_run_that_diverges_ends(ranks, tmp_path):
         assert row["curve"]["steps"][-1] < 320
 
 
+@pytest.mark.slow
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8", "--interval", "4", "--width", "32"]
     arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]
@@ -372,6 +375,7 @@ def test_how_far_ahead_of_a_slow_rank():
     assert limit(Gossip(OnePeerExponential(), overlap=False), 4, 1) == [2, 0, 2, 2]
 
 
+@pytest.mark.slow
 def test_overhead_at_world_size_one(tmp_path):
     arguments = ["--steps", "20", "--rounds", "2", "--models", "tiny"]
     rows = rows_of("overhead", tmp_path / "rows.jsonl", *arguments)

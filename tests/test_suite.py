@@ -65,6 +65,7 @@ def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
     assert large == 2**20 * 3 // 2
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_host_link_carries_what_the_limit_says(tmp_path):
     cases = "=ring identity,=direct identity,=hierarchical identity"
@@ -114,6 +115,7 @@ def test_a_bad_argument_is_refused_with_words(capsys, name, argument):
     assert argument.split("=")[1] in refusal([name, argument], capsys)
 
 
+@pytest.mark.slow
 def test_scaling_on_loopback(tmp_path):
     arguments = ["--rate", "loopback", "--sizes", "2,3,4", "--mb", "0.125", "--rounds", "1"]
     rows = lines_of("scaling", tmp_path / "rows.jsonl", *arguments, "--cases", "=ring int8,gossip")
