@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, TopK
 
-HARMLESS = 0.3  # per cent of the loss: what is not more was not told from chance
+HARMLESS = 0.3  # per cent of the loss: a smaller difference cannot be told from chance
 TOLERABLE = 1.0  # per cent of the loss: what is more needs a look at one's own
 
 # By codec, and whether errors are fed back: per cent by which the final loss of a byte GPT on text ended above that of

@@ -18,7 +18,7 @@ _CODE = 35  # characters of a line for what is pasted; longer code gets a line o
 
 @dataclass(frozen=True)
 class Row:
-    """A strategy and what is known of it.
+    """A strategy and the facts about it.
 
     Attributes:
         strategy: what to pass to Trainer, as code: `"ring_int8"`, quotes included, or `RingStrategy(...)`.
@@ -36,12 +36,12 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds of a step."""
         return self.prediction.seconds
 
 
 def recommended(rows: Sequence[Row]) -> Row:
-    """Of what does not harm the loss the closest to fp32, unless another is materially faster; of equals the first."""
+    """The harmless strategy closest to fp32, unless another one is much faster. Of equal ones the first."""
     harmless = [row for row in rows if row.worst <= HARMLESS]
     fastest = min(row.seconds for row in harmless)
     return min((row for row in harmless if row.seconds <= MATERIAL * fastest), key=lambda row: row.worst)
@@ -54,7 +54,7 @@ def tempting(rows: Sequence[Row], chosen: Row) -> Row | None:
 
 
 def beaten(rows: Sequence[Row]) -> list[Row]:
-    """Those for which another is as fast and loses no more."""
+    """The rows that another row beats: it is as fast and loses no more."""
     losers, fastest = [], math.inf
     for row in sorted(rows, key=lambda row: (row.worst, row.seconds)):
         if row.seconds >= fastest:
@@ -64,7 +64,7 @@ def beaten(rows: Sequence[Row]) -> list[Row]:
 
 
 def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
-    """The answer, in `HEIGHT` lines of `WIDTH`: rows that find no place are those that are beaten, slowest first.
+    """The answer, in `HEIGHT` lines of `WIDTH`. If rows must be left out, these are beaten ones, slowest first.
 
     Args:
         rows: what is compared, the baseline first.

@@ -1,4 +1,4 @@
-"""Codecs and collectives as the shortest code that makes them, for people to paste."""
+"""Codecs and collectives as the shortest code that makes them, ready to paste."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ VALIDATION_COLUMNS = ("step", "loss")
 
 @dataclass
 class Curves:
-    """One entry a step in each list, as rank 0 saw it, None for what was not measured; the validation apart.
+    """Lists with one entry a step, from rank 0; None if not measured. Validations are separate.
 
     Bytes and seconds of communication are those since the step before ended.
     """
@@ -52,7 +52,7 @@ class Curves:
 
 
 def write_curves(folder: Path, curves: Curves) -> None:
-    """Write `steps.csv` and `validation.csv`; what was not measured is an empty cell."""
+    """Write `steps.csv` and `validation.csv`. Values that were not measured are empty cells."""
     rows = zip(
         curves.steps,
         curves.losses,

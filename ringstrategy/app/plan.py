@@ -35,7 +35,7 @@ CodecCosts = dict[tuple[Codec, bool], CodecCost]  # without and with feedback
 
 
 def candidates(hierarchical: bool) -> dict[str, AllReduce]:
-    """What is compared, under what to pass to `Trainer(strategy=...)`: a name, or code.
+    """The strategies that are compared, by what to pass to `Trainer(strategy=...)`: a name, or code.
 
     Torch DDP, the registered names that reduce gradients in buckets, 4 bits without a rotation; and if `hierarchical`,
     for several hosts with several ranks each, all of ours over a hierarchy too.
@@ -108,7 +108,7 @@ def _keys(algorithms: Iterable[AllReduce]) -> list[tuple[Codec, bool]]:
 
 
 def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> CodecCosts:
-    """What the codecs of these cost here on one thread, as far as that can be told from what else runs now."""
+    """Measure what the codecs cost here on one thread, as well as other load on the machine allows."""
     return {key: codec_cost(*key, device, lambda work: work(), undisturbed=True) for key in _keys(algorithms)}
 
 
@@ -148,7 +148,7 @@ def _speeds(algorithms: Iterable[AllReduce], arguments: Arguments) -> _Speeds:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What is asked; rates in bits a second."""
+    """The user's question; rates in bits a second."""
 
     parameters: float
     hosts: int

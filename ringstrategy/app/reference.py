@@ -1,4 +1,4 @@
-"""How fast one core of a known processor encodes: what `ringstrategy-plan` reckons with unless it is told otherwise.
+"""Speeds of the codecs on one core of a known processor: `ringstrategy-plan` uses them by default.
 
 What is measured varies with whatever else the machine does, and is not of the machines that are asked about.
 

@@ -1,4 +1,4 @@
-"""Errors of `ringstrategy-train` about its configuration: what is wrong, and which override would be right."""
+"""Configuration errors of `ringstrategy-train`: they name the mistake and the right override."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -137,7 +137,7 @@ def _no_key(key: str, override: str, parent: DictConfig) -> str:
 
 
 def _hints(target: str) -> Mapping[str, Any]:
-    """The types of a class's arguments; none if it says none, or names some that it has not imported."""
+    """The types of a class's arguments; empty if it declares none, or names types that it has not imported."""
     try:
         return get_type_hints(get_object(target).__init__)
     except (NameError, TypeError):

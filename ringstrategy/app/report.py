@@ -1,4 +1,4 @@
-"""What a run leaves behind: `summary.json`, its steps as CSV, a PNG of them, and a table on the screen."""
+"""The output of a run: `summary.json`, its steps as CSV, a PNG of them, and a table on the screen."""
 
 import dataclasses
 import json
@@ -196,12 +196,12 @@ def print_summary(summary: Summary) -> None:
 
 
 def number(value: float | None) -> str:
-    """Four digits, or - for what was not measured."""
+    """Four digits, or - if not measured."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """As milliseconds with a unit, or - for what was not measured."""
+    """Milliseconds with a unit, or - if not measured."""
     return "-" if seconds is None else f"{1000 * seconds:.4g} ms"
 
 

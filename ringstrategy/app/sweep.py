@@ -22,7 +22,7 @@ class SweepTable(Callback):
     """
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        """Note the time: what is older in the folder was left by another sweep."""
+        """Record the time. Older files in the folder belong to another sweep."""
         self._began = time.time()
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:

@@ -21,7 +21,7 @@ class Spread(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Finished jobs that differ in nothing but the seed; None for what one of them did not measure."""
+    """Finished jobs that differ only in the seed; None for quantities that one of them did not measure."""
 
     strategy: str
     overrides: list[str]  # all but the seed

@@ -120,7 +120,7 @@ document.querySelectorAll("table").forEach(sortable);
 
 
 def page(title: str, jobs: Sequence[Job]) -> str:
-    """The whole file. Whatever people wrote (overrides, names of folders) is shown as it is and never run."""
+    """The whole file. Text from users (overrides, names of folders) is shown as it is, and never run."""
     rows = [job.row for job in jobs]
     failed = sum(row["status"] == "failed" for row in rows)
     about = f"{len(rows)} {'job' if len(rows) == 1 else 'jobs'}" + (f", {failed} failed" if failed else "")

@@ -1,4 +1,4 @@
-"""What the page about a sweep draws: plotly's traces and layouts as plain JSON, and what to say under each plot."""
+"""The plots of a sweep's page: plotly's traces and layouts as plain JSON, and a caption for each plot."""
 
 import math
 from bisect import bisect_right
@@ -71,7 +71,7 @@ class Plot:
 
 
 def plots(jobs: Sequence[Job]) -> list[Plot]:
-    """Loss against steps, seconds and bytes; then what a step's time went on."""
+    """Loss against steps, seconds and bytes; then the parts of a step's time."""
     return [
         _loss_plot("Loss against steps", "step", jobs, lambda curves: curves.steps, _no_steps),
         _loss_plot(
@@ -95,7 +95,7 @@ def plots(jobs: Sequence[Job]) -> list[Plot]:
 
 
 def jobs_of(rows: Sequence[Summary], curves: Sequence[Curves | None]) -> list[Job]:
-    """Jobs with labels that differ; those of one strategy have one color."""
+    """Jobs with distinct labels. Jobs of one strategy have one color."""
     strategies = list(dict.fromkeys(row["strategy"] for row in rows))
     settings = [
         " ".join(sorted(own_overrides(row, rows), key=lambda text: not text.startswith("seed="))) for row in rows
@@ -238,7 +238,7 @@ def _names(places: Iterable[int], jobs: Sequence[Job]) -> str:
 
 
 def _at(validated: Sequence[int], steps: Sequence[int], so_far: Sequence[float]) -> list[float]:
-    """What was spent when each validation began; one before the first step cost nothing."""
+    """Seconds and bytes spent when each validation began; zero for one before the first step."""
     ended = [bisect_right(steps, step) for step in validated]
     return [so_far[count - 1] if count else 0 for count in ended]
 

@@ -45,7 +45,7 @@ class Column(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """What is shown, and what to sort by; None sorts last."""
+    """The text to show, and the value to sort by; None sorts last."""
 
     text: str
     value: float | str | None
@@ -73,7 +73,7 @@ def _numbers_by_value(job: Path) -> list[str | int]:
 
 
 def read_row(job: Path, folder: Path) -> Summary:
-    """The job's summary, by COLUMNS; None for what it lacks. ValueError: somebody else's file."""
+    """The job's summary, by COLUMNS; None for missing values. ValueError if the file is not ours."""
     summary = read_summary(job)
     if not isinstance(summary, dict) or not {"status", "strategy", "overrides"} <= summary.keys():
         raise ValueError(f"{job / 'summary.json'} was not written by ringstrategy-train: move it out of {folder}")
@@ -92,12 +92,12 @@ def job_name(row: Summary, rows: Sequence[Summary]) -> str:
 
 
 def common_overrides(rows: Sequence[Summary]) -> list[str]:
-    """Those that all jobs have."""
+    """The overrides that all jobs have."""
     return [text for text in rows[0]["overrides"] if all(text in row["overrides"] for row in rows)]
 
 
 def own_overrides(row: Summary, rows: Sequence[Summary]) -> list[str]:
-    """Those that tell the job from the others; its strategy is a column of its own."""
+    """The overrides that distinguish the job from the others. Its strategy has its own column."""
     return _own(row["overrides"], rows)
 
 

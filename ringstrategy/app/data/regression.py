@@ -1,4 +1,4 @@
-"""Rows for linear regression whose true coefficients are known; every rank descends on its whole shard at once."""
+"""Linear regression with known true coefficients. Every rank uses its whole shard in each step."""
 
 import lightning as L
 import torch
