@@ -273,6 +273,7 @@ class InStep(Lagging):
 def test_ranks_that_look_in_step_see_where_the_others_are(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
     """Rank 0 waits for a batch that rank 1 does not have; the one who writes later hides what the other wrote."""
     monkeypatch.setattr(lifeline, "DOUBT_SECONDS", 0.05)
+    monkeypatch.setattr(lifeline, "GRACE_SECONDS", 0.1)
     server: dict[str, bytes] = {}
     clients = [InStep(server) for _ in range(2)]
     lines = [Lifeline(client, rank, 2) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
