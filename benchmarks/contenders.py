@@ -74,20 +74,16 @@ def decentralized() -> list[str]:
 def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Callable[[], Training]]:
     """All that can be measured, by name; each trains a copy. `how` as of `Training`. Ranks make them in one order."""
 
-    def model() -> nn.Module:
-        return copy.deepcopy(initial)
+    def of(make: Callable[..., Training], *given: Any) -> Callable[[], Training]:
+        return lambda: make(copy.deepcopy(initial), batches, *given, **how)
 
-    made: dict[str, Callable[[], Training]] = {
-        DDP: lambda: TorchDDP(model(), batches, **how),
-        FP16_HOOK: lambda: TorchDDP(model(), batches, fp16=True, **how),
+    return {
+        DDP: of(TorchDDP),
+        FP16_HOOK: of(TorchDDP, True),
+        **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
+        **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
+        **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items()},
     }
-    for rank, name in POWERSGD_HOOKS.items():
-        made[name] = lambda rank=rank: PowerSGDHook(model(), batches, rank, **how)  # type: ignore[misc]
-    for period, name in POST_LOCAL.items():
-        made[name] = lambda period=period: PostLocalSGD(model(), batches, period, **how)  # type: ignore[misc]
-    for name, make in {**STRATEGIES, **BESIDE}.items():
-        made[name] = lambda make=make: ours(model(), batches, make(), **how)  # type: ignore[misc]
-    return made
 
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -144,9 +140,9 @@ class Training:
         """Called after the last step of a run, within its time."""
 
     def choose(self) -> list[str]:
-        """Take steps, and take them back, until no step is a trial any more. All ranks call it.
+        """Take steps, and take them back, until no step is a trial any more; say in lines what was chosen.
 
-        Returns: what it has to say about its choice, in lines.
+        All ranks call it.
         """
         return []
 
@@ -187,8 +183,9 @@ class Training:
         )
 
     def phases_of_runs(self, steps: int) -> list[Phases]:
-        """Of each run of so many steps, in order: seconds a step of the rank that took longest. They add up to what
-        that run took. All ranks call it.
+        """Forward, backward and optimizer's seconds a step of each run of so many steps, on the rank that took longest.
+
+        They add up to what that run took. All ranks call it.
         """
         runs = []
         for first in range(0, len(self.phases), steps):
@@ -201,7 +198,7 @@ class Training:
 class TorchDDP(Training):
     """Torch DDP, plain or with torch's fp16 hook."""
 
-    def __init__(self, model: nn.Module, batches: Batches, *, fp16: bool = False, **how: Any) -> None:
+    def __init__(self, model: nn.Module, batches: Batches, fp16: bool = False, **how: Any) -> None:
         wrapped = DistributedDataParallel(model)
         super().__init__(wrapped, batches, **how)
         self._fp16 = fp16

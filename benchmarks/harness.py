@@ -30,7 +30,6 @@ from benchmarks.lab import Lab, LabError, Link, bits_per_second, exit_on_sigterm
 from benchmarks.rows import Row, append
 
 T = TypeVar("T")
-Count = TypeVar("Count", int | None, float | None)
 COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
 TIMEOUT = timedelta(minutes=10)  # then a collective gives up
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
@@ -62,6 +61,11 @@ class Case:
         """Seconds a step."""
         return statistics.median(self.seconds)
 
+    @property
+    def waited_seconds(self) -> float | None:
+        """Of a step, the median; None: nobody counts."""
+        return statistics.median(self.waits) if self.waits else None
+
     def faster(self, than: Case) -> float:
         """How many times as fast as another: the median over the rounds."""
         return statistics.median(other / own for other, own in zip(than.seconds, self.seconds, strict=True))
@@ -72,27 +76,21 @@ def arguments(
 ) -> argparse.ArgumentParser:
     """A parser with what all benchmarks take; without `rounds` each case runs once; `cases`: one may choose some."""
     parser = argparse.ArgumentParser(
-        f"python -m benchmarks {name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        f"python -m benchmarks {name}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if rounds is not None:
         parser.add_argument("--rounds", type=int, default=rounds, help="counted rounds; each runs every case once")
         parser.add_argument("--warmup", type=int, default=warmup, help="rounds that are not counted")
     if cases:
-        parser.add_argument(
-            "--cases",
-            help="cases whose name contains one of these, comma-separated; =ring: that one; none: but the baseline",
-        )
+        known = "cases whose name contains one of these, comma-separated; =ring: that one; none: but the baseline"
+        parser.add_argument("--cases", help=known)
     parser.add_argument("--out", type=Path, help="append one JSON row a case to this file")
     return parser
 
 
-def over_hosts(
-    name: str, description: str | None, *, rounds: int | None = 5, warmup: int = 1
-) -> argparse.ArgumentParser:
-    """Also with what every benchmark over hosts takes."""
-    parser = arguments(name, description, rounds=rounds, warmup=warmup)
+def over_hosts(name: str, description: str | None, **how: Any) -> argparse.ArgumentParser:
+    """Also with what every benchmark over hosts takes; `how` as of `arguments`."""
+    parser = arguments(name, description, **how)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--processes", type=int, default=1, help="ranks a host; between them nothing throttles")
     parser.add_argument("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
@@ -107,8 +105,7 @@ def run(
 ) -> None:
     """Be the driver that makes a lab and starts this command on each host of it, or be one of those workers.
 
-    Args:
-        check: raises a ValueError if the options make no sense; users see its text.
+    `check` raises a ValueError with words for the user if the options make no sense.
     """
     options = parser.parse_args(given)
     with refusing(parser):
@@ -135,10 +132,9 @@ def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
 def in_lab(options: argparse.Namespace, command: Sequence[str]) -> None:
     """Make a lab, see that its throttle holds, run a benchmark with its arguments on each rank of it."""
     with Lab(options.hosts, options.rate, processes=options.processes) as lab:
-        carried = (
-            check_throttle(lambda: next(lab.links())) if lab.bits_per_second is not None and lab.hosts > 1 else None
-        )
-        told = {_THROUGHPUT: repr(carried), COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        told = {COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        if lab.bits_per_second is not None and lab.hosts > 1:
+            told[_THROUGHPUT] = repr(check_throttle(lambda: next(lab.links())))
         for rank in range(lab.world_size):
             lab.popen(rank, [sys.executable, "-m", "benchmarks", *command], told)
         codes = lab.wait()
@@ -172,8 +168,7 @@ def _work(options: argparse.Namespace, worker: Callable[[argparse.Namespace], No
 
 def throughput() -> float | None:
     """Bytes a second that a raw TCP stream carried before this run; None where nobody measured it."""
-    measured = os.environ.get(_THROUGHPUT, "None")
-    return None if measured == "None" else float(measured)
+    return float(os.environ[_THROUGHPUT]) if _THROUGHPUT in os.environ else None
 
 
 def wire_seconds(nbytes: float) -> float | None:
@@ -211,30 +206,24 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> None:
     """Run every case once a round, a barrier before each; the slowest rank's time counts."""
     for case, counts in turns(cases, rounds, warmup):
         case.prepare()
-        sent, waited, counted = case.bytes_sent(), case.waited(), interface_bytes()
+        before = case.bytes_sent(), case.waited(), interface_bytes()
         dist.barrier()
         start = time.perf_counter()
         case.run()
-        elapsed = time.perf_counter() - start
-        sent = _more(case.bytes_sent(), sent)
-        waited = _more(case.waited(), waited)
-        slowest = max_over_ranks(elapsed)  # and by now nothing is left in any queue
-        counted = _more(interface_bytes(), counted)
+        slowest = max_over_ranks(time.perf_counter() - start)  # and by now nothing is left in any queue
+        after = case.bytes_sent(), case.waited(), interface_bytes()
+        sent, waited, counted = map(_more, after, before)
         if counts:
             case.seconds.append(slowest / case.steps)
-            case.sent = _most(sent, case.steps)
-            case.at_interface = _most(counted, case.steps)
+            case.sent = None if sent is None else round(sent / case.steps)
+            case.at_interface = None if counted is None else round(counted / case.steps)
             if waited is not None:
-                case.waits.append(max_over_ranks(waited) / case.steps)
+                case.waits.append(waited / case.steps)
 
 
-def _more(after: Count, before: Count) -> Count:
-    return None if after is None or before is None else after - before
-
-
-def _most(count: int | None, steps: int) -> int | None:
-    largest = max_over_ranks(-1 if count is None else count)
-    return None if largest < 0 else round(largest / steps)
+def _more(after: float | None, before: float | None) -> float | None:
+    """By how much a count grew on the rank where it grew most; None where nobody counts, on all ranks alike."""
+    return None if after is None or before is None else max_over_ranks(after - before)
 
 
 def max_over_ranks(value: float) -> float:
@@ -295,33 +284,9 @@ def report(
 ) -> None:
     """Print the table and append a row a case to `--out`; the first case is the baseline. Call it on rank 0 only.
 
-    Args:
-        more: fields of a case's row beside those that all have.
+    `more` gives fields of a case's row beside those that all have.
     """
     baseline, shared = cases[0], facts(options)
-    table(
-        f"{benchmark}: {size}, {network(options)}",
-        (
-            *("case", "median s", "min..max", "x baseline", "limit s", "waited s", "MB sent", "MB at nic", "error"),
-            "same bits",
-        ),
-        (
-            (
-                case.name,
-                _time(case.median),
-                f"{_time(min(case.seconds))}..{_time(max(case.seconds))}",
-                f"{case.faster(baseline):.3f}",
-                _time(case.limit_seconds),
-                _time(statistics.median(case.waits) if case.waits else None),
-                shown(case.sent, "{:.2f}", 1e-6),
-                shown(case.at_interface, "{:.2f}", 1e-6),
-                shown(case.error, "{:.1e}"),
-                yes(case.identical),
-            )
-            for case in cases
-        ),
-        notes,
-    )
     rows = [
         Row(
             benchmark=benchmark,
@@ -332,7 +297,7 @@ def report(
             ratio=case.faster(baseline),
             bytes_sent=case.sent,
             bytes_at_interface=case.at_interface,
-            waited_seconds=statistics.median(case.waits) if case.waits else None,
+            waited_seconds=case.waited_seconds,
             steps=case.steps,
             error=case.error,
             ranks_identical=case.identical,
@@ -343,6 +308,29 @@ def report(
         )
         for case in cases
     ]
+    table(
+        f"{benchmark}: {size}, {network(options)}",
+        [
+            *("case", "median s", "min..max", "x baseline", "limit s", "waited s", "MB sent", "MB at nic", "error"),
+            "same bits",
+        ],
+        (
+            (
+                row.case,
+                _time(row.seconds_median),
+                f"{_time(min(row.seconds))}..{_time(max(row.seconds))}",
+                shown(row.ratio, "{:.3f}"),
+                _time(row.limit_seconds),
+                _time(case.waited_seconds),
+                shown(row.bytes_sent, "{:.2f}", 1e-6),
+                shown(row.bytes_at_interface, "{:.2f}", 1e-6),
+                shown(row.error, "{:.1e}"),
+                yes(case.identical),
+            )
+            for case, row in zip(cases, rows, strict=True)
+        ),
+        notes,
+    )
     append(rows, options.out)
 
 

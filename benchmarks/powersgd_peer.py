@@ -5,9 +5,8 @@ own worker threads.
 """
 
 # no postponed annotations: torch DDP reads those of a hook
-import queue
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -34,12 +33,8 @@ def _is_worthwhile(shape: torch.Size, rank: int) -> bool:
 class PowerSGDOnOneThread:
     """A comm hook with error feedback and warm start; vectors and small matrices are averaged whole, as in torch's.
 
-    By default torch's starts with a thousand uncompressed steps, in which nothing is gained; here compression starts at
-    once.
-
-    Args:
-        group: of its own: the thread's collectives must not mix with others.
-        rank: columns of each factor.
+    Compression starts at once: torch's default, a thousand uncompressed steps, would gain nothing. The group must be
+    the hook's own, since its thread's collectives must not mix with others. Factors have `rank` columns.
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int = 1) -> None:
@@ -48,32 +43,26 @@ class PowerSGDOnOneThread:
         self._shapes: dict[int, list[torch.Size]] = {}  # by bucket
         self._errors: dict[int, Tensor] = {}  # by bucket, in the bucket's layout
         self._queries: dict[int, list[Tensor]] = {}  # by bucket: (rank, columns) a matrix, where the last step left it
-        self._buckets: queue.SimpleQueue[tuple[dist.GradBucket, torch.futures.Future[Tensor]] | None]
-        self._buckets = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(max_workers=1)
 
     def hook(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """What DDP calls: queue the bucket; the future completes with its mean."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._buckets.put((bucket, future))
+        self._thread.submit(self._complete, bucket, future)
         return future
 
     def close(self) -> None:
         """End the thread."""
-        self._buckets.put(None)
-        self._thread.join()
+        self._thread.shutdown()
+
+    def _complete(self, bucket: dist.GradBucket, future: torch.futures.Future[Tensor]) -> None:
+        try:
+            self._mean_(bucket.index(), bucket.buffer(), bucket.gradients())
+            future.set_result(bucket.buffer())
+        except Exception as error:
+            future.set_exception(error)  # type: ignore[arg-type]
 
     @torch.no_grad()
-    def _serve(self) -> None:
-        while (item := self._buckets.get()) is not None:
-            bucket, future = item
-            try:
-                self._mean_(bucket.index(), bucket.buffer(), bucket.gradients())
-                future.set_result(bucket.buffer())
-            except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]
-
     def _mean_(self, index: int, flat: Tensor, gradients: list[Tensor]) -> None:
         size = self.group.size()
         shapes = [gradient.shape for gradient in gradients]

@@ -42,6 +42,11 @@ class Task:
         torch.manual_seed(seed)
         return self.make()
 
+    def described(self, model: nn.Module, digits: int = 1) -> str:
+        """Kind, size and batch, in words."""
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        return f"{self.kind} of {parameters / 1e6:.{digits}f} M parameters, {self.batch}"
+
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean over all targets, for logits of shape (..., classes)."""

@@ -26,7 +26,7 @@ from benchmarks import harness
 from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
 from benchmarks.rows import ALONE
-from benchmarks.tasks import TASKS, Batches, Task
+from benchmarks.tasks import TASKS, Task
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
 
@@ -34,8 +34,10 @@ from ringstrategy.names import STRATEGIES
 class _Exchange(Ours):
     """A mixing and nothing else."""
 
+    algorithm: Decentralized
+
     def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__(model, [], _at(name, interval=1, overlap=False))
+        super().__init__(copy.deepcopy(model), [], _at(name, interval=1, overlap=False))
 
     def run(self) -> None:
         self.after_step()
@@ -50,23 +52,8 @@ def _at(name: str, interval: int, overlap: bool) -> Decentralized:
 
 
 def _task(options: argparse.Namespace) -> Task:
-    """A ValueError if there is no such model."""
-    if options.model == "cnn" and options.layers is not None:
-        raise ValueError("--layers: the cnn always has two; --width makes it larger")
-    shape = {name: value for name in ("width", "layers") if (value := getattr(options, name)) is not None}
-    return TASKS[options.model](**shape)
-
-
-def _repeated(batches: Batches, steps: int) -> Batches:
-    return list(islice(cycle(batches), steps))
-
-
-def worker(options: argparse.Namespace) -> None:
-    """What runs in each process."""
-    if options.exchanges:
-        _measure_exchanges(options)
-    else:
-        _Steps(options).measure()
+    make = TASKS[options.model]
+    return make() if options.width is None else make(width=options.width)
 
 
 class _Steps:
@@ -79,19 +66,19 @@ class _Steps:
         self.batches = self.task.batches(options.steps, 0)
         self.trainings: dict[str, Training] = {}
 
-    def alone(self, steps: int) -> Training:
-        """Ranks that train apart, for so many steps in a row."""
-        return Training(copy.deepcopy(self.initial), _repeated(self.batches, steps), loss=self.task.loss)
-
-    def named_alone(self, steps: int) -> str:
-        """The case that computes so many steps in a row and sends nothing."""
-        return ALONE if steps == self.options.steps else f"{ALONE}, {steps} in a row"
-
     def add(self, name: str, training: Training) -> None:
         """With as many steps as whole intervals take."""
         steps = math.ceil(self.options.steps / training.interval) * training.interval
-        training.batches = _repeated(self.batches, steps)
+        training.batches = list(islice(cycle(self.batches), steps))
         self.trainings[name] = training
+
+    def alone(self, steps: int) -> str:
+        """The case whose ranks compute so many steps in a row and send nothing, added if it is not there."""
+        name = ALONE if steps == self.options.steps else f"{ALONE}, {steps} in a row"
+        if name not in self.trainings:
+            batches = list(islice(cycle(self.batches), steps))
+            self.trainings[name] = Training(copy.deepcopy(self.initial), batches, self.task.loss)
+        return name
 
     def overlapping(self, name: str) -> tuple[str, str]:
         """Add it at the smallest interval that hides its exchange, with overlap and without."""
@@ -106,8 +93,9 @@ class _Steps:
 
     def hiding_interval(self, name: str) -> int:
         """The smallest number of steps whose compute takes `--margin` times as long as an exchange, measured now."""
-        exchange = _Exchange(copy.deepcopy(self.initial), name)
-        step, mixing = self.alone(self.options.steps).case("alone"), Case("exchange", exchange.run, exchange.result)
+        exchange = _Exchange(self.initial, name)
+        step = Training(copy.deepcopy(self.initial), self.batches, self.task.loss).case("step")
+        mixing = Case("exchange", exchange.run, exchange.result)
         harness.interleave([step, mixing], rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
         exchange.close()
         return math.ceil(float(self.options.margin) * mixing.median / step.median)
@@ -116,16 +104,13 @@ class _Steps:
         """All cases, and what each takes beyond computing and beyond its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, loss=self.task.loss)
-        trainings |= {DDP: known.pop(DDP)(), ALONE: self.alone(options.steps)}
+        self.add(DDP, known.pop(DDP)())
+        self.alone(options.steps)
         for name in harness.chosen(known, options.cases):
             self.add(name, known[name]())
         pairs = [self.overlapping(name) for name in options.overlap_of]
         # What computing takes depends on how long a turn is: of short ones more is on cold caches.
-        beside = {name: self.named_alone(len(training.batches)) for name, training in trainings.items()}
-        for training in list(trainings.values()):
-            steps = len(training.batches)
-            if self.named_alone(steps) not in trainings:
-                trainings[self.named_alone(steps)] = self.alone(steps)
+        beside = {name: self.alone(len(training.batches)) for name, training in list(trainings.items())}
         beside |= {name: name for name in beside.values()}
 
         cases = {name: made.case(name) for name, made in trainings.items()}
@@ -135,7 +120,7 @@ class _Steps:
         for training in trainings.values():
             training.close()
         phases = {
-            name: trainings[name].phases_of_runs(len(trainings[name].batches))[options.warmup :]
+            name: trainings[name].phases_of_runs(cases[name].steps)[options.warmup :]
             for name in dict.fromkeys(beside.values())
         }
         forward, backward, step = (statistics.median(phase) for phase in zip(*phases[ALONE], strict=True))
@@ -150,15 +135,16 @@ class _Steps:
             for name, case in cases.items()
         }
         for name, case in cases.items():
-            said = f"{name}: {beyond[name]:.4f} s a step beyond compute alone"
-            nbytes = _has_to_send(trainings[name], case, options)
+            note = f"{name}: {beyond[name]:.4f} s a step beyond compute alone"
+            nbytes = trainings[name].must_send(options.hosts)
+            if nbytes is None and options.processes == 1:  # else what a rank sent stayed within its host in part
+                nbytes = case.sent
             wire = None if nbytes is None else harness.wire_seconds(nbytes)
             if wire is not None:
-                limits = [trainings[name].limit(phase, wire) for phase in phases[beside[name]]]
-                case.limit_seconds = statistics.median(limits)
+                case.limit_seconds = statistics.median(trainings[name].limit(one, wire) for one in phases[beside[name]])
                 share = 1 - case.limit_seconds / case.median
-                said += f"; the wire alone needs {wire:.4f} s; beyond the limit {100 * share:.1f} % of the step"
-            notes.append(said)
+                note += f"; the wire alone needs {wire:.4f} s; beyond the limit {100 * share:.1f} % of the step"
+            notes.append(note)
         for with_overlap, without in pairs:
             waits = zip(cases[with_overlap].waits, cases[without].waits, strict=True)
             notes.append(
@@ -167,22 +153,14 @@ class _Steps:
                 "that without"
             )
         if dist.get_rank() == 0:
-            parameters = sum(parameter.numel() for parameter in self.initial.parameters())
-            size = f"{self.task.kind} of {parameters / 1e6:.1f} M parameters, {self.task.batch}"
+            size = self.task.described(self.initial)
             harness.report("training", size, list(cases.values()), options, [*notes, *chosen])
 
 
-def _has_to_send(training: Training, case: Case, options: argparse.Namespace) -> float | None:
-    """Bytes that have to leave a host in a step; of an algorithm that does not say, those that were sent."""
-    known = training.must_send(options.hosts)
-    if known is None and options.processes == 1:  # else what a rank sent stayed within its host in part
-        return case.sent
-    return known
-
-
 def _judge(cases: Sequence[Case], initial: nn.Module) -> None:
-    """Of each case: how far its weights have ended from the baseline's, relative to how far those have come (None if
-    it made more steps than they), and whether all ranks see the same bits. Each result is taken once: it may be sent.
+    """Whether all ranks see the same bits, and how far weights ended from the baseline's, relative to its own way.
+
+    There is no error for a case that made more steps than the baseline. Each result is taken once: it may be sent.
     """
     start = flat(initial.parameters())
     baseline = torch.zeros_like(start)
@@ -209,15 +187,15 @@ def _measure_exchanges(options: argparse.Namespace) -> None:
     for rank in range(size):
         truth += flat(task.model(1 + rank).parameters()) / size
 
-    cases = [
-        Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], lambda: values.copy_(start))
-    ]
-    cases[0].limit_seconds = harness.wire_seconds(reduced(4 * values.numel(), options.hosts))
-    exchanges = {name: _Exchange(copy.deepcopy(own), name) for name in harness.chosen(decentralized(), options.cases)}
+    gloo = Case(
+        "gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], lambda: values.copy_(start)
+    )
+    gloo.limit_seconds = harness.wire_seconds(reduced(4 * values.numel(), options.hosts))
+    exchanges = {name: _Exchange(own, name) for name in harness.chosen(decentralized(), options.cases)}
+    cases = [gloo]
     for name, made in exchanges.items():
         cases.append(Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited))
         if options.processes == 1:
-            assert isinstance(made.algorithm, Decentralized)
             cases[-1].limit_seconds = harness.wire_seconds(mixed(made.algorithm, values.numel()))
     harness.interleave(cases, options.rounds, options.warmup)
     for case in cases:
@@ -227,8 +205,16 @@ def _measure_exchanges(options: argparse.Namespace) -> None:
     for made in exchanges.values():
         made.close()
     if dist.get_rank() == 0:
-        said = f"the {values.numel() / 1e6:.1f} M parameters of the {task.kind}, nothing computed"
-        harness.report("exchange", said, cases, options)
+        what = f"the {values.numel() / 1e6:.1f} M parameters of the {task.kind}, nothing computed"
+        harness.report("exchange", what, cases, options)
+
+
+def worker(options: argparse.Namespace) -> None:
+    """What runs in each process."""
+    if options.exchanges:
+        _measure_exchanges(options)
+    else:
+        _Steps(options).measure()
 
 
 def _names(text: str) -> list[str]:
@@ -243,23 +229,13 @@ def main(given: Sequence[str]) -> None:
     """The command."""
     # two rounds of warm-up: torch DDP lays its buckets out anew after the first step
     parser = harness.over_hosts("training", __doc__, warmup=2)
-    parser.add_argument("--model", choices=TASKS, default="mlp")
-    parser.add_argument("--steps", type=int, default=2, help="training steps in a row, each time a case has its turn")
-    parser.add_argument("--width", type=int, help="units or channels; default: mlp 2048, gpt and cnn 384")
-    parser.add_argument("--layers", type=int, help="hidden layers or blocks; default: 6; the cnn always has two")
-    parser.add_argument(
-        "--overlap-of",
-        type=_names,
-        default=[],
-        metavar="NAMES",
-        help="also these at the smallest interval that hides their exchange, with and without overlap",
-    )
-    parser.add_argument(
-        "--margin",
-        type=float,
-        default=1.25,
-        help="with --overlap-of: how many times as long as an exchange the compute of an interval is to take, both "
-        "measured alone; where hosts share cores, as in the lab, each slows the other down and needs more",
-    )
-    parser.add_argument("--exchanges", action="store_true", help="instead: one mixing of each decentralized name alone")
+    add = parser.add_argument
+    add("--model", choices=TASKS, default="mlp")
+    add("--steps", type=int, default=2, help="training steps in a row, each time a case has its turn")
+    add("--width", type=int, help="units or channels; default: mlp 2048, gpt and cnn 384")
+    hidden = "also these names at the smallest interval that hides their exchange, with and without overlap"
+    add("--overlap-of", type=_names, default=[], metavar="NAMES", help=hidden)
+    margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
+    add("--margin", type=float, default=1.25, help=margin)
+    add("--exchanges", action="store_true", help="instead: one mixing of each decentralized name alone")
     harness.run(parser, given, worker, check=_task)
