@@ -86,10 +86,9 @@ def ways(processes: int) -> list[Way]:
 def link_share(collective: Collective | None, hosts: int, processes: int) -> float:
     """How often the encoded values must cross a host's link, in each direction, for one sum over all its ranks.
 
-    What stays on a host is free, so with several ranks a host, schedules that do not know of hosts pay for it. On a
-    flat ring one rank of each host hands to the next host what every rank sends: 2 (N-1)/N of the values, N = hosts x
-    processes. Where all talk to all, each of a host's ranks sends N - processes others their N-th, twice. Who sums
-    within the host first needs 2 (hosts-1)/hosts, the least that there is; gloo is held against that, too.
+    With N = hosts x processes, one rank of each host on a flat ring sends 2 (N-1)/N of the values to the next host.
+    Where all talk to all, each of a host's ranks sends N - processes others their N-th, twice. Who sums within the host
+    first needs 2 (hosts-1)/hosts, the least that there is; gloo is held against that, too.
     """
     ranks = hosts * processes
     if isinstance(collective, Ring) and hosts > 1:
@@ -228,21 +227,17 @@ def worker(options: argparse.Namespace) -> None:
     native.close()
 
 
-def _sizes(text: str) -> list[float]:
-    """Numbers above 0, comma-separated."""
-    try:
-        sizes = [float(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or not all(size * 2**20 >= 4 for size in sizes):
-        raise argparse.ArgumentTypeError(f"{text!r}: sizes in 2**20 bytes, such as 96 or 0.0625,1,16")
+def megabytes(text: str) -> list[float]:
+    """Sizes of at least one value, comma-separated; argparse tells of a ValueError."""
+    sizes = [float(part) for part in text.split(",")]
+    if not all(size * 2**20 >= 4 for size in sizes):
+        raise ValueError
     return sizes
 
 
 def main(given: Sequence[str]) -> None:
     """The command."""
     parser = harness.over_hosts("collectives", __doc__)
-    parser.add_argument(
-        "--mb", type=_sizes, default=[96.0], help="size of the tensor in 2**20 bytes, or several: 1,16,96"
-    )
+    size = "size of the tensor in 2**20 bytes, or several: 0.0625,1,16"
+    parser.add_argument("--mb", type=megabytes, default=[96.0], help=size)
     harness.run(parser, given, worker)

@@ -34,14 +34,13 @@ _LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told oth
 
 def worker(options: argparse.Namespace) -> None:
     """What runs on each rank."""
-    task = mlp(options.width, options.layers)
+    task = mlp(options.width)
     initial = task.model(0)
     batches = task.batches(options.steps, 1000 + dist.get_rank())
     known = contenders(initial, batches, loss=task.loss)
     named = {name: algorithm for name, algorithm in candidates(options.processes > 1).items() if name in known}
-    named = {name: named[name] for name in dict.fromkeys([DDP, *harness.chosen(named, options.cases)])}
     alone = Training(task.model(0), batches, task.loss)
-    trainings = {DDP: known[DDP](), ALONE: alone, **{name: known[name]() for name in named if name != DDP}}
+    trainings = {DDP: known.pop(DDP)(), ALONE: alone, **{name: known[name]() for name in named if name != DDP}}
     costs: Mapping[tuple[Codec, bool], CodecCost] = {}
     packing = 0.0
     if dist.get_rank() == 0:
@@ -85,8 +84,7 @@ def worker(options: argparse.Namespace) -> None:
         f"of the median) and {predictions[case.name].bytes_sent / 1e6:.2f} MB sent"
         for case in shown
     ]
-    size = f"{task.kind} of {alone.full / 1e6:.1f} M parameters, {task.batch}"
-    harness.report("prediction", size, shown, options, notes, more=predicted)
+    harness.report("prediction", task.described(initial), shown, options, notes, more=predicted)
 
 
 def _rate(options: argparse.Namespace) -> float:
@@ -100,8 +98,7 @@ def _rate(options: argparse.Namespace) -> float:
 def main(given: Sequence[str]) -> None:
     """The command."""
     # two rounds of warm-up: torch DDP lays its buckets out anew after the first step
-    parser = harness.over_hosts("prediction", __doc__, warmup=2)
+    parser = harness.over_hosts("prediction", __doc__, warmup=2, cases=False)
     parser.add_argument("--steps", type=int, default=2, help="training steps in a row, each time a case has its turn")
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=6, help="hidden layers")
     harness.run(parser, given, worker, check=_rate)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -21,62 +21,51 @@ from benchmarks.collectives import Sums, ways
 from benchmarks.harness import Case
 from benchmarks.lab import exit_on_sigterm
 from benchmarks.report import growth
-from benchmarks.rows import Row, append, read
+from benchmarks.rows import append, read
 from ringstrategy import Gossip
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import Peers, connect
 
-BENCHMARK = "scaling"
 _WAYS = ("gloo fp32", "ring identity", "ring int8", "direct int8")
 _MIXING = "gossip, one mixing"
 
 
-class _Mixing:
-    """A tensor as the one parameter of gossip on a ring graph; each mixing goes on from where the last one left it."""
+def _mixing(values: Tensor, peers: Peers) -> tuple[Case, Callable[[], Tensor]]:
+    """Gossip of one parameter on a ring graph, a mixing a run, and the sum of all ranks' values, which mixing keeps."""
+    parameter = nn.Parameter(values.clone())
+    algorithm = Gossip(RingGraph(), overlap=False)
+    algorithm.setup({"values": parameter}, peers)
 
-    def __init__(self, values: Tensor, peers: Peers) -> None:
-        self._peers, self._parameter = peers, nn.Parameter(values.clone())
-        self._algorithm = Gossip(RingGraph(), overlap=False)
-        self._algorithm.setup({"values": self._parameter}, peers)
+    def sum_of_all() -> Tensor:
+        algorithm.enter_consensus()
+        return parameter.detach() * peers.size
 
-    def case(self) -> Case:
-        """One mixing a run."""
-        nbytes = growth.share(_MIXING, self._peers.size) * self._parameter.nbytes
-        return Case(
-            _MIXING,
-            run=lambda: self._algorithm.after_step([self._parameter]),
-            result=lambda: [self._parameter],
-            bytes_sent=lambda: self._peers.stats.bytes_sent,
-            limit_seconds=harness.wire_seconds(nbytes),
-        )
-
-    def sum(self) -> Tensor:
-        """Of all ranks' values; mixing keeps it."""
-        self._algorithm.enter_consensus()
-        return self._parameter.detach() * self._peers.size
+    case = Case(
+        _MIXING,
+        run=lambda: algorithm.after_step([parameter]),
+        result=lambda: [parameter],
+        bytes_sent=lambda: peers.stats.bytes_sent,
+        limit_seconds=harness.wire_seconds(growth.share(_MIXING, peers.size) * parameter.nbytes),
+    )
+    return case, sum_of_all
 
 
 def worker(options: argparse.Namespace) -> None:
     """What runs on each rank of each lab."""
     peers = connect(torch.device("cpu"), harness.TIMEOUT)
-    sums, mixing = Sums(options.mb, peers, peers, options), None
-    known = [way for way in ways(processes=1) if way.name in _WAYS]
-    names = harness.chosen([*(way.name for way in known), _MIXING], options.cases)
-    cases = [sums.case(way) for way in known if way is known[0] or way.name in names]
-    if _MIXING in names:
-        mixing = _Mixing(sums.values, peers)
-        cases.append(mixing.case())
+    sums = Sums(options.mb, peers, peers, options)
+    mixing, sum_of_all = _mixing(sums.values, peers)
+    cases = [*(sums.case(way) for way in ways(processes=1) if way.name in _WAYS), mixing]
     harness.interleave(cases, options.rounds, options.warmup)
-    if mixing is not None:
-        sums.judge(cases[-1], mixing.sum())
+    sums.judge(mixing, sum_of_all())
     peers.close()
     if peers.rank == 0:
-        harness.report(BENCHMARK, sums.size, cases, options)
+        harness.report("scaling", sums.size, cases, options)
 
 
 def main(given: Sequence[str]) -> None:
     """Drive one lab a size and fit, or be a worker."""
-    parser = harness.over_hosts("scaling", __doc__)
+    parser = harness.over_hosts("scaling", __doc__, cases=False)
     parser.add_argument("--mb", type=float, default=16.0, help="size of the tensor, in 2**20 bytes")
     parser.add_argument("--sizes", type=_sizes, default=[2, 3, 4, 6, 8, 12, 16], help="numbers of hosts; not --hosts")
     parser.set_defaults(rate="100mbit")
@@ -94,13 +83,7 @@ def main(given: Sequence[str]) -> None:
                 options.hosts = hosts
                 harness.in_lab(options, ["scaling", *given, "--out", str(collected)])
         rows = read(collected)
-    report(rows)
-    append(rows, options.out)  # all sizes or none: a model through some of them would be another
-
-
-def report(rows: Sequence[Row]) -> None:
-    """Print the model of each case."""
-    sizes = ", ".join(map(str, sorted({row.hosts for row in rows})))
+    sizes = ", ".join(map(str, options.sizes))
     harness.table(
         f"{rows[0].size} at {rows[0].rate}, fitted over the number of hosts",
         ("case", f"seconds at {sizes}", *growth.HEADINGS),
@@ -110,6 +93,7 @@ def report(rows: Sequence[Row]) -> None:
         ),
         (growth.MODEL,),
     )
+    append(rows, options.out)  # all sizes or none: a model through some of them would be another
 
 
 def _sizes(text: str) -> list[int]:

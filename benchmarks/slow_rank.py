@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import harness
-from benchmarks.contenders import DDP, Ours, Training, decentralized
+from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized
 from benchmarks.rows import Row, append
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -32,6 +30,8 @@ from ringstrategy.topologies import Topology
 
 _SLOW = 1
 _BATCH = 4
+_WIDTH = 512  # of the one linear layer
+_RARELY = 4  # gossip also every so many steps
 
 
 class _Sleep(nn.Module):
@@ -49,15 +49,6 @@ class _Sleep(nn.Module):
         return inputs
 
 
-@dataclass
-class _Run:
-    """What one turn of a case gave; lists have one entry a rank."""
-
-    steps_per_second: list[float]
-    waited: list[float]  # NaN: nobody counts
-    ahead: list[float]
-
-
 class _Case:
     """One way of averaging, with and without the slow rank."""
 
@@ -66,15 +57,13 @@ class _Case:
         seconds = options.compute_ms / 1e3
         self._sleep = _Sleep(seconds * options.slowdown if slowed and dist.get_rank() == _SLOW else seconds)
         torch.manual_seed(0)
-        model = nn.Sequential(self._sleep, nn.Linear(options.width, options.width))
+        model = nn.Sequential(self._sleep, nn.Linear(_WIDTH, _WIDTH))
         data = torch.Generator().manual_seed(1000 + dist.get_rank())
-        inputs, targets = torch.randn(2, _BATCH, options.width, generator=data)
-        steps = math.ceil(options.steps / options.interval) * options.interval  # whole intervals in all cases
+        inputs, targets = torch.randn(2, _BATCH, _WIDTH, generator=data)
+        steps = math.ceil(options.steps / _RARELY) * _RARELY  # whole intervals in all cases
         batches = [(inputs, targets)] * steps
-        self.training: Training = (
-            Training(DistributedDataParallel(model), batches) if algorithm is None else Ours(model, batches, algorithm)
-        )
-        self.runs: list[_Run] = []
+        self.training: Training = TorchDDP(model, batches) if algorithm is None else Ours(model, batches, algorithm)
+        self.turns: list[list[tuple[float, float, int]]] = []  # of each turn, each rank's
 
     def run(self) -> None:
         """As many steps as it takes to run far ahead of the slow rank, then as many that count, without a break."""
@@ -87,24 +76,18 @@ class _Case:
         waited_a_step = float("nan") if waited is None or now is None else (now - waited) / len(begun)
         mine = torch.tensor([len(begun) / seconds, waited_a_step, *begun], dtype=torch.float64)
         ranks = [theirs.tolist() for theirs in harness.of_all_ranks(mine)]
-        times = [begun for _, _, *begun in ranks]
-        self.runs.append(
-            _Run(
-                steps_per_second=[rank[0] for rank in ranks],
-                waited=[rank[1] for rank in ranks],
-                ahead=[_most_ahead(theirs, times[_SLOW]) for theirs in times],
-            )
-        )
+        slow = ranks[_SLOW][2:]
+        self.turns.append([(rate, waits, _most_ahead(times, slow)) for rate, waits, *times in ranks])
         self.training.result()  # a collective: nothing is under way when the next case begins
 
-    def medians(self, quantity: Callable[[_Run], Sequence[float]]) -> list[float]:
-        """Of each rank, over the rounds."""
-        return [statistics.median(values) for values in zip(*map(quantity, self.runs), strict=True)]
+    def medians(self) -> list[list[float]]:
+        """Over the turns, for each rank: steps a second, seconds waited a step (NaN: nobody counts), steps ahead."""
+        quantities: list[list[float]] = np.median(self.turns, axis=0).T.tolist()
+        return quantities
 
     def others(self) -> float:
         """Steps a second of the other ranks: their mean."""
-        rates = self.medians(lambda run: run.steps_per_second)
-        return statistics.mean(rate for rank, rate in enumerate(rates) if rank != _SLOW)
+        return float(np.mean(np.delete(self.medians()[0], _SLOW)))
 
 
 def _most_ahead(begun: Sequence[float], slow: Sequence[float]) -> int:
@@ -120,11 +103,9 @@ def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[in
     rank is ahead by no more mixings than it takes news to come from the slow one: without time-varying graphs, its
     distance. Overlap lets as many more steps pass as corrections come late.
     """
+    period = algorithm.topology.period(size)
     farthest = [
-        max(
-            _mixings_from(algorithm.topology, size, slow, rank, last) for last in range(algorithm.topology.period(size))
-        )
-        for rank in range(size)
+        max(_mixings_from(algorithm.topology, size, slow, rank, last) for last in range(period)) for rank in range(size)
     ]
     return [mixings * algorithm.interval + algorithm.late if mixings else 0 for mixings in farthest]
 
@@ -142,13 +123,12 @@ def _mixings_from(topology: Topology, size: int, slow: int, rank: int, last: int
 
 def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
     algorithms: dict[str, Algorithm | None] = {DDP: None}
-    for name in ("ring_int8", *decentralized()):
-        algorithms[name] = STRATEGIES[name]()
+    algorithms |= {name: STRATEGIES[name]() for name in ("ring_int8", *decentralized())}
     for name in decentralized():
         rarely = STRATEGIES[name]()
         assert isinstance(rarely, Decentralized)
-        rarely.interval = options.interval
-        algorithms[f"{name} every {options.interval}"] = rarely
+        rarely.interval = _RARELY
+        algorithms[f"{name} every {_RARELY}"] = rarely
     return {name: algorithms[name] for name in dict.fromkeys([DDP, *harness.chosen(algorithms, options.cases)])}
 
 
@@ -162,7 +142,7 @@ def worker(options: argparse.Namespace) -> None:
     for case, counts in harness.turns(cases, options.rounds, options.warmup):
         case.run()
         if not counts:
-            case.runs.clear()
+            case.turns.clear()
     rows = [_row(case, cases, options) for case in cases]
     for case in cases:
         case.training.close()
@@ -173,6 +153,7 @@ def worker(options: argparse.Namespace) -> None:
 def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Row:
     [baseline] = [other for other in cases if other.name == DDP and other.slowed == case.slowed]
     [healthy] = [other for other in cases if other.name == case.name and not other.slowed]
+    rates, waits, ahead = case.medians()
     limit = None
     if isinstance(case.algorithm, Decentralized):
         limit = steps_ahead_limit(case.algorithm, options.hosts, _SLOW)
@@ -182,16 +163,16 @@ def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Ro
         baseline=baseline.name,
         slow_rank=_SLOW if case.slowed else None,
         slowdown=options.slowdown if case.slowed else None,
-        steps_per_second=case.medians(lambda run: run.steps_per_second),
-        waited_seconds=None if case.training.waited() is None else case.medians(lambda run: run.waited),
-        steps_ahead=case.medians(lambda run: run.ahead),
+        steps_per_second=rates,
+        waited_seconds=None if case.training.waited() is None else waits,
+        steps_ahead=ahead,
         steps_ahead_limit=limit,
         ratio=case.others() / baseline.others(),
         kept=case.others() / healthy.others(),
         ranks_identical=harness.identical_on_all_ranks(case.training.result()),
         steps=options.steps,
         compute_seconds=options.compute_ms / 1e3,
-        size=f"compute emulated by sleeping {options.compute_ms:g} ms, {options.width**2 / 1e6:.2g} M parameters",
+        size=f"compute emulated by sleeping {options.compute_ms:g} ms, {_WIDTH**2 / 1e6:.2g} M parameters",
         **harness.facts(options),
     )
 
@@ -245,6 +226,4 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--steps", type=int, default=40, help="that count, after as many that do not")
     parser.add_argument("--compute-ms", type=float, default=50.0, help="how long a step's compute takes")
     parser.add_argument("--slowdown", type=float, default=2.0, help=f"of rank {_SLOW}'s compute")
-    parser.add_argument("--interval", type=int, default=4, help="also gossip every so many steps")
-    parser.add_argument("--width", type=int, default=512, help="of the one linear layer")
     harness.run(parser, given, worker, check=_check)

@@ -22,8 +22,8 @@ import copy
 import math
 import platform
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -33,15 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.contenders import (
-    AT_INTERVALS,
-    DDP,
-    FP16_HOOK,
-    POST_LOCAL,
-    POWERSGD_HOOKS,
-    Training,
-    contenders,
-)
+from benchmarks.contenders import AT_INTERVALS, DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS, Training, contenders
 from benchmarks.harness import Case
 from benchmarks.rows import Row, append
 from benchmarks.tasks import Batches, cross_entropy, gpt, held_out_text
@@ -54,6 +46,7 @@ _DEFAULT = (
     *("ring", "ring_int8", "ring_int4", "ring_int2", "ring_sign", "ring_powersgd", "ring_powersgd rank 4"),
     *("ring_auto", "gossip_exponential", *AT_INTERVALS),
 )
+_LAYERS = 2
 _EVERY = 16  # steps from one evaluation, and turn, to the next: whole periods of those that average at intervals
 _HELD_OUT = 128  # windows, shared out among the ranks
 
@@ -62,15 +55,9 @@ _HELD_OUT = 128  # windows, shared out among the ranks
 class Curve:
     """One entry an evaluation, the first before the first step."""
 
-    steps: list[int] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)  # of training so far
-    losses: list[float | None] = field(default_factory=list)  # nats a byte; None: not finite
-
-    def add(self, steps: int, seconds: float, loss: float) -> None:
-        """One evaluation more."""
-        self.steps.append(steps)
-        self.seconds.append(seconds)
-        self.losses.append(loss if math.isfinite(loss) else None)
+    steps: list[int]
+    seconds: list[float]  # of training so far
+    losses: list[float | None]  # nats a byte; None: not finite
 
     @property
     def best(self) -> float:
@@ -93,8 +80,7 @@ class _Run:
 
     def __init__(self, name: str, training: Training, loss: float) -> None:
         self.name, self.training = name, training
-        self.curve = Curve()
-        self.curve.add(0, 0.0, loss)
+        self.curve = Curve([0], [0.0], [loss])
         self.turns: list[Case] = []
 
     def turn(self, batches: Batches) -> Case:
@@ -109,11 +95,9 @@ class _Run:
     def take(self, loss: float) -> None:
         """The loss after its turn."""
         [seconds], steps = self.turns[-1].seconds, len(self.training.batches)
-        self.curve.add(self.curve.steps[-1] + steps, self.curve.seconds[-1] + seconds, loss)
-
-    def waited(self) -> float | None:
-        """Seconds in all turns; None: nobody counts."""
-        return sum(sum(turn.waits) for turn in self.turns) if all(turn.waits for turn in self.turns) else None
+        self.curve.steps.append(self.curve.steps[-1] + steps)
+        self.curve.seconds.append(self.curve.seconds[-1] + seconds)
+        self.curve.losses.append(loss if math.isfinite(loss) else None)
 
     def goes_on(self, options: argparse.Namespace) -> bool:
         """Not there yet, not diverged, and steps left."""
@@ -123,7 +107,7 @@ class _Run:
 
 def worker(options: argparse.Namespace) -> None:
     """What runs in each process."""
-    task = gpt(options.width, options.layers)
+    task = gpt(options.width, _LAYERS)
     initial = task.model(options.seed)
     batches = task.batches(options.most_steps, options.seed)
     windows, following = (side[dist.get_rank() :: dist.get_world_size()] for side in held_out_text(_HELD_OUT))
@@ -155,8 +139,6 @@ def worker(options: argparse.Namespace) -> None:
         for run in going:
             run.take(loss_of(run.training))
 
-    parameters = sum(parameter.numel() for parameter in initial.parameters())
-    size = f"{task.kind} of {parameters / 1e6:.2f} M parameters, {task.batch}"
     shared = {
         "benchmark": BENCHMARK,
         "baseline": DDP,
@@ -166,7 +148,7 @@ def worker(options: argparse.Namespace) -> None:
         "every": _EVERY,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
-        "size": size,
+        "size": task.described(initial, digits=2),
         "python": platform.python_version(),  # whose text this is
         **harness.facts(options),
     }
@@ -175,7 +157,7 @@ def worker(options: argparse.Namespace) -> None:
     for run in runs:
         run.training.close()
     if dist.get_rank() == 0:
-        _report(runs, rows, compute.median, options)
+        _report(rows, options)
         append(rows, options.out)
 
 
@@ -196,9 +178,9 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
         theirs = reached[other]
         return None if mine is None or theirs is None else theirs[1] / mine[1]
 
-    def total(counts: Iterable[int | None]) -> int | None:
+    def total(counts: Sequence[float | None]) -> float | None:
         known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(run.turns) else None
+        return sum(known) if len(known) == len(counts) else None  # None: nobody counts
 
     return Row(
         case=run.name,
@@ -208,43 +190,42 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
         ratio=times_as_fast_as(DDP),
         ratios={other: times_as_fast_as(other) for other in _BESIDE if other != DDP},
         curve=asdict(run.curve),
-        bytes_sent=total(turn.sent for turn in run.turns),
-        bytes_at_interface=total(turn.at_interface for turn in run.turns),
-        waited_seconds=run.waited(),
+        bytes_sent=total([turn.sent for turn in run.turns]),
+        bytes_at_interface=total([turn.at_interface for turn in run.turns]),
+        waited_seconds=total([turn.waited_seconds for turn in run.turns]),
         ranks_identical=harness.identical_on_all_ranks(run.training.result()),
         **shared,
     )
 
 
-def _report(runs: Sequence[_Run], rows: Sequence[Row], compute: float, options: argparse.Namespace) -> None:
+def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    def line(row: Row) -> Iterator[str]:
+        steps, seconds = row.curve["steps"][-1], row.curve["seconds"][-1]
+        yield row.case
+        yield "missed" if row.seconds_to_target is None else f"{row.seconds_to_target:.2f}"
+        yield f"> {steps}" if row.steps_to_target is None else f"{row.steps_to_target:.0f}"
+        yield f"{seconds / steps:.4f}"
+        yield from (harness.shown(ratio, "{:.2f}") for ratio in (row.ratio, *row.ratios.values()))
+        assert not isinstance(row.waited_seconds, list)
+        yield harness.shown(row.waited_seconds, "{:.2f}")
+        yield from (harness.shown(nbytes, "{:.1f}", 1e-6) for nbytes in (row.bytes_sent, row.bytes_at_interface))
+        yield harness.shown(row.best_loss, "{:.4f}")
+        yield harness.yes(row.ranks_identical is True)
+
     harness.table(
         f"{BENCHMARK}: loss {options.target:g}, {rows[0].size}, {harness.network(options)}; seed {options.seed}",
         (
             *("case", "seconds", "steps", "s a step", "x ddp", "x fp16 hook", "x powersgd hook"),
             *("waited s", "MB sent", "MB at nic", "best loss", "same bits"),
         ),
-        (
-            (
-                run.name,
-                "missed" if row.seconds_to_target is None else f"{row.seconds_to_target:.2f}",
-                f"> {run.curve.steps[-1]}" if row.steps_to_target is None else f"{row.steps_to_target:.0f}",
-                f"{run.curve.seconds[-1] / run.curve.steps[-1]:.4f}",
-                *(harness.shown(ratio, "{:.2f}") for ratio in (row.ratio, *(row.ratios or {}).values())),
-                harness.shown(run.waited(), "{:.2f}"),
-                harness.shown(row.bytes_sent, "{:.1f}", 1e-6),
-                harness.shown(row.bytes_at_interface, "{:.1f}", 1e-6),
-                f"{run.curve.best:.4f}",
-                harness.yes(row.ranks_identical is True),
-            )
-            for run, row in zip(runs, rows, strict=True)
-        ),
+        map(line, rows),
         [
-            f"compute alone: {compute:.4f} s a step. The loss is of {_HELD_OUT} held-out windows, every {_EVERY} "
-            "steps; time to the target by a straight line between two evaluations. MB: of all steps.",
+            f"compute alone: {rows[0].compute_seconds:.4f} s a step. The loss is of {_HELD_OUT} held-out windows, "
+            f"every {_EVERY} steps; time to the target by a straight line between two evaluations. MB: of all steps.",
             *(
-                f"{run.name} {'diverged' if run.curve.losses[-1] is None else 'did not reach the target'}: "
-                f"best loss {run.curve.best:.4f} in {run.curve.steps[-1]} steps"
-                for run, row in zip(runs, rows, strict=True)
+                f"{row.case} {'diverged' if row.curve['losses'][-1] is None else 'did not reach the target'}: "
+                f"best loss {row.best_loss:.4f} in {row.curve['steps'][-1]} steps"
+                for row in rows
                 if row.seconds_to_target is None
             ),
         ],
@@ -254,7 +235,7 @@ def _report(runs: Sequence[_Run], rows: Sequence[Row], compute: float, options: 
 def _check(options: argparse.Namespace) -> None:
     if options.most_steps < 1 or options.most_steps % _EVERY:
         raise ValueError(f"--most-steps {options.most_steps}: turns have {_EVERY} steps, so it must be a multiple")
-    gpt(options.width, options.layers)
+    gpt(options.width, _LAYERS)
 
 
 def main(given: Sequence[str]) -> None:
@@ -266,5 +247,4 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of data")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
     parser.add_argument("--width", type=int, default=192)
-    parser.add_argument("--layers", type=int, default=2)
     harness.run(parser, given, worker, check=_check)

@@ -276,7 +276,7 @@ def test_exchanges_alone(ranks, tmp_path):
     assert rows["gossip_int8"]["bytes_sent"] < 0.26 * rows["gossip"]["bytes_sent"]
 
 
-QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--layers", "1", "--learning-rate", "0.01"]
+QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--learning-rate", "0.01"]
 
 
 def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -351,7 +351,7 @@ def test_a_run_that_diverges_ends(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_others_run_ahead_of_a_slow_rank_only_so_far(tmp_path):
-    arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8", "--interval", "4", "--width", "32"]
+    arguments = ["--hosts", "2", "--rate", "loopback", "--steps", "8"]
     arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]
     rows = lines_of("slow_rank", tmp_path / "rows.jsonl", *arguments)
     slowed = {row["case"]: row for row in rows if row["slow_rank"] == 1}
