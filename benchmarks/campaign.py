@@ -66,22 +66,14 @@ def words(command: str) -> list[str]:
     return shlex.split(re.sub(r"^python benchmarks/(\w+)\.py", r"python -m benchmarks \1", command))
 
 
-def campaign() -> list[Step]:
-    """What the published page is made of."""
-    return _steps("campaign")
-
-
-def short(rate: str | None = None) -> list[Step]:
-    """Each family once; on another rate than the throttled ones if one is given."""
-    return [step for step in _steps("short", rate) if rate is None or not step.key.startswith("prediction/")]
-
-
-def _steps(which: str, rate: str | None = None) -> list[Step]:
+def steps(which: str, rate: str | None = None) -> list[Step]:
+    """Of `campaign` or `short`; a given rate replaces the throttled ones, and predictions need one of those."""
     read = OmegaConf.load(_HERE / "campaign.yaml")
     assert isinstance(read, DictConfig)
     if rate is not None:
         read.rates = dict.fromkeys(read.rates, rate)
-    return [Step(key, step.command, step.minutes) for key, step in read[which].items()]
+    made = [Step(key, step.command, step.minutes) for key, step in read[which].items()]
+    return [step for step in made if rate is None or not step.key.startswith("prediction/")]
 
 
 def run(step: Step, folder: Path) -> None:
@@ -105,11 +97,7 @@ def run(step: Step, folder: Path) -> None:
         "seconds": round(time.monotonic() - begin),
         "processor": _processor(),
     }
-    write(records(folder) | {step.key: made}, folder)
-
-
-def write(known: dict[str, Any], folder: Path) -> None:
-    """Replace the records."""
+    known = records(folder) | {step.key: made}
     fresh = folder / f"{CAMPAIGN}.part"
     fresh.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     fresh.replace(folder / CAMPAIGN)
@@ -143,16 +131,16 @@ def main(given: Sequence[str]) -> None:
     options = parser.parse_args(given)
     folder = options.out or (_SHORT_RESULTS if options.short else _RESULTS)
     without = lab.missing()
-    plan = short(lab.LOOPBACK if without else None) if options.short else campaign()
-    steps = [step for step in plan if options.only is None or fnmatch.fnmatch(step.key, options.only)]
-    if not steps:
+    plan = steps("short", lab.LOOPBACK if without else None) if options.short else steps("campaign")
+    asked = [step for step in plan if options.only is None or fnmatch.fnmatch(step.key, options.only)]
+    if not asked:
         parser.error(f"--only {options.only!r}: no such step; the keys are {', '.join(step.key for step in plan)}")
     if options.list:
-        left = [step for step in steps if step.made(folder) is None]
+        left = [step for step in asked if step.made(folder) is None]
         minutes = sum(step.minutes for step in left)
-        note = f"{len(left)} of {len(steps)} steps left, about {minutes:.0f} minutes"
+        note = f"{len(left)} of {len(asked)} steps left, about {minutes:.0f} minutes"
         headings = ("step", "state", "minutes", "command")
-        lines = (_state(step, folder) for step in steps)
+        lines = (_state(step, folder) for step in asked)
         harness.table(f"rows in {folder}", headings, lines, [note], texts=("state", "command"))
         return
     if without and options.short:
@@ -161,13 +149,13 @@ def main(given: Sequence[str]) -> None:
     elif without:
         parser.error(f"the campaign needs the lab: {without}")
     lab.exit_on_sigterm()
-    left = [step for step in steps if options.short or options.again or step.made(folder) is None]
+    left = [step for step in asked if options.short or options.again or step.made(folder) is None]
     for number, step in enumerate(left, 1):
         minutes = sum(step.minutes for step in left[number - 1 :])
         print(f"[{number}/{len(left)}, {minutes:.0f} min left] {step.key}: {step.command}", flush=True)
         with harness.refusing(parser):
             run(step, folder)
-    print(f"all of {len(steps)} steps done, rows in {folder}")
+    print(f"all of {len(asked)} steps done, rows in {folder}")
 
 
 def _state(step: Step, folder: Path) -> Iterator[str]:

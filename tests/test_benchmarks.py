@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -25,19 +26,11 @@ from ringstrategy.algorithms.auto import Auto
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
 
-PROMISED = {
-    *("benchmark", "case", "baseline", "seconds_median", "seconds", "ratio", "bytes_sent", "error", "ranks_identical"),
-    *("waited_seconds", "hosts", "rate", "device", "torch", "commit"),
-}
 SMALL = ["--width", "64"]
 VALUES = 1024 * 64 + 64 + 5 * (64 * 64 + 64) + 64 * 512 + 512  # parameters of that model
 CONTROL = 2000  # bytes a step that ranks may exchange beside gradients
 
 pytestmark = pytest.mark.timeout(240)
-
-
-def rows_of(name: str, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
-    return checked(lines_of(name, out, *arguments))
 
 
 def training_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
@@ -47,7 +40,8 @@ def training_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, 
 
 def checked(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for row in rows:
-        assert set(row) >= PROMISED
+        assert (row["device"], row["torch"]) == ("cpu", torch.__version__)
+        assert re.fullmatch("[0-9a-f]{40}(-dirty)?|unknown", row["commit"])
         assert row["baseline"] == rows[0]["case"]
         assert len(row["seconds"]) == 2
         assert min(row["seconds"]) <= row["seconds_median"] <= max(row["seconds"])
@@ -75,7 +69,7 @@ def test_every_command_is_listed_and_says_what_its_options_are(capsys):
 @pytest.mark.slow
 def test_collectives_on_loopback(tmp_path):
     arguments = ["--hosts", "2", "--rate", "loopback", "--mb", "1", "--rounds", "2"]
-    rows = rows_of("collectives", tmp_path / "deep" / "rows.jsonl", *arguments)
+    rows = checked(lines_of("collectives", tmp_path / "deep" / "rows.jsonl", *arguments))
     bounds = {"fp32": 1e-6, "identity": 1e-6, "fp16": 1e-3, "bf16": 1e-2}
     bounds |= {"fp8": 0.1, "int8": 0.05, "int4": 0.4, "int2": 0.9, "sign": 1.5, "topk": 1.1}
     for name, row in rows.items():
@@ -89,18 +83,8 @@ def test_collectives_on_loopback(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_on_loopback():
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "demo",
-        "--rate",
-        "loopback",
-        "--steps",
-        "3",
-        "--strategies",
-        "ddp,ring_int8",
-    ]
+    arguments = ["demo", "--rate", "loopback", "--steps", "3", "--strategies", "ddp,ring_int8"]
+    command = [sys.executable, "-m", "benchmarks", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [re.findall(r"[\w.]+", line) for line in done.stdout.splitlines() if "│" in line]
@@ -282,18 +266,8 @@ QUICK = ["--hosts", "2", "--rate", "loopback", "--width", "16", "--learning-rate
 def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[str, Any]]:
     rows, _ = on_ranks(ranks, 2, "time_to_accuracy", out, *QUICK, *arguments)
     for row in rows:
-        assert set(row) >= {
-            "hosts",
-            "rate",
-            "throughput",
-            "threads",
-            "cores",
-            "size",
-            "device",
-            "torch",
-            "commit",
-            "seed",
-        }
+        assert (row["hosts"], row["rate"], row["cores"]) == (2, "loopback", os.cpu_count())
+        assert row["size"].startswith("byte GPT")
         curve = row["curve"]
         assert len(curve["steps"]) == len(curve["seconds"]) == len(curve["losses"]) > 1
         assert curve["steps"] == [row["every"] * turn for turn in range(len(curve["steps"]))]
@@ -378,7 +352,7 @@ def test_how_far_ahead_of_a_slow_rank():
 @pytest.mark.slow
 def test_overhead_at_world_size_one(tmp_path):
     arguments = ["--steps", "20", "--rounds", "2", "--models", "tiny"]
-    rows = rows_of("overhead", tmp_path / "rows.jsonl", *arguments)
+    rows = checked(lines_of("overhead", tmp_path / "rows.jsonl", *arguments))
     assert rows["ring"]["bytes_sent"] == 0
     assert rows["ring"]["error"] == 0, "one process trains bit for bit as without a strategy"
 
@@ -387,6 +361,10 @@ def test_overhead_at_world_size_one(tmp_path):
     ("name", "arguments"),
     [
         ("collectives", ["--rate=fast"]),
+        ("collectives", ["--mb=1,two"]),
+        ("collectives", ["--mb=0"]),
+        ("collectives", ["--processes=0"]),
+        ("scaling", ["--sizes=2,4"]),
         ("training", ["--hosts=0"]),
         ("training", ["--overlap-of=ring_int8"]),
         ("training", ["--model=gpt", "--width=30"]),
