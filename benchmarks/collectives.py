@@ -58,28 +58,28 @@ class Way:
 def ways(processes: int) -> list[Way]:
     """All that are measured, the baseline first; with several ranks a host also those that know of hosts."""
     half = Cast(torch.float16)
-    ring: dict[str, Collective] = {"ring": Ring()}
-    direct: dict[str, Collective] = {"direct": Direct()}
-    hosts: dict[str, Collective] = {"hierarchical": Hierarchical()} if processes > 1 else {}
-    codecs: list[tuple[str, Codec, dict[str, Collective]]] = [
-        ("identity", Identity(), ring | direct | {"native": Native()} | hosts),
-        ("fp16", half, ring | direct | hosts),
-        ("bf16", Cast(torch.bfloat16), ring),
-        ("fp8", BlockFloat8(), ring),
-        ("int8", BlockInt(8), ring | direct | hosts),
-        ("int4", BlockInt(4), ring | direct | hosts),
-        ("int4 blocks of 1024", BlockInt(4, 1024), ring),
-        ("rotated int4", Rotated(Gaussian(4)), ring | direct),
-        ("rotated int2", Rotated(Gaussian(2)), ring | direct | hosts),
-        ("sign", Sign(), ring | direct | hosts),
-        ("rotated sign", Rotated(Gaussian(1)), direct),
-        ("topk", TopK(), direct),
+    by: dict[str, Collective] = {"ring": Ring(), "direct": Direct(), "native": Native()}
+    if processes > 1:
+        by["hierarchical"] = Hierarchical()
+    codecs: list[tuple[str, Codec, str]] = [
+        ("identity", Identity(), "ring direct native hierarchical"),
+        ("fp16", half, "ring direct hierarchical"),
+        ("bf16", Cast(torch.bfloat16), "ring"),
+        ("fp8", BlockFloat8(), "ring"),
+        ("int8", BlockInt(8), "ring direct hierarchical"),
+        ("int4", BlockInt(4), "ring direct hierarchical"),
+        ("int4 blocks of 1024", BlockInt(4, 1024), "ring"),
+        ("rotated int4", Rotated(Gaussian(4)), "ring direct"),
+        ("rotated int2", Rotated(Gaussian(2)), "ring direct hierarchical"),
+        ("sign", Sign(), "ring direct hierarchical"),
+        ("rotated sign", Rotated(Gaussian(1)), "direct"),
+        ("topk", TopK(), "direct"),
     ]
     return [
         Way("gloo fp32", None, Identity()),
         Way("gloo fp16 tensor", None, half, casts=False),
         Way("gloo fp16 casts", None, half),
-        *(Way(f"{by} {name}", collective, codec) for name, codec, way in codecs for by, collective in way.items()),
+        *(Way(f"{way} {name}", by[way], codec) for name, codec, found in codecs for way in found.split() if way in by),
     ]
 
 
