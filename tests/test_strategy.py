@@ -39,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
-from benchmarks import lab
 from ringstrategy import AllReduce, Cast, CommunicationMonitor, Ring, RingStrategy, Stats
 
 HERE = Path(__file__).parent
@@ -1004,6 +1003,8 @@ def test_a_process_disconnects_at_exit_unless_its_last_fit_failed(kinds: str, co
 @pytest.mark.slow
 def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path: Path) -> None:
     """One command a host; the popen launcher starts the second process there."""
+    from benchmarks import lab  # not above: scripts that import this module from another folder do not find it
+
     script = tmp_path / "script.py"
     text = LAUNCHED.replace("OPTIONS", "dict(devices=2, num_nodes=2)")
     script.write_text(f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, {str(HERE)!r})\n{text}")
