@@ -131,6 +131,7 @@ def test_a_training_step(ranks, tmp_path):
     assert 0 < powersgd[0] < powersgd[1] < rows["compute alone"]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [
@@ -328,6 +329,7 @@ def test_time_to_an_easy_target(ranks, tmp_path):
             assert row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]
 
 
+@pytest.mark.slow
 def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "48", "--cases", "=ring,=gossip_exponential"]
     rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
