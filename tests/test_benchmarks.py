@@ -109,6 +109,7 @@ def test_the_demo_on_loopback():
     assert rows[0][2] == "1.00"
 
 
+@pytest.mark.slow
 def test_a_training_step(ranks, tmp_path):
     rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--steps", "4")
     assert set(STRATEGIES) - set(rows) == set()
@@ -306,6 +307,7 @@ def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[
     return {row["case"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_time_to_an_easy_target(ranks, tmp_path):
     cases = ["ring_int8", "gossip_exponential every 4", "post-local sgd every 4", "ring_auto"]
     asked = ",".join(f"={case}" for case in cases)
