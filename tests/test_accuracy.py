@@ -29,6 +29,7 @@ def sweep(out: Path, *overrides: str) -> list[dict[str, Any]]:
     return accuracy.read_rows(out)
 
 
+@pytest.mark.slow
 def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "accuracy.jsonl"
     rows = sweep(out, "wires=[fp32,int4 rotated absmax]")
@@ -64,6 +65,7 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"], "Hydra leaves nothing behind"
 
 
+@pytest.mark.slow
 def test_gossip_beside_ddp(tmp_path: Path) -> None:
     rows = sweep(
         tmp_path / "rows.jsonl",

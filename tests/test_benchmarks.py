@@ -93,6 +93,7 @@ def test_the_demo_on_loopback():
     assert rows[0][2] == "1.00"
 
 
+@pytest.mark.slow
 def test_a_training_step(ranks, tmp_path):
     rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--steps", "4")
     assert set(STRATEGIES) - set(rows) == set()
@@ -115,6 +116,7 @@ def test_a_training_step(ranks, tmp_path):
     assert 0 < powersgd[0] < powersgd[1] < rows["compute alone"]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "shape", "size"),
     [
@@ -279,6 +281,7 @@ def accuracy_rows_of(ranks: Pool, out: Path, *arguments: str) -> dict[str, dict[
     return {row["case"]: row for row in rows}
 
 
+@pytest.mark.slow
 def test_time_to_an_easy_target(ranks, tmp_path):
     cases = ["ring_int8", "gossip_exponential every 4", "post-local sgd every 4", "ring_auto"]
     asked = ",".join(f"={case}" for case in cases)
@@ -302,6 +305,7 @@ def test_time_to_an_easy_target(ranks, tmp_path):
             assert row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]
 
 
+@pytest.mark.slow
 def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "48", "--cases", "=ring,=gossip_exponential"]
     rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)

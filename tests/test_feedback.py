@@ -67,7 +67,10 @@ State = dict[str, Tensor]
 Wire = tuple[Codec, Collective]
 
 WIRES: list[Wire] = [(Toy(), Ring()), (Sign(), Ring()), (Rotated(Gaussian(1)), Direct()), (TopK(8), Direct())]
-on_every_wire = pytest.mark.parametrize("wire", WIRES, ids=lambda wire: str(wire[0]))
+SLOW_WIRES = (WIRES[1], WIRES[3])
+on_every_wire = pytest.mark.parametrize(
+    "wire", [pytest.param(w, id=str(w[0]), marks=[pytest.mark.slow] if w in SLOW_WIRES else []) for w in WIRES]
+)
 
 
 def feeding_back(wire: Wire, **options: Any) -> AllReduce:

@@ -138,6 +138,7 @@ def test_without_a_throttle_a_stream_is_much_faster():
         assert net.throughput(seconds=1.0) * 8 > 1.1e9  # no more: busy cores are slow cores
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_a_slow_link_is_slow_both_ways_and_the_others_are_not():
     with lab.Lab(3, "1gbit", slow_links={1: "50mbit"}) as net:
@@ -236,6 +237,7 @@ def test_on_loopback_every_process_has_its_environment_and_this_machines_name():
             net.popen(6, ["true"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [pytest.param("none", marks=needs_namespaces), "loopback"])
 def test_a_slow_host_gets_its_part_of_the_time(rate):
     """A third, here. Busy neighbours take some of that too, so the lower bound is far off, the upper is not."""
@@ -314,6 +316,7 @@ def test_a_signal_leaves_nothing_behind(number, rate):
     assert interfaces() == before
 
 
+@pytest.mark.slow
 @needs_namespaces
 def test_without_the_keeper_the_lab_ends_with_an_error_and_leaves_nothing():
     mark = f"keeper-{os.getpid()}"

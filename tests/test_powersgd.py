@@ -539,7 +539,7 @@ def _train(
     return [p.detach().clone() for p in module.parameters()], [*kept, stats.bytes_sent]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [pytest.param(n, marks=[pytest.mark.slow] if n > 4 else []) for n in SIZES])
 @pytest.mark.parametrize(
     "algorithm",
     [

@@ -45,6 +45,7 @@ def test_one_host_has_no_link():
     assert collectives.link_share(Ring(), 1, 4) == collectives.link_share(Direct(), 1, 4) == 0
 
 
+@pytest.mark.slow
 def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
     cases = "=ring identity,=direct int8,=hierarchical int8"
     arguments = ["--mb", "0.015625,1", "--rounds", "2", "--cases", cases]
