@@ -68,7 +68,7 @@ def test_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_gossip_beside_ddp(tmp_path: Path) -> None:
     rows = sweep(
-        tmp_path / "rows.jsonl",
+        tmp_path / "accuracy.jsonl",
         *("stage=gossip", "wires=[ddp,gossip]", "seeds=[0]", "gossip.digits.skews=[1.0]"),
     )
     named = {row["name"]: row for row in rows}
@@ -84,11 +84,11 @@ def test_gossip_beside_ddp(tmp_path: Path) -> None:
     # all parameters to the only neighbour, without the means for ten validations
     assert 4 * 21386 < named["gossip"]["bytes_sent_per_step"] < 4 * 21386 + 100
     assert 21386 < named["gossip interval 4"]["bytes_sent_per_step"] < 21386 + 100
-    pages.publish(rows, tmp_path)
+    pages.publish(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "accuracy.jsonl",
         "accuracy_gossip.md",
         "accuracy_gossip.png",
-        "rows.jsonl",
     ]
 
 
@@ -100,6 +100,11 @@ def made_up(name: str, loss: float | None, seed: int, **fields: Any) -> dict[str
         **{"replicas_identical": True, "bytes_sent_per_step": 1000.0 + len(name), "settings": {"classes": 256}},
         **fields,
     }
+
+
+def published(rows: list[dict[str, Any]], folder: Path) -> None:
+    (folder / "accuracy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pages.publish(folder)
 
 
 def test_report_judges_what_was_promised(tmp_path: Path) -> None:
@@ -117,7 +122,7 @@ def test_report_judges_what_was_promised(tmp_path: Path) -> None:
     rows.append({**made_up("ring_fp16", 2.0, 0), "status": "failed", "error": "Traceback\nValueError: no wire"})
     for field in ("val_loss", "parameters", "bytes_sent_per_step", "replicas_identical"):
         del rows[-1][field]
-    pages.publish(rows, tmp_path)
+    published(rows, tmp_path)
     report = (tmp_path / "accuracy.md").read_text()
     lines = {line.split("`")[1]: line for line in report.splitlines() if line.startswith("| `")}
     assert lines["ring_int8"].endswith("| same as fp32: promise kept |")
@@ -146,7 +151,7 @@ def test_report_of_gossip_pairs_with_its_own_ddp(tmp_path: Path) -> None:
         for seed in (0, 1)
         for name, loss in {"ddp": base + seed, "gossip": 1.5 * (base + seed), "push_sum": None if seed else 9.0}.items()
     ]
-    pages.publish([made_up("ring", 2.0, 0), *rows], tmp_path)
+    published([made_up("ring", 2.0, 0), *rows], tmp_path)
     report = (tmp_path / "accuracy_gossip.md").read_text()
     titles = [line for line in report.splitlines() if line.startswith("## ")]
     assert [title.split(": ")[0].split(", ", 2)[2] for title in titles[:-1]] == [

@@ -10,14 +10,13 @@ from typing import Any
 import pytest
 
 from benchmarks import collectives
-from benchmarks.report import accuracy, details, growth, page, plots, targets
-from benchmarks.report.runs import DENSE, POWERSGD, RARE_CASES, panels, races
-from benchmarks.rows import CAMPAIGN, Row, campaign, steps
+from benchmarks.report import accuracy, frame, page, plots, targets
+from benchmarks.rows import CAMPAIGN, steps
 from ringstrategy import Direct, Ring
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-OTHERS = (*DENSE, *POWERSGD, *RARE_CASES)
+OTHERS = frame.OTHERS["everybody"]
 
 
 def row(case: str, seconds: float | list[float], **changed: Any) -> dict[str, Any]:
@@ -56,45 +55,47 @@ def write(folder: Path, key: str, *rows: dict[str, Any]) -> None:
     (folder / CAMPAIGN).write_text(json.dumps(steps(folder) | {key: made}))
 
 
-# Scaling
+# The number of hosts
 
 
 def scaling_row(case: str, hosts: int, seconds: float) -> dict[str, Any]:
     nbytes = 2**20
-    size = f"{nbytes / 2**20:g} MB of fp32"
-    sent = None if case.startswith("gloo") else growth.share(case, hosts) * nbytes
-    return row(case, seconds, benchmark="scaling", size=size, hosts=hosts, rate="100mbit", bytes_sent=sent)
+    sent = None if case.startswith("gloo") else frame.share(case, hosts) * nbytes
+    return row(case, seconds, benchmark="scaling", size="1 MB of fp32", hosts=hosts, bytes_sent=sent)
 
 
 @pytest.mark.parametrize("case", ["gloo fp32", "ring identity", "direct int8", "gossip, one mixing"])
-def test_the_model_finds_what_made_the_times(case: str) -> None:
+def test_the_model_finds_what_made_the_times(tmp_path: Path, case: str) -> None:
     alpha, beta, sizes = 3e-4, 8e-8, (2, 3, 4, 6, 8, 16)
-    seconds = [alpha * growth.rounds(case, n) + beta * growth.share(case, n) * 2**20 for n in sizes]
-    rows = [Row(**scaling_row(case, n, each)) for n, each in zip(sizes, seconds, strict=True)]
-    found = growth.fit(case, rows)
-    assert (found.alpha, found.beta) == pytest.approx((alpha, beta), rel=1e-6)
-    assert found.worst < 1e-9
-    assert [found.seconds(case, n) for n in sizes] == pytest.approx(seconds)
-    assert growth.cells(case, rows)[:3] == ["300", "0.1000", "0.0 %"]
-    rows[2].seconds_median *= 1.2
-    assert 0.05 < growth.fit(case, rows).worst < 0.2
-    assert growth.cells(case, rows[:2]) == ["-"] * 4
+    seconds = [alpha * frame.rounds(case, n) + beta * frame.share(case, n) * 2**20 for n in sizes]
+    rows = [scaling_row(case, n, each) for n, each in zip(sizes, seconds, strict=True)]
+    write(tmp_path, "scaling/some", *rows)
+    [found] = frame.growth(frame.load(tmp_path)).to_dict("records")
+    assert (found["alpha"], found["beta"]) == pytest.approx((alpha, beta), rel=1e-6)
+    assert found["worst"] < 1e-9
+    assert "| 300 | 0.1000 | 0.0 % |" in page.text(frame.load(tmp_path), "pictures")
+    rows[2]["seconds_median"] *= 1.2
+    write(tmp_path, "scaling/some", *rows)
+    assert 0.05 < frame.growth(frame.load(tmp_path)).worst[0] < 0.2
+    write(tmp_path, "scaling/some", *rows[:2])
+    assert frame.growth(frame.load(tmp_path))[["alpha", "growth"]].isna().all(axis=None), "too few"
 
 
 def test_rounds_and_shares_follow_the_schedule() -> None:
     for size in (2, 3, 8):
-        assert growth.rounds("ring int8", size) == growth.rounds("gloo fp32", size) == 2 * (size - 1)
-        assert growth.rounds("gossip, one mixing", size) == 1
-        assert growth.share("gossip, one mixing", size) == (1 if size == 2 else 2)
+        assert frame.rounds("ring int8", size) == frame.rounds("gloo fp32", size) == 2 * (size - 1)
+        assert frame.rounds("gossip, one mixing", size) == 1
+        assert frame.share("gossip, one mixing", size) == (1 if size == 2 else 2)
         for collective in (Ring(), Direct(), None):
-            assert growth.share("ring int8", size) == collectives.link_share(collective, size, 1)
+            assert frame.share("ring int8", size) == collectives.link_share(collective, size, 1)
 
 
-def test_growth_is_that_of_the_size_farthest_off() -> None:
+def test_growth_is_that_of_the_size_farthest_off(tmp_path: Path) -> None:
     seconds = {2: 1.0, 4: 1.5 * 0.8, 8: 1.75 * 1.1, 16: 100.0}
-    rows = [Row(**scaling_row("ring int8", hosts, each)) for hosts, each in seconds.items()]
-    assert growth.growth("ring int8", rows) == pytest.approx(0.8)
-    assert growth.growth("ring int8", rows[1:]) is None, "8 beside 2, or nothing"
+    write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, each) for hosts, each in seconds.items()))
+    assert frame.growth(frame.load(tmp_path)).growth[0] == pytest.approx(-0.2)
+    write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, seconds[hosts]) for hosts in (4, 8, 16)))
+    assert frame.growth(frame.load(tmp_path)).growth.isna().all(), "8 beside 2, or nothing"
 
 
 # Runs, and what they say of the targets
@@ -104,24 +105,25 @@ def test_the_last_run_counts_and_ratios_stay_within_runs(tmp_path: Path) -> None
     write(tmp_path, "collectives/a", row("gloo fp32", 10.0), row("ring int8", 4.0), row("ring sign", 5.0))
     write(tmp_path, "collectives/b", row("gloo fp32", [6.0, 9.0]), row("ring int8", [3.0, 1.0]))
     (tmp_path / "collectives" / "c.jsonl").write_text(json.dumps(row("ring int8", 2.0)))
-    [panel] = panels(list(campaign(tmp_path)), "collectives")
-    assert [each.seconds_median for each in panel.rows()] == [9.0, 3.0, 5.0], "no step has made the third file"
-    assert panel.runs["ring int8"].rows.keys() == {"gloo fp32", "ring int8"}
-    assert panel.runs["ring int8"].faster("ring int8", "gloo fp32") == (2 + 9) / 2
-    assert details.texts(list(campaign(tmp_path)))["all-reduce"].count("A case is of the first of these runs") == 1
+    rows = frame.load(tmp_path)
+    assert list(rows.case) == ["gloo fp32", "ring int8", "ring sign"]
+    assert list(rows.seconds_median) == [9.0, 3.0, 5.0], "no step has made the third file"
+    assert list(rows.beside_peer) == [1.0, (2 + 9) / 2, 2.0], "each beside gloo of its own run"
+    assert page.tables(rows)["all-reduce"].count("python -m benchmarks collectives/") == 2
 
 
-def verdicts(folder: Path) -> list[targets.Verdict]:
-    return targets.verdicts(list(campaign(folder)))
+def verdicts(folder: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = targets.verdicts(frame.load(folder)).to_dict("records")
+    return found
 
 
-def verdict(folder: Path, *parts: str) -> targets.Verdict:
-    [found] = [each for each in verdicts(folder) if all(part in f"{each.where}: {each.target}" for part in parts)]
+def verdict(folder: Path, *parts: str) -> dict[str, Any]:
+    [found] = [each for each in verdicts(folder) if all(part in f"{each['where']}: {each['target']}" for part in parts)]
     return found
 
 
 def test_targets_are_met_missed_or_not_measured(tmp_path: Path) -> None:
-    assert {each.met for each in verdicts(tmp_path)} == {None}
+    assert {each["met"] for each in verdicts(tmp_path)} == {None}
     write(
         tmp_path,
         "collectives/some",
@@ -132,18 +134,17 @@ def test_targets_are_met_missed_or_not_measured(tmp_path: Path) -> None:
         row("direct int4", 1.3),
         row("direct sign", 0.1, ranks_identical=False),
     )
-    assert verdict(tmp_path, "fp32 ring", "100 Mbit/s").met is False
-    assert verdict(tmp_path, "fp32 ring", "1 Gbit/s").met is None
-    assert verdict(tmp_path, "int8 beside gloo").met is True
+    assert verdict(tmp_path, "fp32 ring", "100 Mbit/s")["met"] is False
+    assert verdict(tmp_path, "fp32 ring", "1 Gbit/s")["met"] is None
+    assert verdict(tmp_path, "int8 beside gloo")["met"] is True
     four_bits = verdict(tmp_path, "int4 absmax")
-    assert four_bits.met is True
-    assert four_bits.measured == "7.692x (`direct int4`)"
-    assert verdict(tmp_path, "sign beside gloo").met is None, "its ranks differ"
-    rows = {cells[0]: cells for cells in targets.grouped(verdicts(tmp_path))}
-    assert rows["int8 beside gloo in fp32"][2:] == ["1 of 1", "-"]
-    assert rows["fp32 ring beside gloo"][2] == "0 of 2"
-    assert "100 Mbit/s: 0.999x" in rows["fp32 ring beside gloo"][3]
-    assert "1 Gbit/s: not measured yet" in rows["fp32 ring beside gloo"][3]
+    assert four_bits["met"] is True
+    assert four_bits["measured"] == "7.69x (`direct int4`)"
+    assert verdict(tmp_path, "sign beside gloo")["met"] is None, "its ranks differ"
+    text = page.text(frame.load(tmp_path), "pictures")
+    assert "| int8 beside gloo in fp32 | at least 3.95x | 1 of 1 | - |" in text
+    lost = "0 of 2 | 96 MB of fp32, 4 hosts, 100 Mbit/s: 0.999x (`ring identity`); 1 Gbit/s: not measured yet |"
+    assert f"| fp32 ring beside gloo | at least 1x | {lost}" in text
 
 
 def test_targets_of_training(tmp_path: Path) -> None:
@@ -163,37 +164,30 @@ def test_targets_of_training(tmp_path: Path) -> None:
     ]
     write(tmp_path, "training/some", *rows)
     beyond = verdict(tmp_path, "time beyond", "100 Mbit/s")
-    assert beyond.met is False
-    assert beyond.measured.startswith("1 of 3 names; the worst, `ring_int8`, 55 %")
-    assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s").met is True, "every 4 was not to hide it"
-    auto = verdict(tmp_path, "ring_auto")
-    assert auto.met is True
-    assert auto.measured == "0.9804x (`ring`)"
-    assert verdict(tmp_path, "2 hosts", "ring_int8").met is None
+    assert beyond["met"] is False
+    assert beyond["measured"] == "1 of 3 names; the worst, +55.0 % (`ring_int8`)"
+    assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s")["met"] is True, "every 4 was not to hide it"
+    auto = verdict(tmp_path, "ring_auto", "100 Mbit/s")
+    assert (auto["met"], auto["measured"]) == (True, "0.980x")
+    assert verdict(tmp_path, "1 Gbit/s: `ring_int8` beside")["met"] is None
     rows[6] = row("ring_auto", 1.1, **of)
     rows[8] = row("gossip every 7", 0.99, steps=7, **of)
     write(tmp_path, "training/some", *rows, *(each | {"hosts": 2, "rate": "1gbit"} for each in rows))
-    assert verdict(tmp_path, "ring_auto", "4 hosts").met is False
-    assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s").met is False
-    assert verdict(tmp_path, "2 hosts, 1 Gbit/s: `ring_int8` beside DDP").met is True
+    assert verdict(tmp_path, "ring_auto", "4 hosts")["met"] is False
+    assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s")["met"] is False
+    assert verdict(tmp_path, "2 hosts, 1 Gbit/s: `ring_int8` beside DDP")["met"] is True
     write(tmp_path, "training/some", *(each for each in rows if each["case"] in ("ddp", "ring", "ring_auto")))
-    assert verdict(tmp_path, "time beyond", "100 Mbit/s").met is False
-    assert verdict(tmp_path, "`ring_auto` beside").met is None, "without all that it was allowed"
-    write(tmp_path, "training/some", rows[0], rows[3])
-    only = verdict(tmp_path, "time beyond", "100 Mbit/s")
-    assert only.met is None, "one name of many"
-    assert only.measured.startswith("1 of 1 names; the worst, `ring`, 10 %; not measured: gossip, ")
+    assert verdict(tmp_path, "`ring_auto` beside", "100 Mbit/s")["met"] is None, "without all that it was allowed"
 
 
 def test_target_of_growth(tmp_path: Path) -> None:
     seconds = {2: 1.0, 4: 1.5, 8: 1.75 * 1.2}
     write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, each) for hosts, each in seconds.items()))
     found = verdict(tmp_path, "seconds per all-reduce")
-    assert found.met is False
-    assert found.measured == "+20.0 %"
+    assert (found["met"], found["measured"]) == (False, "+20.0 %")
     larger = [scaling_row("ring int8", hosts, 4 * each) | {"size": "64 MB of fp32"} for hosts, each in seconds.items()]
     write(tmp_path, "scaling/then-larger", *larger[:2])
-    assert verdict(tmp_path, "seconds per all-reduce").measured == "+20.0 %", "of tensors of one size"
+    assert verdict(tmp_path, "seconds per all-reduce")["measured"] == "+20.0 %", "of tensors of one size"
 
 
 def racer(case: str, seconds: float | None, **changed: Any) -> dict[str, Any]:
@@ -213,40 +207,40 @@ def test_races_are_won_seed_by_seed(tmp_path: Path) -> None:
     for seed, times in times_of.items():
         racers = [racer(name, time, seed=seed) for name, time in zip(names, times, strict=True)]
         write(tmp_path, f"race/seed{seed}", *racers)
-    [race] = races(list(campaign(tmp_path)))
-    assert race.faster("ring_int8", DENSE) == [4, 5], "the better of the two, of each seed"
-    assert race.faster("ring_sign", DENSE) is None, "it missed the target once"
-    assert race.best_of_ours(DENSE) == ("ring_int8", 4.5)
-    assert verdict(tmp_path, "fp16 hook", "100 Mbit/s").met is True
-    assert verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s").measured == "2.5x (`ring_int8`)"
+    race = frame.races(frame.load(tmp_path)).set_index("case")
+    assert race.dense["ring_int8"] == 4.5, "4 and 5 times, beside the better of the two of each seed"
+    assert race.seconds_median["ring_sign"] == float("inf"), "it missed the target once"
+    best = verdict(tmp_path, "fp16 hook", "100 Mbit/s")
+    assert (best["met"], best["measured"]) == (True, "4.50x (`ring_int8`)")
+    assert verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s")["measured"] == "2.50x (`ring_int8`)"
     # of the first seed post-local SGD is at the target in 1 s, of the second nobody of others before 6 s
-    assert verdict(tmp_path, "all others", "100 Mbit/s").measured == "1.6x (`ring_int8`)"
-    assert "2 seed(s)" in verdict(tmp_path, "all others", "100 Mbit/s").where
-    assert race.strongest_peer() == "ddp powersgd rank 1"
-    [lost] = targets.losses(list(campaign(tmp_path)))
-    assert (lost.slower, lost.ours, lost.beaten) == (1, 2, False), "`ring_sign` missed it once, `ring_int8` leads"
-    text = page.text(list(campaign(tmp_path)), "pictures")
+    assert verdict(tmp_path, "all others", "100 Mbit/s")["measured"] == "1.60x (`ring_int8`)"
+    assert "2 seed(s)" in verdict(tmp_path, "all others", "100 Mbit/s")["where"]
+    [lost] = targets.losses(frame.load(tmp_path)).to_dict("records")
+    assert "`ddp powersgd rank 1` " in lost["strongest other"], "post-local SGD missed it once"
+    assert (lost["lost"], lost["ours"], lost["beaten"]) == (1, 2, False), "`ring_sign` missed it once, `ring_int8` leads"
+    text = page.text(frame.load(tmp_path), "pictures")
     assert "was not run with" not in text
     assert "| `ring_int8` | 3.500 s, 4.50x, 2.50x |" in text
-    assert "| `ring_sign` | missed |" in text
+    assert "| `ddp powersgd rank 1` | 8.000 s, " in text
     write(tmp_path, "race/seed2", racer("ddp", 4.0, seed=2), racer("ring_int8", 3.0, seed=2))
-    text = page.text(list(campaign(tmp_path)), "pictures")
-    assert re.search("Seed 2 of .* was not run with `ddp fp16 hook`, `ddp powersgd rank 1`", text)
-    contest = verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s")
-    assert contest.met is None
-    assert contest.measured == "not measured with `ddp powersgd rank 1`, `ddp powersgd rank 4`"
+    text = page.text(frame.load(tmp_path), "pictures")
+    assert re.search("Seed 2 was not run with `ddp fp16 hook`, `ddp powersgd rank 1`", text)
+    assert verdict(tmp_path, "PowerSGD as a DDP hook", "100 Mbit/s")["met"] is None, "of the last seed nobody knows"
 
 
 def test_a_race_that_nobody_of_ours_ends_is_lost(tmp_path: Path) -> None:
     def met() -> set[bool | None]:
-        return {each.met for each in verdicts(tmp_path) if each.where.startswith("byte GPT to loss")}
+        return {each["met"] for each in verdicts(tmp_path) if "to loss" in each["where"]}
 
     others = [racer(name, 4.0) for name in OTHERS]
     write(tmp_path, "race/seed0", *others, racer("ring_int8", None))
     assert met() == {False}
-    assert targets.losses(list(campaign(tmp_path)))[0].beaten
+    assert targets.losses(frame.load(tmp_path)).beaten.all()
     write(tmp_path, "race/seed0", *(each | {"seconds_to_target": None} for each in others), racer("ring_int8", 9.0))
-    assert met() == {None}
+    assert met() == {True}
+    write(tmp_path, "race/seed0", *(each | {"seconds_to_target": None} for each in others), racer("ring_int8", None))
+    assert met() == set(), "nobody was there"
 
 
 def test_where_we_lose_counts_every_loss_and_nothing_else(tmp_path: Path) -> None:
@@ -262,18 +256,18 @@ def test_where_we_lose_counts_every_loss_and_nothing_else(tmp_path: Path) -> Non
     fast = {"rate": "none", "throughput": None, "limit_seconds": None}
     write(tmp_path, "collectives/fast", row("gloo fp32", 10.0, **fast), row("ring int8", 20.0, **fast))
     write(tmp_path, "training/rare", row("ddp", 10.0, benchmark="training", size="MLP of 24 M parameters"))
-    found = {loss.kind: loss for loss in targets.losses(list(campaign(tmp_path)))}
-    assert found.keys() == {"fast links", "large tensors and models"}
-    slow = found["large tensors and models"]
-    assert (slow.slower, slow.ours, slow.beaten) == (1, 3, True)
-    assert slow.cells()[3:] == [
+    found = targets.losses(frame.load(tmp_path)).set_index("kind")
+    assert set(found.index) == {"fast links", "large tensors and models"}
+    slow = found.loc["large tensors and models"]
+    assert (slow.lost, slow.ours, slow.beaten) == (1, 3, True)
+    assert list(slow[["the slowest", "strongest other", "the best of ours"]]) == [
         "`ring identity` 0.80x gloo fp32",
         "`gloo fp16 tensor` 4.00x gloo fp32",
         "`ring int8` 0.83x the strongest",
     ]
-    assert (found["fast links"].slower, found["fast links"].ours) == (1, 1)
-    rows = {cells[0]: cells[1:3] for cells in targets.by_kind(list(found.values()))}
-    assert rows == {"fast links": ["1 of 1", "1 of 1"], "large tensors and models": ["1 of 3", "1 of 1"]}
+    text = page.text(frame.load(tmp_path), "pictures")
+    assert "| fast links | 1 of 1 | 1 of 1 |" in text
+    assert "| large tensors and models | 1 of 3 | 1 of 1 |" in text
 
 
 def test_the_strongest_is_that_of_the_same_run_and_averages_at_each_step(tmp_path: Path) -> None:
@@ -282,35 +276,36 @@ def test_the_strongest_is_that_of_the_same_run_and_averages_at_each_step(tmp_pat
         cases = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8.0))
         write(tmp_path, f"training/{key}", *(case | step for case in cases))
     write(tmp_path, "training/rare", *(case | step for case in (row("ddp", 10.0), row("post-local sgd every 4", 2.0))))
-    [lost] = targets.losses(list(campaign(tmp_path)))
-    assert lost.strongest == "`ddp fp16 hook` 2.50x gloo fp32", "the fastest of all runs; post-local SGD is none"
-    assert lost.best == "`ring_int8` 0.62x the strongest", "beside 5 s, of its own run"
+    [lost] = targets.losses(frame.load(tmp_path)).to_dict("records")
+    assert lost["strongest other"] == "`ddp fp16 hook` 2.00x gloo fp32", "as the table shows it; post-local SGD is none"
+    assert lost["the best of ours"] == "`ring_int8` 0.62x the strongest", "beside 5 s, of its own run"
 
 
 # The pages
 
 
 def test_the_pages_are_what_the_rows_say() -> None:
-    made = list(campaign(RESULTS))
-    text, published = page.text(made, "benchmarks"), ROOT / "docs" / "benchmarks.md"
+    rows = frame.load(RESULTS)
+    text, published = page.text(rows, "benchmarks"), ROOT / "docs" / "benchmarks.md"
     assert published.read_text() == text, "python -m benchmarks report"
     for linked in re.findall(r"\]\(((?!http)[^)#]+)\)", text):
         assert (published.parent / linked).resolve().is_file(), linked
     anchors = {title.lower().replace(" ", "-") for title in re.findall(r"^## (.*)$", text, re.M)}
     for anchor in re.findall(r"^- \[[^]]+\]\(#([^)]+)\)", text, re.M):
         assert anchor in anchors
-    for name, full in details.texts(made).items():
+    for name, full in page.tables(rows).items():
         assert (RESULTS / "tables" / f"{name}.md").read_text() == full, "python -m benchmarks report"
 
 
 def test_without_rows_the_page_says_what_is_missing(tmp_path: Path) -> None:
-    text = page.text([], "pictures")
+    rows = frame.load(tmp_path)
+    text = page.text(rows, "pictures")
     assert text.count("Not measured yet: `python -m benchmarks ") == 11
     assert "![" not in text
-    plots.draw([], tmp_path / "pictures")
+    plots.draw(rows, tmp_path / "pictures")
     assert list((tmp_path / "pictures").iterdir()) == []
-    assert details.texts([]).keys() == {"targets", "losses"}
-    accuracy.publish_folder(tmp_path)
+    assert page.tables(rows).keys() == {"targets"}
+    accuracy.publish(tmp_path)
 
 
 def test_each_family_has_its_part_and_its_picture(tmp_path: Path) -> None:
@@ -324,26 +319,22 @@ def test_each_family_has_its_part_and_its_picture(tmp_path: Path) -> None:
     write(tmp_path, "training/some", row("ddp", 10.0, **of), row("ring_int8", 5.0, **of, waited_seconds=2.0))
     write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, hosts / 4) for hosts in (2, 3, 4)))
     write(tmp_path, "race/some", racer("ddp", 4.0), racer("ring_int8", 2.0))
-    made = list(campaign(tmp_path))
-    text = page.text(made, "page")
-    plots.draw(made, tmp_path / "page")
+    rows = frame.load(tmp_path)
+    text = page.text(rows, "page")
+    plots.draw(rows, tmp_path / "page")
     pictures = set(re.findall(r"\]\(page/([^)]+)\)", text))
     assert pictures == {path.name for path in (tmp_path / "page").iterdir()}
     assert pictures == {"sizes.png", "training.png", "time_to_accuracy.png", "scaling.png"}
     assert "| `gloo fp32` | 10.00 s |" in text
     assert "| `ring int8` | 4.00x (36 %) |" in text
     assert "| `ring_int8` | 2.00x (18 %) |" in text
-    full = details.texts(made)
-    assert (
-        "| `ring int8` | 2.500 s | 2.500 s - 2.500 s | 4.00x | 0.900 s | 36 % | 0.001 | 0.0011 | 1.0e-02 |"
-        in (full["all-reduce"])
-    )
-    source = (
-        "`python -m benchmarks collectives/some`, 2026-11-22, 1 rounds, commit 0123456789, torch 2.13.0, Z80, 2 cores"
-    )
+    full = page.tables(rows)
+    line = "| `ring int8` | 2.500 s | 2.500 s - 2.500 s | 4.00x gloo fp32 | 0.9000 s | 36 % | 0.001 | 0.0011 | 1.0e-02 | yes |"
+    assert line in full["all-reduce"]
+    source = "`python -m benchmarks collectives/some`, 2026-11-22, commit 0123456789, torch 2.13.0, Z80, 2 cores"
     assert source in full["all-reduce"]
     assert "a raw TCP stream carried 95.6 % of the rate." in full["all-reduce"]
-    assert "| 0 | `ring_int8` | 2.000 s | 2 |" in full["races"]
+    assert "| 0 | `ring_int8` | 2.00 s | 2 |" in full["races"]
 
 
 @pytest.mark.parametrize("shown", [plots.SIZES, plots.STEPS, plots.RACERS])

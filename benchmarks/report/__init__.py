@@ -6,11 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import benchmarks.report.accuracy as accuracy
-import benchmarks.report.details as details
-import benchmarks.report.page as page
-import benchmarks.report.plots as plots
-from benchmarks.rows import campaign
+from ringstrategy.app.extras import require
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,17 +18,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="pictures go beside it")
     parser.add_argument("--cases", help="draw these instead, comma-separated; the page stays as it is")
     options = parser.parse_args(arguments)
-    made = list(campaign(options.results))
-    figures = options.page.with_suffix("")
-    plots.draw(made, figures, options.cases.split(",") if options.cases else ())
+    require("python -m benchmarks report", "jinja2", "matplotlib", "pandas", extra="bench")
+    from benchmarks.report import accuracy, frame, page, plots
+
+    rows, figures = frame.load(options.results), options.page.with_suffix("")
+    plots.draw(rows, figures, options.cases.split(",") if options.cases else ())
     if options.cases:
         print(f"pictures in {figures}")
         return
     options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(page.text(made, figures.name))
-    for name, text in details.texts(made).items():
+    options.page.write_text(page.text(rows, figures.name))
+    for name, text in page.tables(rows).items():
         file = options.results / "tables" / f"{name}.md"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    accuracy.publish_folder(options.results)
+    accuracy.publish(options.results)
     print(f"{options.page}, pictures in {figures}, tables in {options.results / 'tables'}")

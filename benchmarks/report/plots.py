@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from benchmarks.report import growth
-from benchmarks.report.runs import Panel, Race, Rows, is_peer, panels, pick, races, rate_in_words
+from benchmarks.report.frame import growth, rounds, share, who
 
 SIZES = (
-    "gloo fp32",
-    "gloo fp16 tensor",
-    "ring identity",
-    "ring int8",
-    "ring int4",
-    "direct rotated int2",
+    *("gloo fp32", "gloo fp16 tensor", "ring identity", "ring int8", "ring int4", "direct rotated int2"),
     "ring sign",
 )
 STEPS = (
@@ -32,100 +28,97 @@ RACERS = (
 )
 
 
-def draw(made: Rows, folder: Path, cases: Sequence[str] = ()) -> None:
+def draw(rows: pd.DataFrame, folder: Path, cases: Sequence[str] = ()) -> None:
     """Those that the page shows; of other cases, if some are given."""
     folder.mkdir(parents=True, exist_ok=True)
-    sums = [panel for panel in panels(made, "collectives") if panel.setting.processes == 1]
-    sizes = [pick(sums, network=network) for network in dict.fromkeys(panel.setting.network for panel in sums)]
-    several = [group for group in sizes if len(group) > 1]
-    if several:
-        _sizes(several, cases or SIZES, folder / "sizes.png")
-    steps = [panel for panel in panels(made, "training") if "ring_int8" in panel.runs]
-    if steps:
-        most = max(panel.setting.parameters for panel in steps)
-        _steps([p for p in steps if p.setting.parameters == most], cases or STEPS, folder / "training.png")
-    if races(made):
-        _races(races(made), cases or RACERS, folder / "time_to_accuracy.png")
-    hosts = panels(made, "scaling")
-    if hosts:
-        _growth(hosts, cases, folder / "scaling.png")
+    sums = rows[(rows.benchmark == "collectives") & (rows.processes == 1) & rows.case.isin(cases or SIZES)]
+    _sizes(sums.groupby("network", sort=False).filter(lambda some: some.megabytes.nunique() > 1), folder / "sizes.png")
+    steps = rows[rows.benchmark == "training"].groupby("size").filter(lambda some: "ring_int8" in set(some.case))
+    _steps(steps[steps.parameters == steps.parameters.max()], cases or STEPS, folder / "training.png")
+    racers = rows[(rows.benchmark == "time to accuracy") & rows.case.isin(cases or RACERS)]
+    _races(racers, cases or RACERS, folder / "time_to_accuracy.png")
+    hosts = growth(rows)
+    _growth(hosts[hosts.case.isin(cases or hosts.case)], folder / "scaling.png")
 
 
-def _sizes(groups: Sequence[Sequence[Panel]], cases: Sequence[str], path: Path) -> None:
-    figure, all_axes = grid(len(groups), 4.0)
-    for group, axes in zip(groups, all_axes, strict=False):
-        for case in cases:
-            points = [(panel.setting.megabytes, row.seconds_median) for panel in group if (row := panel.row(case))]
-            if points:
-                axes.plot(*zip(*points, strict=True), ".--" if is_peer(case) else ".-", label=case, linewidth=1)
+def _sizes(found: pd.DataFrame, path: Path) -> None:
+    figure, panels = grid([panel for _, panel in found.groupby("network", sort=False)], 4.0)
+    for panel, axes in panels:
+        for case, line in panel.groupby("case", sort=False):
+            style = ".--" if who(case) == "peer" else ".-"
+            axes.plot(line.megabytes, line.seconds_median, style, label=case, linewidth=1)
         _logarithmic(axes.xaxis)
         _logarithmic(axes.yaxis)
-        _label(axes, group[0].setting.network, "MB of fp32", "seconds")
-    _save(figure, all_axes, path)
+        _label(axes, panel.network.iloc[0], "MB of fp32", "seconds")
+    save(figure, path)
 
 
-def _steps(found: Sequence[Panel], cases: Sequence[str], path: Path) -> None:
-    figure, all_axes = grid(len(found), 1.2 + 0.25 * len(cases))
-    for panel, axes in zip(found, all_axes, strict=False):
-        rows = [row for case in reversed(cases) if (row := panel.row(case)) is not None]
-        for height, row in enumerate(rows):
-            axes.barh(height, row.seconds_median, color="0.75" if is_peer(row.case) else "#8fb8de", height=0.7)
-            axes.annotate(f" {row.ratio or 0:.2f}x", (row.seconds_median, height), va="center", size=7)
-            if row.limit_seconds:
-                axes.plot([row.limit_seconds] * 2, [height - 0.42, height + 0.42], color="black", linewidth=1.6)
-        axes.set_yticks(range(len(rows)), [row.case for row in rows], fontsize=7)
+def _steps(found: pd.DataFrame, cases: Sequence[str], path: Path) -> None:
+    figure, panels = grid([panel for _, panel in found.groupby(["network", "size"], sort=False)], 1.2 + 0.25 * len(cases))
+    for panel, axes in panels:
+        bars = panel.set_index("case").reindex([case for case in reversed(cases) if case in set(panel.case)])
+        colors = ["0.75" if who(case) == "peer" else "#8fb8de" for case in bars.index]
+        axes.barh(range(len(bars)), bars.seconds_median, color=colors, height=0.7)
+        for height, (_, bar) in enumerate(bars.iterrows()):
+            axes.annotate(f" {bar.ratio:.2f}x", (bar.seconds_median, height), va="center", size=7)
+            if bar.limit_seconds == bar.limit_seconds:
+                axes.plot([bar.limit_seconds] * 2, [height - 0.42, height + 0.42], color="black", linewidth=1.6)
+        axes.set_yticks(range(len(bars)), bars.index, fontsize=7)
         axes.margins(x=0.15)
-        _label(axes, str(panel.setting), "seconds; grey: others'; black: the limit", "")
-    figure.savefig(path, dpi=110)
+        title = f"{panel['size'].iloc[0]}, {panel.network.iloc[0]}"
+        _label(axes, title, "seconds; grey: others'; black: the limit", "")
+    save(figure, path)
 
 
-def _races(found: Sequence[Race], cases: Sequence[str], path: Path) -> None:
-    figure, all_axes = grid(len(found), 4.4)
-    for race, axes in zip(found, all_axes, strict=False):
-        for place, case in enumerate(cases):
-            for number, contenders in enumerate(race.seeds.values()):
-                curve = contenders[case].curve if case in contenders else {"seconds": [], "losses": []}
-                points = [pair for pair in zip(curve["seconds"], curve["losses"], strict=True) if pair[1] is not None]
-                seconds, values = ([pair[part] for pair in points[1:]] for part in (0, 1))
-                label = case if number == 0 and points else None
-                style = "--" if is_peer(case) else "-"
-                axes.plot(seconds, values, style, label=label, linewidth=1, alpha=0.8, color=f"C{place}")
-        axes.axhline(race.target, color="crimson", linewidth=0.8)
+def _races(found: pd.DataFrame, cases: Sequence[str], path: Path) -> None:
+    figure, panels = grid([panel for _, panel in found.groupby(["network", "target"], sort=False)], 4.4)
+    for panel, axes in panels:
+        for _, run in panel.iterrows():
+            losses = np.array(run.curve["losses"][1:], dtype=float)  # where it diverged, None: a gap
+            how = {"color": f"C{cases.index(run.case)}", "linestyle": "--" if who(run.case) == "peer" else "-"}
+            axes.plot(run.curve["seconds"][1:], losses, label=run.case, linewidth=1, alpha=0.8, **how)
+        axes.axhline(panel.target.iloc[0], color="crimson", linewidth=0.8)
         _logarithmic(axes.xaxis)
-        _label(axes, race.setting.network, "seconds of training", "held-out loss, nats a byte")
-    _save(figure, all_axes, path)
+        _label(axes, panel.network.iloc[0], "seconds of training", "held-out loss, nats a byte")
+    save(figure, path)
 
 
-def _growth(found: Sequence[Panel], cases: Sequence[str], path: Path) -> None:
-    groups = list(dict.fromkeys((panel.setting.size, panel.setting.rate) for panel in found))
-    figure, all_axes = grid(len(groups), 4.2)
-    for (size, rate), axes in zip(groups, all_axes, strict=False):
-        group = pick(found, size=size, rate=rate)
-        for place, (case, rows) in enumerate(growth.by_case(row for panel in group for row in panel.rows()).items()):
-            if cases and case not in cases:
-                continue
-            hosts = [row.hosts for row in rows]
-            axes.plot(hosts, [row.seconds_median for row in rows], "o", color=f"C{place}", label=case)
-            if len(hosts) > 2:
-                model = growth.fit(case, rows)
-                between = range(min(hosts), max(hosts) + 1)
-                axes.plot(between, [model.seconds(case, count) for count in between], color=f"C{place}", linewidth=1)
+def _growth(found: pd.DataFrame, path: Path) -> None:
+    figure, panels = grid([panel for _, panel in found.groupby(["size", "network"], sort=False)], 4.2)
+    for panel, axes in panels:
+        for place, (_, line) in enumerate(panel.iterrows()):
+            hosts = np.arange(min(line.by_hosts), max(line.by_hosts) + 1)
+            model = [line.alpha * rounds(line.case, n) + line.beta * share(line.case, n) * line.nbytes for n in hosts]
+            axes.plot(list(line.by_hosts), list(line.by_hosts.values()), "o", color=f"C{place}", label=line.case)
+            axes.plot(hosts, model, color=f"C{place}", linewidth=1)
         axes.set_ylim(bottom=0)
-        axes.set_xticks([panel.setting.hosts for panel in group])
-        _label(axes, f"{size}, {rate_in_words(rate)}", "hosts", "seconds; lines: the model")
-    _save(figure, all_axes, path)
+        title = f"{panel['size'].iloc[0]}, {panel.network.iloc[0]}"
+        _label(axes, title, "hosts", "seconds; lines: the model")
+    save(figure, path)
 
 
-def grid(count: int, height: float) -> tuple[Figure, list[Axes]]:
-    """So many axes, two beside each other."""
-    columns = min(2, count)
-    lines = -(-count // columns)
+def grid(panels: list[pd.DataFrame], height: float) -> tuple[Figure, list[tuple[pd.DataFrame, Axes]]]:
+    """A figure with axes for each panel, two beside each other."""
+    columns = max(1, min(2, len(panels)))
+    lines = -(-max(1, len(panels)) // columns)
     # Figure without pyplot: no display is looked for and no global state is touched
     figure = Figure(figsize=(6.2 * columns, height * lines), layout="constrained")
     all_axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for spare in all_axes[count:]:
+    for spare in all_axes[len(panels) :]:
         spare.set_axis_off()
-    return figure, all_axes
+    return figure, list(zip(panels, all_axes, strict=False))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """With one legend for all axes, if lines have labels; nothing is written where nothing was drawn."""
+    pairs = [pair for axes in figure.axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    if pairs:
+        known = {label: handle for handle, label in reversed(pairs)}
+        labels = list(dict.fromkeys(label for _, label in pairs))
+        handles = [known[label] for label in labels]
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    if any(axes.has_data() for axes in figure.axes):
+        figure.savefig(path, dpi=110)
 
 
 def _logarithmic(axis: Axis) -> None:
@@ -134,13 +127,6 @@ def _logarithmic(axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _save(figure: Figure, all_axes: Sequence[Axes], path: Path) -> None:
-    pairs = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
-    known = {label: handle for handle, label in pairs}
-    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=4, fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 def _label(axes: Axes, title: str, below: str, beside: str) -> None:

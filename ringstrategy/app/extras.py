@@ -1,15 +1,15 @@
-"""The extra `app`: what commands need beside the strategies, and what they say where it is missing."""
+"""The extras `app` and `bench`: what commands need beside the strategies, and what they say where it is missing."""
 
 from __future__ import annotations
 
 import sys
 from importlib.util import find_spec
 
-CURE = "in a clone of ringstrategy run python -m pip install '.[app]'"
+CURE = "in a clone of ringstrategy run python -m pip install '.[{}]'"
 
 
-def require(program: str, *modules: str) -> None:
+def require(program: str, *modules: str, extra: str = "app") -> None:
     """End the program with one line that has the cure, if a module cannot be imported. Import what needs them later."""
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        sys.exit(f"{program} needs {', '.join(missing)}: {CURE}")
+        sys.exit(f"{program} needs {', '.join(missing)}: {CURE.format(extra)}")
