@@ -91,18 +91,7 @@ class Case:
         return f"{self.stage}: {data} {self.optimizer} {self.rate:g} seed {self.seed}, {self.name}"
 
 
-@dataclass
-class Outcome:
-    """What one rank saw of a case."""
-
-    curve: list[tuple[int, float]]  # (step, validation loss)
-    accuracy: float | None
-    steps: int
-    bytes_sent: float  # in these steps; nan: not counted
-    seconds: float
-    cpu_seconds: float  # of this rank: what a case costs, whatever else runs on the machine
-    parameters: int
-    digest: bytes  # of all parameters' bits
+Outcome = dict[str, Any]  # what one rank saw of a case: fields of its row, and `digest`, of all parameters' bits
 
 
 def feeds_back(algorithm: Algorithm | None) -> bool:
@@ -198,45 +187,35 @@ def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
     if cfg.stage == "rates":
         yield "fp32", AllReduce()
         return
-    for name, algorithm in {"factorial": _factorial, "paired": _registered, "gossip": _gossip}[cfg.stage](cfg):
+    for name, algorithm in _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg):
         if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
             yield name, algorithm
 
 
 def _factorial(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+    """Each wire over each collective that can carry it, without feedback and with."""
     for name, node in cfg.codecs.items():
         thing = instantiate(node)
         for way, collective in cfg.collectives.items():
-            if isinstance(thing, Codec):
-                if way == "ring" and not thing.hop_by_hop:
-                    continue
-                for feedback in [False] if thing.lossless else [False, True]:
-                    algorithm = AllReduce(thing, instantiate(collective), error_feedback=feedback)
-                    yield _called(name, way, feedback), algorithm
-            else:
-                for feedback in (False, True):
-                    algorithm = instantiate(node, collective=collective, error_feedback=feedback)
-                    yield _called(name, way, feedback), algorithm
+            if isinstance(thing, Codec) and way == "ring" and not thing.hop_by_hop:
+                continue
+            for feedback in [False] if getattr(thing, "lossless", False) else [False, True]:
+                if isinstance(thing, Codec):
+                    made = AllReduce(thing, instantiate(collective), error_feedback=feedback)
+                else:
+                    made = instantiate(node, collective=collective, error_feedback=feedback)
+                yield f"{name}, {way}{', feedback' if feedback else ''}", made
 
 
-def _called(name: str, way: str, feedback: bool) -> str:
-    return f"{name}, {way}{', feedback' if feedback else ''}"
-
-
-def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
+def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
+    """The registered names of the stage's family, and what the configuration puts beside them."""
+    gossip = cfg.stage == "gossip"
+    if gossip:
+        yield "ddp", None
     for name, make in STRATEGIES.items():
-        if isinstance(make(), Synchronous):
+        if isinstance(make(), Decentralized if gossip else Synchronous):
             yield name, make()
-    for name, node in cfg.beside.items():
-        yield name, instantiate(node)
-
-
-def _gossip(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
-    yield "ddp", None
-    for name, make in STRATEGIES.items():
-        if isinstance(make(), Decentralized):
-            yield name, make()
-    for name, node in cfg.gossip_beside.items():
+    for name, node in (cfg.gossip_beside if gossip else cfg.beside).items():
         yield name, instantiate(node)
 
 
@@ -266,9 +245,9 @@ class Observer(L.Callback):
     """Notes every validation and what training sent, and ends a run that has become NaN."""
 
     def __init__(self) -> None:
-        self.curve: list[tuple[int, float]] = []
+        self.curve: list[tuple[int, float]] = []  # (step, validation loss)
         self.accuracy: float | None = None
-        self.bytes_sent = 0.0
+        self.bytes_sent = 0.0  # nan: not counted
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Here ranks that have parameters of their own are about to send them, for the mean that is validated."""
@@ -322,16 +301,18 @@ def train(case: Case) -> Outcome:
     trainer.fit(model, datamodule=data)
     assert trainer.world_size == dist.get_world_size() == case.ranks
     parameters = [parameter.detach() for parameter in model.parameters()]
-    return Outcome(
-        curve=observer.curve,
-        accuracy=observer.accuracy,
-        steps=trainer.global_step,
-        bytes_sent=observer.bytes_sent,
-        seconds=time.perf_counter() - began,
-        cpu_seconds=time.process_time() - cpu_began,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        digest=harness.digest(parameters).numpy().tobytes(),
-    )
+    curve = [(step, loss if math.isfinite(loss) else None) for step, loss in observer.curve]
+    sent_per_step = observer.bytes_sent / max(1, trainer.global_step)
+    return {
+        "val_loss": curve[-1][1] if curve else None,
+        "val_accuracy": observer.accuracy,
+        "curve": curve,
+        "bytes_sent_per_step": None if math.isnan(sent_per_step) else sent_per_step,
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "seconds": round(time.perf_counter() - began, 2),
+        "cpu_seconds": time.process_time() - cpu_began,  # of this rank, whatever else runs on the machine
+        "digest": harness.digest(parameters).numpy().tobytes(),
+    }
 
 
 # The processes
@@ -349,25 +330,20 @@ def run(case: Case) -> list[Outcome] | str:
     end = time.monotonic() + case.limit
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / str(rank) for rank in range(case.ranks)]
-        ranks = start_processes(
-            _be_a_rank, (port, case, folder), case.ranks, join=False, daemon=True, start_method="forkserver"
-        )
+        given = (port, case, folder)
+        ranks = start_processes(_be_a_rank, given, case.ranks, join=False, daemon=True, start_method="forkserver")
         try:
             while not ranks.join(max(0.0, end - time.monotonic()), grace_period=GRACE):
                 if time.monotonic() >= end:
                     return f"ranks had not ended after {case.limit:g} s"
+            return [pickle.loads(file.read_bytes()) for file in files]
         except ProcessException as error:
             failures = [pickle.loads(file.read_bytes()) for file in files if file.exists()]
-            # a peer that was lost is never the cause
-            return min((each for each in failures if isinstance(each, str)), key=_is_a_loss, default=str(error))
+            texts = [each for each in failures if isinstance(each, str)]
+            return min(texts, key=lambda text: "PeerLostError" in text, default=str(error))  # a loss is never the cause
         finally:
             for process in ranks.processes:
                 process.kill()
-        return [pickle.loads(file.read_bytes()) for file in files]
-
-
-def _is_a_loss(failure: str) -> bool:
-    return "PeerLostError" in failure
 
 
 def _be_a_rank(rank: int, port: int, case: Case, folder: str) -> None:
@@ -410,23 +386,15 @@ def row(case: Case, outcomes: Sequence[Outcome] | str, facts: Mapping[str, Any])
         "algorithm": described(algorithm),
     }
     if isinstance(outcomes, str):
-        result: dict[str, Any] = {"status": "failed", "error": outcomes}
-    else:
-        first = outcomes[0]
-        final = first.curve[-1][1] if first.curve else math.nan
-        # a run that ends worse than the uniform guess has learnt nothing
-        diverged = not final < math.log(case.settings["classes"])
-        result = {
-            "status": "diverged" if diverged else "finished",
-            "val_loss": final if math.isfinite(final) else None,
-            "val_accuracy": first.accuracy,
-            "curve": [(step, loss if math.isfinite(loss) else None) for step, loss in first.curve],
-            "bytes_sent_per_step": None if math.isnan(first.bytes_sent) else first.bytes_sent / max(1, first.steps),
-            "replicas_identical": len({outcome.digest for outcome in outcomes}) == 1,
-            "parameters": first.parameters,
-            "seconds": round(first.seconds, 2),
-            "cpu_seconds": round(sum(outcome.cpu_seconds for outcome in outcomes), 2),
-        }
+        return {**said, "status": "failed", "error": outcomes, **facts, "settings": case.settings}
+    first = outcomes[0]
+    # a run that ends worse than the uniform guess has learnt nothing
+    diverged = first["val_loss"] is None or first["val_loss"] >= math.log(case.settings["classes"])
+    same = len({outcome["digest"] for outcome in outcomes}) == 1
+    spent = round(sum(outcome["cpu_seconds"] for outcome in outcomes), 2)
+    status = "diverged" if diverged else "finished"
+    result = {"status": status, **first, "replicas_identical": same, "cpu_seconds": spent}
+    del result["digest"]
     return {**said, **result, **facts, "settings": case.settings}
 
 

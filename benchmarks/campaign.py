@@ -23,7 +23,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from benchmarks.rows import steps as records
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
 _SHORT_RESULTS = _HERE.parent / "outputs" / "bench"
-_READERS = ("campaign.py", "report/*.py")  # that measure nothing
+_READERS = ("campaign.py", "cells.py", "report/*.py")  # that measure nothing
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ def main(given: Sequence[str]) -> None:
         parser.error(f"--only {options.only!r}: no such step; the keys are {', '.join(step.key for step in plan)}")
     if options.list:
         left = [step for step in asked if step.made(folder) is None]
-        minutes = sum(step.minutes for step in left)
-        note = f"{len(left)} of {len(asked)} steps left, about {minutes:.0f} minutes"
-        headings = ("step", "state", "minutes", "command")
-        lines = (_state(step, folder) for step in asked)
-        harness.table(f"rows in {folder}", headings, lines, [note], texts=("state", "command"))
+        for step in asked:
+            print(f"{step.key:32} {step.minutes:4.1f} min  {_state(step, folder)}\n    {step.command}")
+        print(
+            f"{len(left)} of {len(asked)} steps left, about {sum(step.minutes for step in left):.0f} minutes; {folder}"
+        )
         return
     if without and options.short:
         print(f"No lab here ({without}). So all of this runs over loopback, where nothing is throttled: it shows that")
@@ -158,14 +158,9 @@ def main(given: Sequence[str]) -> None:
     print(f"all of {len(asked)} steps done, rows in {folder}")
 
 
-def _state(step: Step, folder: Path) -> Iterator[str]:
+def _state(step: Step, folder: Path) -> str:
     made = step.made(folder)
-    yield step.key
-    if made is not None:
-        changed = ", code changed since" if code_changed(made["commit"]) else ""
-        yield f"done {made['date']}, commit {made['commit'][:10]}{changed}"
-        yield f"{made['seconds'] / 60:.1f}"
-    else:
-        yield "left: its command has changed" if step.key in records(folder) else "left"
-        yield f"{step.minutes:.1f}"
-    yield step.command
+    if made is None:
+        return "left: its command has changed" if step.key in records(folder) else "left"
+    changed = ", code changed since" if code_changed(made["commit"]) else ""
+    return f"done {made['date']}, commit {made['commit'][:10]}{changed}"

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from benchmarks import harness
-from benchmarks.rows import Row, append
+from benchmarks.rows import Row
 from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 
 CODECS: list[Codec] = [
@@ -76,21 +76,6 @@ def main(given: Sequence[str]) -> None:
     rates = {what: _rates(operation, values.nbytes, options) for what, operation in operations.items()}
     medians = {what: statistics.median(found) for what, found in rates.items()}
     copy = medians["copy", "copy"]
-    harness.table(
-        f"{options.values} float32 values on one core, GB/s of them, median (best)",
-        ("codec", "operation", "us", "GB/s", "best", "of a copy", "compression"),
-        (
-            (
-                *what,
-                f"{options.values * 4e-3 / medians[what]:.0f}",
-                f"{medians[what]:.1f}",
-                f"{max(rates[what]):.1f}",
-                f"{medians[what] / copy:.0%}",
-                harness.shown(compression.get(what[0]), "{:.2f}x"),
-            )
-            for what in rates
-        ),
-    )
     rows = [
         Row(
             benchmark="codecs",
@@ -108,4 +93,4 @@ def main(given: Sequence[str]) -> None:
         )
         for codec, operation in rates
     ]
-    append(rows, options.out)
+    harness.publish(f"{options.values} float32 values on one core, GB/s of them", rows, options.out)

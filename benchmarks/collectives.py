@@ -3,6 +3,7 @@
 python -m benchmarks collectives --hosts 4 --rate 1gbit --mb 96 --rounds 9
 python -m benchmarks collectives --hosts 4 --rate 1gbit --mb 0.0625,1,16,96,256
 python -m benchmarks collectives --hosts 4 --processes 2 --rate 1gbit --mb 96  # and Hierarchical, which knows of hosts
+python -m benchmarks collectives --hosts 2,3,4,6,8 --rate 100mbit --mb 16 --growth  # over more hosts
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.harness import Case
@@ -28,6 +29,7 @@ from ringstrategy import (
     Collective,
     Direct,
     Gaussian,
+    Gossip,
     Hierarchical,
     Identity,
     Native,
@@ -38,10 +40,12 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.collectives import mean_
+from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import connect
 
 _PIECE = 1 << 20  # values that are drawn, and judged, at a time
 _RUN_SECONDS = 0.02  # at least, or it is the clock and the barrier that are measured
+_GROWING = ("ring identity", "ring int8", "direct int8")  # beside gloo, over more and more hosts
 _COPIES_BYTES = 1 << 26  # of the tensors that one run reduces, at most, where one tensor is smaller
 
 
@@ -211,18 +215,42 @@ class Sums:
         return values, seconds
 
 
+def _mixing(values: Tensor, peers: Peers) -> tuple[Case, Callable[[], Tensor]]:
+    """Gossip of one parameter on a ring graph, a mixing a run, and the sum of all ranks' values, which mixing keeps."""
+    parameter = nn.Parameter(values.clone())
+    algorithm = Gossip(RingGraph(), overlap=False)
+    algorithm.setup({"values": parameter}, peers)
+
+    def sum_of_all() -> Tensor:
+        algorithm.enter_consensus()
+        return parameter.detach() * peers.size
+
+    case = Case(
+        "gossip, one mixing",
+        run=lambda: algorithm.after_step([parameter]),
+        result=lambda: [parameter],
+        bytes_sent=lambda: peers.stats.bytes_sent,
+        limit_seconds=harness.wire_seconds(algorithm.topology.degree(peers.size) * parameter.nbytes),
+    )
+    return case, sum_of_all
+
+
 def worker(options: argparse.Namespace) -> None:
     """What runs on each rank."""
     peers = connect(torch.device("cpu"), harness.TIMEOUT)
     native = connect(torch.device("cpu"), harness.TIMEOUT)  # of its own: after Native, stats count no bytes any more
     known = ways(options.processes)
-    names = harness.chosen([way.name for way in known], options.cases)
+    names = _GROWING if options.growth else harness.chosen([way.name for way in known], options.cases)
     for mb in options.mb:
         sums = Sums(mb, peers, native, options)
         cases = [sums.case(way) for way in known if way is known[0] or way.name in names]
+        mixing, sum_of_all = _mixing(sums.values, peers)
+        cases += [mixing] if options.growth else []
         harness.interleave(cases, options.rounds, options.warmup)
+        if options.growth:
+            sums.judge(mixing, sum_of_all())
         if peers.rank == 0:
-            harness.report("collectives", sums.size, cases, options)
+            harness.report("scaling" if options.growth else "collectives", sums.size, cases, options)
     peers.close()
     native.close()
 
@@ -240,4 +268,6 @@ def main(given: Sequence[str]) -> None:
     parser = harness.over_hosts("collectives", __doc__)
     size = "size of the tensor in 2**20 bytes, or several: 0.0625,1,16"
     parser.add_argument("--mb", type=megabytes, default=[96.0], help=size)
+    growth = "gloo, a few of ours and one mixing of gossip; the report fits a model through several --hosts"
+    parser.add_argument("--growth", action="store_true", help=growth)
     harness.run(parser, given, worker)

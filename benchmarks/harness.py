@@ -23,9 +23,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
+from benchmarks.cells import CELLS, told
 from benchmarks.lab import Lab, LabError, Link, bits_per_second, exit_on_sigterm
 from benchmarks.rows import Row, append
 
@@ -91,10 +92,16 @@ def arguments(
 def over_hosts(name: str, description: str | None, **how: Any) -> argparse.ArgumentParser:
     """Also with what every benchmark over hosts takes; `how` as of `arguments`."""
     parser = arguments(name, description, **how)
-    parser.add_argument("--hosts", type=int, default=4)
+    hosts = "or several, comma-separated, one lab after the other"
+    parser.add_argument("--hosts", type=_counts, default=[4], help=hosts)
     parser.add_argument("--processes", type=int, default=1, help="ranks a host; between them nothing throttles")
     parser.add_argument("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
     return parser
+
+
+def _counts(text: str) -> list[int]:
+    """Numbers, comma-separated."""
+    return [int(part) for part in text.split(",")]
 
 
 def run(
@@ -115,7 +122,8 @@ def run(
         return
     exit_on_sigterm()
     with refusing(parser):
-        in_lab(options, [parser.prog.split()[-1], *given])
+        for hosts in options.hosts:
+            _in_lab(Lab(hosts, options.rate, processes=options.processes), [parser.prog.split()[-1], *given])
 
 
 @contextmanager
@@ -129,9 +137,9 @@ def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
         sys.exit(130)
 
 
-def in_lab(options: argparse.Namespace, command: Sequence[str]) -> None:
-    """Make a lab, see that its throttle holds, run a benchmark with its arguments on each rank of it."""
-    with Lab(options.hosts, options.rate, processes=options.processes) as lab:
+def _in_lab(made: Lab, command: Sequence[str]) -> None:
+    """See that the lab's throttle holds, and run a benchmark with its arguments on each rank of it."""
+    with made as lab:
         told = {COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         if lab.bits_per_second is not None and lab.hosts > 1:
             told[_THROUGHPUT] = repr(check_throttle(lambda: next(lab.links())))
@@ -286,7 +294,7 @@ def report(
 
     `more` gives fields of a case's row beside those that all have.
     """
-    baseline, shared = cases[0], facts(options)
+    baseline = cases[0]
     rows = [
         Row(
             benchmark=benchmark,
@@ -303,35 +311,27 @@ def report(
             ranks_identical=case.identical,
             limit_seconds=case.limit_seconds,
             size=size,
-            **shared,
+            **facts(options),
             **more(case),
         )
         for case in cases
     ]
-    table(
-        f"{benchmark}: {size}, {network(options)}",
-        [
-            *("case", "median s", "min..max", "x baseline", "limit s", "waited s", "MB sent", "MB at nic", "error"),
-            "same bits",
-        ],
-        (
-            (
-                row.case,
-                _time(row.seconds_median),
-                f"{_time(min(row.seconds))}..{_time(max(row.seconds))}",
-                shown(row.ratio, "{:.3f}"),
-                _time(row.limit_seconds),
-                _time(case.waited_seconds),
-                shown(row.bytes_sent, "{:.2f}", 1e-6),
-                shown(row.bytes_at_interface, "{:.2f}", 1e-6),
-                shown(row.error, "{:.1e}"),
-                yes(case.identical),
-            )
-            for case, row in zip(cases, rows, strict=True)
-        ),
-        notes,
+    publish(f"{benchmark}: {size}, {network(options)}", rows, options.out, notes)
+
+
+def publish(title: str, rows: Sequence[Row], out: Path | None, notes: Iterable[str] = ()) -> None:
+    """Print the rows as a table, with notes below it, and append them to the file, if there is one."""
+    headings, body = told(rows, CELLS)
+    table = Table(
+        *(Column(each, "left" if each == "case" else "right", no_wrap=True) for each in headings), title=title
     )
-    append(rows, options.out)
+    for line in body:
+        table.add_row(*line)
+    console = Console(width=180)
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False)
+    append(rows, out)
 
 
 def network(options: argparse.Namespace) -> str:
@@ -341,40 +341,6 @@ def network(options: argparse.Namespace) -> str:
     link = "" if carried is None else f", a raw TCP stream carries {carried / 1e6:.1f} MB/s"
     link += "" if carried is None or bits is None else f" ({800 * carried / bits:.1f} % of the rate)"
     return f"{ranks} at {options.rate}{link}; {torch.get_num_threads()} thread(s) a rank on {os.cpu_count()} cores"
-
-
-def table(
-    title: str,
-    headings: Sequence[str],
-    lines: Iterable[Iterable[str]],
-    notes: Iterable[str] = (),
-    texts: Sequence[str] = (),
-) -> None:
-    """Print it, the first column and `texts` to the left, and these alone in several lines; notes below."""
-    made = Table(title=title, title_justify="left")
-    for heading in headings:
-        left = heading == headings[0] or heading in texts
-        made.add_column(heading, justify="left" if left else "right", no_wrap=heading not in texts)
-    for line in lines:
-        made.add_row(*line)
-    console = Console(width=180)
-    console.print(made)
-    for note in notes:
-        console.print(note, highlight=False)
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{seconds:.{3 if seconds >= 1 else 4 if seconds >= 0.01 else 5}f}"
-
-
-def shown(value: float | None, form: str, scale: float = 1.0) -> str:
-    """Formatted, or - for what was not measured."""
-    return "-" if value is None else form.format(value * scale)
-
-
-def yes(fine: bool) -> str:
-    """In a column that should say yes everywhere."""
-    return "yes" if fine else "NO"
 
 
 def interface_bytes() -> int | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.rows import Row, append
+from benchmarks.rows import Row
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
@@ -199,43 +199,30 @@ def _measure(n: int, options: argparse.Namespace) -> None:
     seconds = _seconds(cases, reset, options)
     copy = 8 * n / statistics.median(seconds[0])
     eager = {case.work: times for case, times in zip(cases, seconds, strict=True) if case.way == "eager"}
-    rows, lines = [], []
+    rows = []
     for case, times in zip(cases, seconds, strict=True):
-        middle, base, error = statistics.median(times), eager.get(case.work), errors[case.work, case.way]
+        middle, base = statistics.median(times), eager.get(case.work)
         rate = case.bytes_moved / middle
-        ratio = None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True))
         rows.append(
             Row(
                 benchmark="kernels",
                 case=f"{case.work}, {case.way}",
-                baseline=f"{case.work}, eager",
+                baseline="eager",
                 elements=n,
                 bytes_moved=case.bytes_moved,
                 seconds_median=middle,
                 seconds=times,  # on the device
                 gigabytes_per_second=rate / 1e9,
                 fraction_of_copy=rate / copy,  # of the bytes a second of a device copy in the same rounds
-                ratio=ratio,
-                error=error,  # share of the results that are not the eager twin's; None without one
+                ratio=None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True)),
+                error=errors[case.work, case.way],  # share of results that are not the eager twin's; None without one
                 device=torch.cuda.get_device_name(device),
                 torch=torch.__version__,
                 triton=triton.__version__,
                 commit=harness.commit(),
             )
         )
-        lines.append(
-            (
-                f"{case.work}, {case.way}",
-                f"{1e6 * middle:.1f}",
-                f"{rate / 1e9:.0f}",
-                f"{rate / copy:.0%}",
-                harness.shown(ratio, "{:.2f}"),
-                harness.shown(error, "{:.1e}"),
-            )
-        )
-    title = f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}"
-    harness.table(title, ("case", "median us", "GB/s", "of copy", "x eager", "error"), lines)
-    append(rows, options.out)
+    harness.publish(f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}", rows, options.out)
 
 
 def main(given: Sequence[str]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized
-from benchmarks.rows import Row, append
+from benchmarks.rows import Row
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
@@ -147,7 +147,7 @@ def worker(options: argparse.Namespace) -> None:
     for case in cases:
         case.training.close()
     if dist.get_rank() == 0:
-        _report(rows, options)
+        harness.publish(f"{rows[0].size}; {harness.network(options)}", rows, options.out, [_NOTE])
 
 
 def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Row:
@@ -177,45 +177,16 @@ def _row(case: _Case, cases: Sequence[_Case], options: argparse.Namespace) -> Ro
     )
 
 
-def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    others = [rank for rank in range(options.hosts) if rank != _SLOW]
-
-    def of(ranks: Sequence[int], values: object, form: str, scale: float = 1.0) -> str:
-        return " ".join(form.format(scale * values[rank]) for rank in ranks) if isinstance(values, list) else "-"
-
-    harness.table(
-        f"{rows[0].size}; {harness.network(options)}; {options.steps} steps after as many",
-        (
-            *("case", "slow rank", "others' steps/s", "slow's", "x ddp", "x healthy", "others wait", "ahead"),
-            *("at most", "same bits"),
-        ),
-        (
-            (
-                row.case,
-                "no" if row.slow_rank is None else f"rank {row.slow_rank}",
-                of(others, row.steps_per_second, "{:.2f}"),
-                of([_SLOW], row.steps_per_second, "{:.2f}"),
-                harness.shown(row.ratio, "{:.3f}"),
-                harness.shown(row.kept, "{:.3f}"),
-                of(others, row.waited_seconds, "{:.0f}", 1e3),
-                of(others, row.steps_ahead, "{:g}"),
-                of(others, row.steps_ahead_limit, "{:g}"),
-                harness.yes(row.ranks_identical is True),
-            )
-            for row in rows
-        ),
-        [
-            f"others wait: ms a step. ahead: the most steps that each of the others had begun and rank {_SLOW} had "
-            "not. It has a limit: to end a mixing, a rank needs those it exchanges with to have begun it, and they had "
-            "to end the one before. So in the long run nobody trains faster than the slowest; intervals and overlap "
-            "let others run ahead further before they wait, which evens out delays that pass."
-        ],
-    )
-    append(rows, options.out)
+_NOTE = (
+    f"Each entry is a rank's; rank {_SLOW} is the slow one. waited: seconds a step. steps ahead: the most that a rank "
+    "had begun and the slow one had not. That has a limit, at most: to end a mixing, a rank needs those it exchanges "
+    "with to have begun it, and they had to end the one before. So in the long run nobody trains faster than the "
+    "slowest; intervals and overlap let others run ahead further before they wait, which evens out delays that pass."
+)
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.hosts <= _SLOW or options.processes > 1:
+    if min(options.hosts) <= _SLOW or options.processes > 1:
         raise ValueError("one rank slows down those on other hosts: --hosts 2 or more, --processes 1")
 
 

@@ -22,7 +22,7 @@ import copy
 import math
 import platform
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from benchmarks import harness
 from benchmarks.contenders import AT_INTERVALS, DDP, FP16_HOOK, POST_LOCAL, POWERSGD_HOOKS, Training, contenders
 from benchmarks.harness import Case
-from benchmarks.rows import Row, append
+from benchmarks.rows import Row
 from benchmarks.tasks import Batches, cross_entropy, gpt, held_out_text
 
 BENCHMARK = "time to accuracy"
@@ -157,8 +157,8 @@ def worker(options: argparse.Namespace) -> None:
     for run in runs:
         run.training.close()
     if dist.get_rank() == 0:
-        _report(rows, options)
-        append(rows, options.out)
+        title = f"{BENCHMARK}: loss {options.target:g}, {rows[0].size}, {harness.network(options)}; seed {options.seed}"
+        harness.publish(title, rows, options.out, [f"compute alone: {compute.median:.4f} s a step; MB: of all steps."])
 
 
 @torch.no_grad()
@@ -195,40 +195,6 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
         waited_seconds=total([turn.waited_seconds for turn in run.turns]),
         ranks_identical=harness.identical_on_all_ranks(run.training.result()),
         **shared,
-    )
-
-
-def _report(rows: Sequence[Row], options: argparse.Namespace) -> None:
-    def line(row: Row) -> Iterator[str]:
-        steps, seconds = row.curve["steps"][-1], row.curve["seconds"][-1]
-        yield row.case
-        yield "missed" if row.seconds_to_target is None else f"{row.seconds_to_target:.2f}"
-        yield f"> {steps}" if row.steps_to_target is None else f"{row.steps_to_target:.0f}"
-        yield f"{seconds / steps:.4f}"
-        yield from (harness.shown(ratio, "{:.2f}") for ratio in (row.ratio, *row.ratios.values()))
-        assert not isinstance(row.waited_seconds, list)
-        yield harness.shown(row.waited_seconds, "{:.2f}")
-        yield from (harness.shown(nbytes, "{:.1f}", 1e-6) for nbytes in (row.bytes_sent, row.bytes_at_interface))
-        yield harness.shown(row.best_loss, "{:.4f}")
-        yield harness.yes(row.ranks_identical is True)
-
-    harness.table(
-        f"{BENCHMARK}: loss {options.target:g}, {rows[0].size}, {harness.network(options)}; seed {options.seed}",
-        (
-            *("case", "seconds", "steps", "s a step", "x ddp", "x fp16 hook", "x powersgd hook"),
-            *("waited s", "MB sent", "MB at nic", "best loss", "same bits"),
-        ),
-        map(line, rows),
-        [
-            f"compute alone: {rows[0].compute_seconds:.4f} s a step. The loss is of {_HELD_OUT} held-out windows, "
-            f"every {_EVERY} steps; time to the target by a straight line between two evaluations. MB: of all steps.",
-            *(
-                f"{row.case} {'diverged' if row.curve['losses'][-1] is None else 'did not reach the target'}: "
-                f"best loss {row.best_loss:.4f} in {row.curve['steps'][-1]} steps"
-                for row in rows
-                if row.seconds_to_target is None
-            ),
-        ],
     )
 
 

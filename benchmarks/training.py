@@ -3,10 +3,13 @@
 python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out outputs/training.jsonl
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
+python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
 python -m benchmarks training --exchanges --hosts 8 --rate 100mbit                  # one mixing alone, no steps
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
-cases are in memory at once: with the MLP about 8 GB a rank, so `--cases` may have to share them out among runs.
+cases are in memory at once: with the MLP about 8 GB a rank, so `--cases` may have to share them out among runs. A
+prediction knows what its user would: the model, the hosts, the rate, the cores a host has, and how long a step computes
+without any exchange; codecs are measured on one core while the other ranks wait.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +30,18 @@ from torch import nn
 from benchmarks import harness
 from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
+from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
 from benchmarks.tasks import TASKS, Task
+from ringstrategy import AllReduce
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.app.plan import candidates, machines, measured_codecs
+from ringstrategy.cost import Profile, predict
+from ringstrategy.cost.probe import pack_seconds
 from ringstrategy.names import STRATEGIES
+
+_INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
+_LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told otherwise
 
 
 class _Exchange(Ours):
@@ -81,8 +94,15 @@ class _Steps:
         return name
 
     def overlapping(self, name: str) -> tuple[str, str]:
-        """Add it at the smallest interval that hides its exchange, with overlap and without."""
-        interval = self.hiding_interval(name)
+        """Add it at the smallest interval whose compute takes `--margin` times as long as its exchange, both measured
+        now; with overlap and without.
+        """
+        exchange = _Exchange(self.initial, name)
+        step = Training(copy.deepcopy(self.initial), self.batches, self.task.loss).case("step")
+        mixing = Case("exchange", exchange.run, exchange.result)
+        harness.interleave([step, mixing], rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
+        exchange.close()
+        interval = math.ceil(float(self.options.margin) * mixing.median / step.median)
         pair = f"{name} every {interval}", f"{name} every {interval}, no overlap"
         for case, overlap in zip(pair, (True, False), strict=True):
             if case in self.trainings:  # a contender of --cases whose given interval is just this one
@@ -91,19 +111,12 @@ class _Steps:
             self.add(case, ours(copy.deepcopy(self.initial), self.batches, algorithm, loss=self.task.loss))
         return pair
 
-    def hiding_interval(self, name: str) -> int:
-        """The smallest number of steps whose compute takes `--margin` times as long as an exchange, measured now."""
-        exchange = _Exchange(self.initial, name)
-        step = Training(copy.deepcopy(self.initial), self.batches, self.task.loss).case("step")
-        mixing = Case("exchange", exchange.run, exchange.result)
-        harness.interleave([step, mixing], rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
-        exchange.close()
-        return math.ceil(float(self.options.margin) * mixing.median / step.median)
-
     def measure(self) -> None:
-        """All cases, and what each takes beyond computing and beyond its limit."""
+        """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, loss=self.task.loss)
+        planned = candidates(options.processes > 1) if options.predict else {}
+        known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
         for name in harness.chosen(known, options.cases):
@@ -114,7 +127,7 @@ class _Steps:
         beside |= {name: name for name in beside.values()}
 
         cases = {name: made.case(name) for name, made in trainings.items()}
-        chosen = [f"{name}: {line}" for name, training in trainings.items() for line in training.choose()]
+        notes = [f"{name}: {line}" for name, training in trainings.items() for line in training.choose()]
         harness.interleave(list(cases.values()), options.rounds, options.warmup)
         _judge(list(cases.values()), self.initial)
         for training in trainings.values():
@@ -123,38 +136,52 @@ class _Steps:
             name: trainings[name].phases_of_runs(cases[name].steps)[options.warmup :]
             for name in dict.fromkeys(beside.values())
         }
-        forward, backward, step = (statistics.median(phase) for phase in zip(*phases[ALONE], strict=True))
-        notes = [
-            f"compute alone, of the slowest rank: forward {forward:.4f} s, backward {backward:.4f} s, "
-            f"optimizer {step:.4f} s; limit = forward + max(backward, wire) + optimizer of a round, its median; "
-            "of parameters: compute + what the wire takes beyond the compute of the steps that overlap it (post-local "
-            "SGD: none); compute is that of as many steps in a row",
-        ]
-        beyond = {
-            name: statistics.median(s - a for s, a in zip(case.seconds, cases[beside[name]].seconds, strict=True))
-            for name, case in cases.items()
-        }
         for name, case in cases.items():
-            note = f"{name}: {beyond[name]:.4f} s a step beyond compute alone"
             nbytes = trainings[name].must_send(options.hosts)
             if nbytes is None and options.processes == 1:  # else what a rank sent stayed within its host in part
                 nbytes = case.sent
             wire = None if nbytes is None else harness.wire_seconds(nbytes)
             if wire is not None:
                 case.limit_seconds = statistics.median(trainings[name].limit(one, wire) for one in phases[beside[name]])
-                share = 1 - case.limit_seconds / case.median
-                note += f"; the wire alone needs {wire:.4f} s; beyond the limit {100 * share:.1f} % of the step"
-            notes.append(note)
-        for with_overlap, without in pairs:
-            waits = zip(cases[with_overlap].waits, cases[without].waits, strict=True)
-            notes.append(
-                f"{with_overlap}: waits {100 * statistics.median(a / b for a, b in waits):.1f} % of what it waits "
-                f"without; its time beyond compute alone is {100 * beyond[with_overlap] / beyond[without]:.1f} % of "
-                "that without"
-            )
+        for late, early in pairs:
+            waits = statistics.median(a / b for a, b in zip(cases[late].waits, cases[early].waits, strict=True))
+            notes.append(f"{late}: waits {waits:.1%} of what it waits without overlap")
+        alone = [statistics.median(phase) for phase in zip(*phases[ALONE], strict=True)]
+        notes.append("compute alone: forward {:.4f} s, backward {:.4f} s, optimizer {:.4f} s".format(*alone))
+        named = {name: planned[name] for name in cases if name in planned}
+        predictions = self.predict(named, alone) if named else {}
         if dist.get_rank() == 0:
-            size = self.task.described(self.initial)
-            harness.report("training", size, list(cases.values()), options, [*notes, *chosen])
+            kind = "prediction" if options.predict else "training"
+            shown = [case for name, case in cases.items() if not options.predict or name in predictions]
+
+            def more(case: Case) -> dict[str, Any]:
+                said = predictions.get(case.name)
+                return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
+
+            harness.report(kind, self.task.described(self.initial), shown, options, notes, more)
+
+    def predict(self, named: Mapping[str, AllReduce], alone: Sequence[float]) -> Mapping[str, float]:
+        """Seconds a step, by name, as `ringstrategy-plan` says; on rank 0, while the others wait."""
+        options, predictions, cpu = self.options, {}, torch.device("cpu")
+        if dist.get_rank() == 0:
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            there = machines(
+                options.hosts,
+                options.processes,
+                _rate(options),
+                inside_bits_per_second=_INSIDE,
+                latency=_LATENCY,
+                cores=(os.cpu_count() or 1) / dist.get_world_size(),
+                codecs=measured_codecs(named.values(), cpu),
+                pack_seconds=pack_seconds(cpu, undisturbed=True),
+            )
+            torch.set_num_threads(threads)
+            profile = Profile(rest=alone[0] + alone[2], backward=alone[1])
+            parameters = dict(self.initial.named_parameters())
+            predictions = {name: predict(made, parameters, there, profile).seconds for name, made in named.items()}
+        dist.barrier()
+        return predictions
 
 
 def _judge(cases: Sequence[Case], initial: nn.Module) -> None:
@@ -182,14 +209,14 @@ def _measure_exchanges(options: argparse.Namespace) -> None:
     task, size = _task(options), dist.get_world_size()
     own = task.model(1 + dist.get_rank())
     values = flat(own.parameters()).float()
-    start = values.clone()
-    truth = torch.zeros(values.numel(), dtype=torch.float64)
+    start, truth = values.clone(), torch.zeros(values.numel(), dtype=torch.float64)
     for rank in range(size):
         truth += flat(task.model(1 + rank).parameters()) / size
 
-    gloo = Case(
-        "gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], lambda: values.copy_(start)
-    )
+    def copied() -> None:
+        values.copy_(start)
+
+    gloo = Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], copied)
     gloo.limit_seconds = harness.wire_seconds(reduced(4 * values.numel(), options.hosts))
     exchanges = {name: _Exchange(own, name) for name in harness.chosen(decentralized(), options.cases)}
     cases = [gloo]
@@ -217,6 +244,19 @@ def worker(options: argparse.Namespace) -> None:
         _Steps(options).measure()
 
 
+def _rate(options: argparse.Namespace) -> float:
+    rate = bits_per_second(options.rate)
+    if rate is None:
+        raise ValueError("a prediction needs a rate, such as --rate 1gbit")
+    return rate
+
+
+def _check(options: argparse.Namespace) -> None:
+    _task(options)
+    if options.predict:
+        _rate(options)
+
+
 def _names(text: str) -> list[str]:
     """Decentralized names, comma-separated."""
     names = text.split(",")
@@ -237,5 +277,6 @@ def main(given: Sequence[str]) -> None:
     add("--overlap-of", type=_names, default=[], metavar="NAMES", help=hidden)
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
     add("--margin", type=float, default=1.25, help=margin)
+    add("--predict", action="store_true", help="beside each case what `ringstrategy-plan` says of it")
     add("--exchanges", action="store_true", help="instead: one mixing of each decentralized name alone")
-    harness.run(parser, given, worker, check=_task)
+    harness.run(parser, given, worker, check=_check)

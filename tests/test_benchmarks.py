@@ -165,10 +165,8 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
     assert rows.keys() == wire.keys()
     for name, row in rows.items():
         assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * alone[row["steps"]]
-        beyond = 100 * (1 - row["limit_seconds"] / row["seconds_median"])
-        said = printed.replace("\n", " ").split(" % of the step")
-        [note] = [line for line in said if f"{name}: " in line and "beyond the limit" in line]
-        assert note.endswith(f"beyond the limit {beyond:.1f}")
+        [line] = [line for line in printed.splitlines() if re.match(rf"│ {name} +│", line)]
+        assert f" {row['limit_seconds'] / row['seconds_median']:.0%} ".replace("%", " %") in line
     assert "ring_auto: ring_auto measured" in printed.replace("\n", " ")
     assert "candidates and keeps" in printed.replace("\n", " ")
     for steps in (4, 16):
@@ -176,6 +174,19 @@ def test_the_limit_of_a_training_step(ranks, tmp_path):
         assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + alone[steps]), "nothing is computed beside it"
     assert 0 < compute < wire["ddp"]
     assert 0.5 < compute / rows["compute alone"]["seconds_median"] <= 1, "what is computed is what takes its time"
+
+
+@pytest.mark.slow
+def test_predictions_stand_beside_the_steps(ranks, tmp_path):
+    arguments = ["--predict", "--rate", "10mbit", *SMALL, "--rounds", "2", "--cases", "=ring_int8"]
+    told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
+    lines, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
+    assert [(row["benchmark"], row["case"]) for row in lines] == [("prediction", "ddp"), ("prediction", "ring_int8")]
+    for row in lines:
+        assert row["predicted_seconds"] > row["limit_seconds"] - row["seconds_median"]
+        assert row["deviation"] == pytest.approx(row["predicted_seconds"] / row["seconds_median"] - 1)
+    assert lines[0]["predicted_seconds"] > 3 * lines[1]["predicted_seconds"], "a quarter of the bytes on a slow link"
+    assert "deviation" in printed
 
 
 def test_nobody_claims_a_limit_that_was_not_measured(ranks, tmp_path):
@@ -368,7 +379,8 @@ def test_overhead_at_world_size_one(tmp_path):
         ("collectives", ["--mb=1,two"]),
         ("collectives", ["--mb=0"]),
         ("collectives", ["--processes=0"]),
-        ("scaling", ["--sizes=2,4"]),
+        ("collectives", ["--hosts=2,x"]),
+        ("training", ["--predict", "--rate=none"]),
         ("training", ["--hosts=0"]),
         ("training", ["--overlap-of=ring_int8"]),
         ("training", ["--model=gpt", "--width=30"]),

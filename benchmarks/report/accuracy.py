@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from benchmarks.report.markdown import Line, of_lines, shown, table
+from benchmarks.cells import shown
+from benchmarks.report.markdown import Line, of_lines, table
 from benchmarks.report.plots import grid, save
 
 NOISE = 0.003  # of the loss: a smaller difference is none
@@ -112,7 +113,11 @@ def summaries(panel: pd.DataFrame) -> pd.DataFrame:
         made = {"losses": list(good.val_loss), "percents": list(percents), "failed": len(some) - len(good)}
         made |= {"accuracies": list(good.val_accuracy.dropna()), "kilobytes": some.bytes_sent_per_step.min() / 1e3}
         share = spread / good.base.mean() if len(good) else np.nan
-        made |= {"verdict": _verdict(some.name.iloc[0], made, share), "band": 100 * max(share, NOISE), "seeds": len(some)}
+        made |= {
+            "verdict": _verdict(some.name.iloc[0], made, share),
+            "band": 100 * max(share, NOISE),
+            "seeds": len(some),
+        }
         found.append({**some.iloc[-1].to_dict(), **made})
     return pd.DataFrame(found)
 
@@ -179,14 +184,16 @@ def _tables(rows: pd.DataFrame, level: str) -> list[str]:
 def _factorial(rows: pd.DataFrame) -> list[str]:
     parts = []
     for title, panel in rows.groupby("panel", sort=False):
-        first, cells, kilobytes = panel.iloc[0], {}, {}
+        first, cells = panel.iloc[0], {}
+        kilobytes: dict[str, float] = {}
         for _, line in summaries(panel).iterrows():
             wire, _, way = line["name"].partition(", ")
             said = f"{line.percents[0]:+.2f}" if line.percents else "replicas differ"
             cells[wire, way] = said if line.percents or line.status == "finished" else line.status
             kilobytes[wire] = min(line.kilobytes, kilobytes.get(wire, np.inf))
         body = [
-            [wire, shown(size, "{:.0f}"), *(cells.get((wire, way), "") for way in WAYS)] for wire, size in kilobytes.items()
+            [wire, shown(size, "{:.0f}"), *(cells.get((wire, way), "") for way in WAYS)]
+            for wire, size in kilobytes.items()
         ]
         said = f"{first.steps} steps, learning rate {first.rate:g}, fp32 ends at {panel.base.mean():.4f}"
         parts += [f"### {title}: {said}", table(["wire", "kB a step", *WAYS], body)]
@@ -226,16 +233,20 @@ def _draw_paired(rows: pd.DataFrame, path: Path) -> None:
             axes.plot([line.kilobytes] * len(percents), percents, ".", color=color, alpha=0.4, markersize=4)
             error, mark = np.std(percents, ddof=1) if len(percents) > 1 else 0.0, "o" if percents else "x"
             axes.errorbar(line.kilobytes, middle, error, fmt=mark, color=color, capsize=3, markersize=5)
-            how = {"textcoords": "offset points", "fontsize": 7, "color": color}
+            how: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "color": color}
             axes.annotate(line["name"] + failed, (line.kilobytes, middle), (6, 5 if place % 2 else -10), **how)
             if line["name"] == BASELINE["paired"]:
                 axes.axhspan(-line.band, line.band, color="0.92", zorder=0)
-        axes.set(xscale="log", title=panel.panel.iloc[0], xlabel="kB sent by a rank in a step", ylabel="loss - fp32's, %")
+        axes.set(
+            xscale="log", title=panel.panel.iloc[0], xlabel="kB sent by a rank in a step", ylabel="loss - fp32's, %"
+        )
         axes.margins(x=0.15)
         axes.set_yscale("symlog", linthresh=1.0)  # tenths of a per cent beside tens
         axes.axhline(0, color="0.5", linewidth=0.8)
         axes.grid(alpha=0.25)
-    figure.suptitle("Final validation loss beside fp32's on the same seeds; grey: the spread of fp32 over seeds", size=10)
+    figure.suptitle(
+        "Final validation loss beside fp32's on the same seeds; grey: the spread of fp32 over seeds", size=10
+    )
     save(figure, path)
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -114,10 +113,10 @@ def races(rows: pd.DataFrame) -> pd.DataFrame:
 
     Columns: `seconds_median` over the `seeds`; how many times as fast as the best of each of `OTHERS`, seed by seed
     and then the median, 0 if a seed missed the target, NaN without all of them; as those of `dense` that there are,
-    `ratio`, and as the strongest peer, `beside_peer`; `lacking`, in words, the cases that only some seeds were run with.
+    `ratio`, and as the strongest peer, `beside_peer`; `lacking`, in words, what only some seeds were run with.
     """
     found = []
-    for setting, race in rows[rows.benchmark == "time to accuracy"].groupby([*SETTING, "target"], sort=False):
+    for _, race in rows[rows.benchmark == "time to accuracy"].groupby([*SETTING, "target"], sort=False):
         race = race.sort_values("first")
         table = race.pivot(index="case", columns="seed", values="seconds_to_target").reindex(race.case.unique())
         ran = race.pivot(index="case", columns="seed", values="run").reindex(table.index).notna()
@@ -126,7 +125,9 @@ def races(rows: pd.DataFrame) -> pd.DataFrame:
         peers = medians[[who(case) == "peer" for case in medians.index]]
         dense = [case for case in OTHERS["dense"] if case in seconds.index]
         against = {**OTHERS, "ratio": dense, "beside_peer": [peers.idxmin()] if len(peers) else []}
-        made = race.drop_duplicates("case").set_index("case").loc[seconds.index, [*SETTING, "target", "model", "network"]]
+        made = (
+            race.drop_duplicates("case").set_index("case").loc[seconds.index, [*SETTING, "target", "model", "network"]]
+        )
         made = made.assign(benchmark="race", who=[who(case) for case in seconds.index], seconds_median=medians)
         for name, others in against.items():
             known = bool(others) and set(others) <= set(seconds.index)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import pandas as pd
 
+from benchmarks.cells import Cell, told
 from benchmarks.lab import bits_per_second
 
-Line = pd.Series
+Line: TypeAlias = Any  # of a table: a row with its columns as attributes
 
 
 def table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> str:
@@ -20,11 +19,9 @@ def table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def of_lines(found: pd.DataFrame, columns: dict[str, Callable[[Line], str]]) -> str:
+def of_lines(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
     """A row a line; a column that says nothing of any line is left out."""
-    cells = {heading: [cell(line) for _, line in found.iterrows()] for heading, cell in columns.items()}
-    told = {heading: column for heading, column in cells.items() if set(column) - {"-"}}
-    return table(list(told), zip(*told.values(), strict=True))
+    return table(*told((line for _, line in found.iterrows()), columns))
 
 
 def matrix(found: pd.DataFrame, cases: Iterable[str], heading: str, cell: Callable[[Line], str]) -> str:
@@ -34,27 +31,6 @@ def matrix(found: pd.DataFrame, cases: Iterable[str], heading: str, cell: Callab
     measured = [case for case in cases if any((case, column) in cells for column in columns)]
     body = [[f"`{case}`", *(cells.get((case, column), "-") for column in columns)] for case in measured]
     return table(["case", *columns], body)
-
-
-def seconds(value: float | None) -> str:
-    """With three digits or so."""
-    if value is None or not math.isfinite(value):
-        return "-" if value is None or math.isnan(value) else "missed"
-    if value >= 0.1:
-        return f"{value:.2f} s" if value >= 10 else f"{value:.3f} s"
-    return f"{1e3 * value:.1f} ms" if value >= 0.01 else f"{1e3 * value:.2f} ms"
-
-
-def times(ratio: float) -> str:
-    """How many times as fast; near 1 with a digit more."""
-    if ratio in (0, math.inf) or math.isnan(ratio):
-        return {0.0: "missed", math.inf: "they miss it"}.get(ratio, "-")
-    return f"{ratio:.1f}x" if ratio >= 10 else f"{ratio:.2f}x" if ratio >= 1.05 or ratio < 0.95 else f"{ratio:.3f}x"
-
-
-def shown(value: Any, form: str, scale: float = 1.0) -> str:
-    """Formatted, or - for what was not measured."""
-    return "-" if value is None or value != value else re.sub(r"(?<=\d)%", " %", form.format(value * scale))
 
 
 def origin(found: pd.DataFrame) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -54,7 +55,9 @@ def _sizes(found: pd.DataFrame, path: Path) -> None:
 
 
 def _steps(found: pd.DataFrame, cases: Sequence[str], path: Path) -> None:
-    figure, panels = grid([panel for _, panel in found.groupby(["network", "size"], sort=False)], 1.2 + 0.25 * len(cases))
+    figure, panels = grid(
+        [panel for _, panel in found.groupby(["network", "size"], sort=False)], 1.2 + 0.25 * len(cases)
+    )
     for panel, axes in panels:
         bars = panel.set_index("case").reindex([case for case in reversed(cases) if case in set(panel.case)])
         colors = ["0.75" if who(case) == "peer" else "#8fb8de" for case in bars.index]
@@ -75,7 +78,10 @@ def _races(found: pd.DataFrame, cases: Sequence[str], path: Path) -> None:
     for panel, axes in panels:
         for _, run in panel.iterrows():
             losses = np.array(run.curve["losses"][1:], dtype=float)  # where it diverged, None: a gap
-            how = {"color": f"C{cases.index(run.case)}", "linestyle": "--" if who(run.case) == "peer" else "-"}
+            how: dict[str, Any] = {
+                "color": f"C{cases.index(run.case)}",
+                "linestyle": "--" if who(run.case) == "peer" else "-",
+            }
             axes.plot(run.curve["seconds"][1:], losses, label=run.case, linewidth=1, alpha=0.8, **how)
         axes.axhline(panel.target.iloc[0], color="crimson", linewidth=0.8)
         _logarithmic(axes.xaxis)

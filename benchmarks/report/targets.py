@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 from omegaconf import OmegaConf
 
+from benchmarks.cells import shown, times
 from benchmarks.report.frame import SETTING, growth, races, rate_in_words
-from benchmarks.report.markdown import shown, times
 
 VERDICT = ["target", "needed", "where", "measured", "met"]
 LOSS = ["kind", "setting", "slower than fp32", "the slowest", "strongest other", "the best of ours"]
