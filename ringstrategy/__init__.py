@@ -12,7 +12,18 @@ from ringstrategy._version import __version__
 from ringstrategy.integrations.lightning.register import register
 
 if TYPE_CHECKING:
-    from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum, SmallExact
+    from ringstrategy.algorithms import (
+        Algorithm,
+        AllReduce,
+        Auto,
+        Choco,
+        Gossip,
+        GradientAlgorithm,
+        ParameterAlgorithm,
+        PowerSGD,
+        PushSum,
+        SmallExact,
+    )
     from ringstrategy.codecs import (
         BlockFloat8,
         BlockInt,
@@ -32,7 +43,10 @@ if TYPE_CHECKING:
     from ringstrategy.transport import Peers, Stats
 
 _HOMES = {
-    "algorithms": ("Algorithm", "AllReduce", "Auto", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"),
+    "algorithms": (
+        *("Algorithm", "GradientAlgorithm", "ParameterAlgorithm"),
+        *("AllReduce", "Auto", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"),
+    ),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
@@ -59,9 +73,11 @@ __all__ = [
     "Direct",
     "Gaussian",
     "Gossip",
+    "GradientAlgorithm",
     "Hierarchical",
     "Identity",
     "Native",
+    "ParameterAlgorithm",
     "PeerLostError",
     "Peers",
     "PlanMismatchError",

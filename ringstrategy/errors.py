@@ -1,5 +1,9 @@
 """What can go wrong between ranks, named so that a user knows which rank, and what to do."""
 
+from typing import TypeGuard
+
+import torch.distributed as dist
+
 
 class PlanMismatchError(RuntimeError):
     """The ranks were built from different arguments, or from different models. Raised on every rank."""
@@ -20,3 +24,17 @@ class PeerLostError(RuntimeError):
 
     def __reduce__(self) -> tuple[type, tuple[int, str, str, str]]:  # a spawned child hands it to its parent
         return type(self), (self.rank, self.host, self.where, self.cause)
+
+
+def last_words(exception: BaseException) -> str:
+    """The reason that other ranks are told."""
+    return f"{type(exception).__name__}: {exception}"[:500]
+
+
+def is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
+    """Did a connection to another rank fail, and has nobody found out yet which rank is lost?"""
+    if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
+        return False
+    # gloo throws plain RuntimeErrors that name its source files, or their first line; its devices are this rank's own
+    signs = [] if "/device.cc" in str(error) else ["/gloo/", "gloo::", "pair closure"]
+    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in signs)

@@ -518,9 +518,12 @@ def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, mo
     assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
 
 
-@pytest.mark.parametrize(("since", "said"), [(0, "untried"), (10, "which it was just trying")])
+@pytest.mark.parametrize(
+    ("since", "due", "said"),
+    [(0, 8, "untried"), (10, 12, "which it was just trying")],  # the first change is due after 8 passes, the next after 4
+)
 def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
-    slow: None, monkeypatch: pytest.MonkeyPatch, since: int, said: str
+    slow: None, monkeypatch: pytest.MonkeyPatch, since: int, due: int, said: str
 ) -> None:
     monkeypatch.setattr(auto, "_MOST_POSTPONED", 5)
     undecided = threading.local()
@@ -530,9 +533,9 @@ def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
         algorithm, parameters = Auto(), module()
         undecided.now = False
         algorithm.setup(dict(parameters.named_parameters()), peers)
-        for step in range(since + 9):
+        for step in range(due + 9):
             undecided.now = step >= since
-            assert algorithm._tuned is (step >= since + 5)
+            assert algorithm._tuned is (step >= due + 5)
             one_pass(algorithm, parameters, gradients_of(step, peers.rank))
         assert not algorithm.state_dict()["tuned"], "another run may be able to"
         undecided.now = False

@@ -9,6 +9,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,10 +24,11 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringstrategy import AllReduce, BlockInt, Choco, Gossip, PlanMismatchError, PowerSGD, SmallExact
+from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, PlanMismatchError, PowerSGD, RingStrategy, SmallExact
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.names import STRATEGIES
 from ringstrategy.session import Session
+from ringstrategy.session.optimizer_steps import OptimizerSteps
 
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
@@ -198,6 +201,8 @@ def _refuses() -> None:
             state = session.state_dict()
             with pytest.raises(ValueError, match="give each rank what it saved itself, and start as many"):
                 session.load_state_dict(state | {"world_size": 4})
+        with opened(model(), Gossip()) as (gossip, _), pytest.raises(ValueError, match="averages gradients, and this"):
+            gossip.load_state_dict(state)
         odd = 0.05 * (1 + dist.get_rank())
         session = Session(module := model(), AllReduce(), timeout=MINUTE)
         session.open(CPU)
@@ -209,6 +214,172 @@ def _refuses() -> None:
 
 def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:
     ranks(2, _refuses)
+
+
+class OfNoFamily(Algorithm):
+    """As algorithms were before there were two families: nobody would call what averages."""
+
+    def setup(self, *_: Any, **__: Any) -> None: ...
+    def adopt(self, *_: Any, **__: Any) -> list[nn.Parameter]:
+        return []
+
+    def before_backward(self, *_: Any, **__: Any) -> None: ...
+    def after_backward(self) -> None: ...
+    def after_step(self, *_: Any, **__: Any) -> None: ...
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_an_algorithm_of_no_family_is_refused() -> None:
+    for make in (lambda: Session(model(), OfNoFamily()), lambda: RingStrategy(OfNoFamily())):
+        with pytest.raises(TypeError, match=r"derive it from ringstrategy\.GradientAlgorithm or from"):
+            make()
+
+
+def _drops_a_step_of_one_of_two() -> None:
+    with process_group(), opened(module := model(), AllReduce()) as (session, _):
+        optimizers = [torch.optim.SGD(module[part].parameters(), 0.05) for part in (0, 3)]
+        session.begin_batch("in batch 0", optimizers, first=True, later_epoch=False)
+        session.backward(module(next(batches())[0]).square().mean())
+        optimizers[0].step()
+        with pytest.raises(ValueError, match="1 of 2 steps were not made, and with 2 optimizers it is not known whose"):
+            session.end_batch(2)
+        session.end_batch(None)
+
+
+def test_a_dropped_step_of_several_optimizers_is_refused(ranks: Pool) -> None:
+    ranks(2, _drops_a_step_of_one_of_two)
+
+
+def _announces_steps_itself() -> float:
+    fed = AllReduce(BlockInt(2), error_feedback=True)
+    with process_group(), opened(module := model(), fed, notice_steps=False) as (session, optimizer):
+        session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
+        session.backward(module(next(batches())[0]).square().mean())
+        with session.stepping(optimizer, lambda: None):
+            optimizer.step()
+        return sum(float(residual.abs().sum()) for _, residual in fed.residuals())
+
+
+def test_a_step_that_the_caller_announces_counts(ranks: Pool) -> None:
+    assert min(ranks(2, _announces_steps_itself)) > 0, "a skipped step would have taken the residuals back"
+
+
+def _drops_a_step_before_a_turn() -> list[str]:
+    """Rank 0 alone drops the step after which ring_auto is to go on with another candidate."""
+    with process_group(), opened(module := model(), Auto(allow=[BlockInt(8)])) as (session, optimizer):
+        for i, (inputs, targets) in enumerate(batches(40)):
+            session.begin_batch(f"in batch {i}", [optimizer], first=i == 0, later_epoch=False)
+            session.backward(nn.functional.mse_loss(module(inputs), targets))
+            if dist.get_rank() or i % 4 != 3:
+                optimizer.step()
+                optimizer.zero_grad()
+            session.end_batch(None)  # the loop does not tell
+        state = session.algorithm.state_dict()
+        return [str(state["tuned"]), *session.algorithm.news()]
+
+
+def test_ring_auto_and_a_step_that_one_rank_drops(ranks: Pool) -> None:
+    for said in ranks(2, _drops_a_step_before_a_turn):
+        assert said[0] == "True"
+        assert any("candidates and keeps" in line for line in said), said
+
+
+def _fails_after_the_greeting() -> str | None:
+    """Rank 2 cannot make its group; the others are told, long before anything times out."""
+    dist.init_process_group("gloo", timeout=MINUTE)
+    make, begin = dist.new_group, time.monotonic()
+    session = Session(model(), AllReduce(), timeout=timedelta(seconds=15))
+    error: RuntimeError | None = None
+    try:
+        if dist.get_rank() == 2:
+            dist.new_group = _broken
+        session.open(CPU)
+    except RuntimeError as caught:
+        error = caught
+    finally:
+        dist.new_group = make
+    assert time.monotonic() < begin + 12
+    for thread in threading.enumerate():  # of the group that never came about
+        if thread.name == "ringstrategy-connect":
+            thread.join()
+    session.close()
+    dist.destroy_process_group()
+    return None if error is None else f"{type(error).__name__}: {error}"
+
+
+def _broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no interface eth7")
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_it_connects_is_named_at_once(ranks: Pool) -> None:
+    *others, failed = ranks(3, _fails_after_the_greeting)
+    assert failed == "RuntimeError: no interface eth7"
+    for other in others:
+        assert other is not None
+        assert re.match(r"PeerLostError: lost rank 2 .* it stopped with RuntimeError: no interface eth7", other)
+
+
+# Whose steps are noticed
+
+
+class CallsItsBase(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@contextmanager
+def noticed() -> Iterator[list[tuple[str, torch.optim.Optimizer]]]:
+    calls: list[tuple[str, torch.optim.Optimizer]] = []
+    watching = OptimizerSteps(lambda o: calls.append(("before", o)), lambda o: calls.append(("after", o)))
+    try:
+        yield calls
+    finally:
+        watching.close()
+
+
+def parameter() -> nn.Parameter:
+    made = nn.Parameter(torch.ones(2))
+    made.grad = torch.ones(2)
+    return made
+
+
+def test_a_step_that_calls_its_base_is_one_step() -> None:
+    torch.optim.SGD([parameter()], 0.1)  # from now on torch calls hooks at the base's steps too
+    optimizer = CallsItsBase([parameter()], 0.1)
+    with noticed() as calls:
+        optimizer.step()
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        optimizer.step()
+    assert calls == [("before", optimizer), ("after", optimizer)] * 2
+
+
+def test_a_step_of_another_thread_hides_none() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def closure() -> None:
+        inside.set()
+        assert leave.wait(10)
+
+    theirs, mine = (torch.optim.SGD([parameter()], 0.1) for _ in range(2))
+    with noticed() as calls:
+        thread = threading.Thread(target=theirs.step, args=(closure,))
+        thread.start()
+        assert inside.wait(10)
+        mine.step()
+        leave.set()
+        thread.join()
+    assert [what for what, optimizer in calls if optimizer is mine] == ["before", "after"]
+
+
+class BindsNobody(Gossip):
+    def bind(self, parameters: Any) -> None:
+        pytest.fail("with one rank there was no setup")
 
 
 def _alone() -> None:
@@ -224,6 +395,8 @@ def _alone() -> None:
             with session.consensus():
                 assert all(map(torch.equal, values(alone), values(plain)))
             assert (session.stats.steps, session.stats.bytes_sent) == (6, 0)
+        with opened(alone, BindsNobody()) as (session, optimizer):
+            train(session, optimizer, batches())
 
 
 def test_one_rank_trains_as_without(ranks: Pool) -> None:
@@ -241,6 +414,8 @@ def _looks_twice() -> None:
                 mean = values(module)
                 with session.consensus():
                     pass
+                with contextlib.suppress(ZeroDivisionError), session.consensus():
+                    raise ZeroDivisionError
                 assert all(map(torch.equal, values(module), mean))
             assert all(map(torch.equal, values(module), own))
 

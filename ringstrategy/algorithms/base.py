@@ -19,7 +19,8 @@ class Algorithm(ABC):
     """What all algorithms have in common; an algorithm is a `GradientAlgorithm` or a `ParameterAlgorithm`.
 
     Hyperparameters go to `__init__`, the runtime comes with `setup`. Before `setup` an algorithm can be pickled and
-    copied. With one rank only `close` is ever called.
+    copied. With one rank there is no `setup`, and nothing is averaged: only `state_dict`, `news` and `close` are
+    called, and of a `ParameterAlgorithm` also `settle` and `own_state`.
 
     Attributes:
         decentralized: do ranks have different parameters between two steps?
@@ -223,3 +224,12 @@ class ParameterAlgorithm(Algorithm):
         Returns:
             The distance, or None where there is one rank.
         """
+
+
+def check_family(algorithm: Algorithm) -> None:
+    """TypeError unless it is of one of the two families: nothing would ever be averaged."""
+    if not isinstance(algorithm, GradientAlgorithm | ParameterAlgorithm):
+        raise TypeError(
+            f"{type(algorithm).__name__} says neither that it averages gradients nor that it averages parameters: "
+            "derive it from ringstrategy.GradientAlgorithm or from ringstrategy.ParameterAlgorithm"
+        )

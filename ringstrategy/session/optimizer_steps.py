@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,10 +15,19 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
+class _UnderWay(threading.local):
+    """The steps that this thread is in, outermost first, each with the frame of torch's that calls it."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Optimizer, FrameType]] = []
+        self.expected: list[Tensor | bool] | None = None
+
+
 class OptimizerSteps:
     """Between its birth and `close`: `before` and `after` are called around each step that no `expecting` announces.
 
-    A step within another one (an optimizer that wraps others) is part of that one.
+    A step within another one (an optimizer that wraps others, or that calls its base class's `step`) is part of that
+    one. Steps of other threads have nothing to do with those of this one.
 
     Args:
         before: called with the optimizer. Not if the step computes its own gradients, by a closure.
@@ -24,8 +36,7 @@ class OptimizerSteps:
 
     def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
         self._before, self._after = before, after
-        self._under_way: list[Optimizer] = []
-        self._expected: list[Tensor | bool] | None = None
+        self._here = _UnderWay()
         self._hooks = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
 
     def close(self) -> None:
@@ -35,35 +46,45 @@ class OptimizerSteps:
 
     def forget(self) -> None:
         """No step is under way: one that was ended in an exception."""
-        self._under_way, self._expected = [], None
+        self._here.steps, self._here.expected = [], None
 
     @contextmanager
     def expecting(self) -> Generator[list[Tensor | bool], None, None]:
         """Collects, for each step within, whether it was one: a tensor where only the device knows (`found_inf`)."""
-        around, seen = self._expected, list[Tensor | bool]()
-        self._expected = seen
+        around, seen = self._here.expected, list[Tensor | bool]()
+        self._here.expected = seen
         try:
             yield seen
         finally:
-            self._expected = around
+            self._here.expected = around
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if optimizer in self._under_way:  # its last step ended in an exception, which somebody caught
-            del self._under_way[self._under_way.index(optimizer) :]
-        self._under_way.append(optimizer)
+        caller = sys._getframe(1)
+        for place, (known, frame) in enumerate(self._here.steps):
+            if known is optimizer and not _is_running(frame, caller):  # it ended in an exception, which somebody caught
+                del self._here.steps[place:]
+                break
+        self._here.steps.append((optimizer, caller))
         computes = len(args) > 1 or kwargs.get("closure") is not None
-        if self._expected is None and len(self._under_way) == 1 and not computes:
+        if self._here.expected is None and len(self._here.steps) == 1 and not computes:
             self._before(optimizer)
 
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        while self._under_way and self._under_way.pop() is not optimizer:
+        while self._here.steps and self._here.steps.pop()[0] is not optimizer:
             pass
-        if self._expected is not None:
+        if self._here.expected is not None:
             # a fused optimizer skips by itself what a loss scaler has found
             found_inf = getattr(optimizer, "found_inf", None)
-            self._expected.append(True if found_inf is None else found_inf.reshape(()) == 0)
-        elif not self._under_way:
+            self._here.expected.append(True if found_inf is None else found_inf.reshape(()) == 0)
+        elif not self._here.steps:
             self._after(optimizer)
+
+
+def _is_running(frame: FrameType, caller: FrameType | None) -> bool:
+    """Is it the caller, or one of those that called it?"""
+    while caller is not None and caller is not frame:
+        caller = caller.f_back
+    return caller is frame
 
 
 def announces_steps(optimizer: object) -> bool:

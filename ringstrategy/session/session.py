@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,9 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
 from ringstrategy.buckets.sample import sample
-from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
 from ringstrategy.session.parameters import (
@@ -71,6 +71,7 @@ class Session:
         broadcast_buffers: bool = True,
         notice_steps: bool = True,
     ) -> None:
+        check_family(algorithm)
         self.module, self.algorithm = module, algorithm
         self._gradients = algorithm if isinstance(algorithm, GradientAlgorithm) else None
         self._parameters = algorithm if isinstance(algorithm, ParameterAlgorithm) else None
@@ -130,7 +131,7 @@ class Session:
     def bind(self, optimizers: Sequence[Optimizer]) -> None:
         """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too."""
         self._optimizers = optimizers
-        if self._parameters is not None:
+        if self._peers is not None and self._parameters is not None:
             for optimizer in optimizers:
                 self._parameters.bind(stepped_by(optimizer))
 
@@ -144,16 +145,14 @@ class Session:
 
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-        for watching in (self._steps, self._new_parts):
-            if watching is not None:
-                watching.close()
-        self.algorithm.close()
-        peers, self._peers = self._peers, None
-        if peers is not None:
-            peers.close()
+        peers, self._peers, watch, self._watch = self._peers, None, self._watch, None
+        with ExitStack() as ends:  # each of them, last first, whatever the others raise
+            if peers is not None:
+                ends.callback(peers.close)
+            ends.callback(self.algorithm.close)
+            for watching in (self._new_parts, self._steps, watch):
+                if watching is not None:
+                    ends.callback(watching.close)
 
     # A batch
 
@@ -195,7 +194,16 @@ class Session:
         Args:
             steps: how many the loop has counted, with those that a user dropped on this rank alone: mixing goes on
                 even so. None: nobody can tell a dropped step from none.
+
+        Raises:
+            ValueError: a step was dropped, and with several optimizers nobody knows whose it was.
         """
+        missing = 0 if steps is None or self._peers is None else steps - self._noticed
+        if missing > 0 and len(self._optimizers) > 1:
+            raise ValueError(
+                f"{self.place}: {missing} of {steps} steps were not made, and with {len(self._optimizers)} optimizers "
+                "it is not known whose: make the step of each optimizer on every rank, or call end_batch(None)"
+            )
         while self._peers is not None and steps is not None and self._noticed < steps:
             self._noticed += 1
             self.algorithm.after_step(stepped_by(self._optimizers[0]), False)
@@ -274,7 +282,7 @@ class Session:
             with self._steps.expecting() as seen:
                 yield
         stepped: Tensor | bool
-        if seen or announces_steps(optimizer):
+        if seen or (self._steps is not None and announces_steps(optimizer)):
             stepped = any_of(seen)
         else:
             after = scale()
@@ -345,13 +353,13 @@ class Session:
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
         """Within, the module holds the mean of all ranks; all ranks enter. Then each gets its own values back."""
-        entered = False
         try:
             entered = self.enter_consensus()
-            yield
         except BaseException:
-            entered = True  # perhaps half-way
+            self.leave_consensus()  # perhaps it was half-way
             raise
+        try:
+            yield
         finally:
             if entered:
                 self.leave_consensus()
@@ -366,8 +374,10 @@ class Session:
             means = state()
             with self.as_own():
                 return Means(means, copied(state()))
-        means = copied(state())
-        self.leave_consensus()
+        try:
+            means = copied(state())
+        finally:
+            self.leave_consensus()
         return Means(means, state())
 
     def consensus_distance(self, sample: int | None = None) -> float | None:
@@ -395,6 +405,7 @@ class Session:
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
+            "decentralized": self.algorithm.decentralized,
             "shared": self.algorithm.state_dict(),
             "residuals": {name: value.clone() for name, value in residuals},
             "own": {} if self._parameters is None else self._parameters.own_state(),
@@ -413,6 +424,12 @@ class Session:
             )
         if self._peers is None:
             return
+        if state["decentralized"] != self.algorithm.decentralized:
+            averaged = "parameters" if state["decentralized"] else "gradients"
+            raise ValueError(
+                f"this state is of an algorithm that averages {averaged}, and this run of {self.algorithm}: give the "
+                "run the algorithm with which it was saved"
+            )
         if self._parameters is not None and not self._parameters.load_own_state(state["own"]):
             raise ValueError(f"this state is of {state['own']['of']}, and this run of {self.algorithm}")
         self.algorithm.load_state_dict(state["shared"])
@@ -441,7 +458,7 @@ class Session:
             with nullcontext() if self._watch is None else self._watch.over():
                 yield
         except RuntimeError as error:
-            if self._peers is None or not _is_of_a_connection(error):
+            if self._peers is None or not is_of_a_connection(error):
                 raise
             raise self._peers.explain(error, self.place) from error
 
@@ -449,18 +466,6 @@ class Session:
         """This rank ends in an exception: tell the others why. No collective. A broken connection gets words."""
         if self._peers is None:
             return
-        if _is_of_a_connection(exception):  # a collective outside `naming_lost_peers`
+        if is_of_a_connection(exception):  # a collective outside `naming_lost_peers`
             exception.args = (f"{self._peers.explain(exception, self.place)}",)
         self._peers.abort(last_words(exception))
-
-
-def last_words(exception: BaseException) -> str:
-    """The reason that other ranks are told."""
-    return f"{type(exception).__name__}: {exception}"[:500]
-
-
-def _is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
-    if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
-        return False
-    # gloo throws plain RuntimeErrors that name its source files, or their first line
-    return isinstance(error, dist.DistError) or any(sign in str(error) for sign in ("/gloo/", "gloo::", "pair closure"))

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.nccl import NcclPeers
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
+
+_LOOK_SECONDS = 0.5  # between two looks for what another rank has to say
+_SETTING_UP = "while setting up"
 
 
 def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None) -> Peers:
@@ -39,20 +46,51 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
             everyone.wait()
 
     hosts = tuple(lifeline.greet(f"{socket.gethostname()} {_boot_id()}", timeout, watch))
-    if everyone is not None:
-        try:
+    try:
+        if everyone is not None:
             everyone.wait()
-        except RuntimeError as error:
-            raise lifeline.explain(error, None, "while setting up") from error
-    host_group = dist.new_group(timeout=timeout, backend="gloo")
-    if device.type == "cpu":
-        return GlooPeers(host_group, lifeline, stats, hosts)
-    if "nccl" not in dist.get_backend():
-        return StagedPeers(host_group, lifeline, stats, hosts, device)
-    device_group = dist.new_group(timeout=timeout, backend="nccl")
-    # all ranks must take part in a group's first call; a ring's first messages may leave some out
-    dist.all_reduce(torch.zeros(1, device=device), group=device_group)
-    return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
+        host_group = _heard(lifeline, lambda: dist.new_group(timeout=timeout, backend="gloo"))
+        if device.type == "cpu":
+            return GlooPeers(host_group, lifeline, stats, hosts)
+        if "nccl" not in dist.get_backend():
+            return StagedPeers(host_group, lifeline, stats, hosts, device)
+        device_group = dist.new_group(timeout=timeout, backend="nccl")
+        # all ranks must take part in a group's first call; a ring's first messages may leave some out
+        dist.all_reduce(torch.zeros(1, device=device), group=device_group)
+        return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
+    except PeerLostError:
+        raise
+    except BaseException as error:
+        if is_of_a_connection(error):
+            raise lifeline.explain(error, None, _SETTING_UP) from error
+        lifeline.fail(last_words(error))  # no peers yet who could tell the others
+        lifeline.outlast()
+        raise
+
+
+def _heard(lifeline: Lifeline, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """`make()`, which waits for all ranks; PeerLostError as soon as one of them has said that it will not come."""
+    made: queue.SimpleQueue[dist.ProcessGroup | BaseException] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            made.put(make())
+        except BaseException as error:
+            made.put(error)
+
+    # a thread that is left behind ends with its process, or at the timeout
+    threading.Thread(target=work, name="ringstrategy-connect", daemon=True).start()
+    while True:
+        try:
+            result = made.get(timeout=_LOOK_SECONDS)
+        except queue.Empty:
+            lost = lifeline.news(_SETTING_UP)
+            if lost is not None:
+                raise lost from None
+            continue
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
 
 def _boot_id() -> str:

@@ -148,14 +148,14 @@ class GlooPeers(Peers):
         self._lifeline.leave()
         self._lifeline.go()
         worker, self._worker = self._worker, None
-        if worker is not None:
-            limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
-            if not worker.close(limit) and not self._broken:
-                raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
+        limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
+        ended = worker is None or worker.close(limit)
         group, self._group = self._group, None  # only now: the thread may still have used it
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
         self.forget_scratch()
+        if not ended and not self._broken:
+            raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
 
 
 class _Control(Peers):

@@ -148,7 +148,8 @@ class Lifeline:
         base = dist.distributed_c10d._get_default_store()
         # counted in the store, so that it is the same on all ranks of this store
         generation = base.add(f"{_GENERATION}/{rank}", 1)
-        return cls(dist.PrefixStore(f"ringstrategy/{generation}", base), rank, size)
+        # over a connection of its own: on the default one nobody is heard while torch waits for a rank
+        return cls(dist.PrefixStore(f"ringstrategy/{generation}", base.clone()), rank, size)  # type: ignore[attr-defined]
 
     # Meeting
 

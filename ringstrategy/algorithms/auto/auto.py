@@ -203,9 +203,16 @@ class Auto(GradientAlgorithm):
         self._passes = Passes()
 
     def _between_passes(self) -> None:
-        """Is something due?"""
-        if self._inner.undecided:  # gradients wait for their step: the next time, then
-            self._postponed += 1
+        """Do what is due. Ranks agree on what is, by counts; but a rank may have dropped a step that others made."""
+        count, holds = self._passes.count, self._inner.delivers
+        # a parameter that gets no gradient keeps its residual, so look ever more rarely
+        looks = holds and count > 0 and count & (count - 1) == 0
+        # where residuals are held, a lossy candidate needs feedback of its own, or they would have no place
+        changes = not self._tuned and (self.error_feedback or not holds) and self._turn_is_over
+        if not (looks or changes):
+            return
+        if self._any_rank(self._inner.undecided):  # gradients wait for their step: the next time, then
+            self._postponed += changes
             if self._postponed == _MOST_POSTPONED and not self._tuned:
                 self._news.append(
                     f"ring_auto stays with {in_words(self.chosen)}, "
@@ -217,21 +224,17 @@ class Auto(GradientAlgorithm):
                 self._trials = None
             return
         self._postponed = 0
-        if self._inner.delivers:
-            # a parameter that gets no gradient keeps its residual, so look ever more rarely
-            count = self._passes.count
-            if count and count & (count - 1) == 0 and not self._any_rank_holds_residuals():
-                self._take(self._chosen, deliver=False)
-                return
-            if not self.error_feedback:  # a lossy candidate would have no place for what is held
-                return
-        if self._tuned:
-            return
-        if self._trials is not None:
-            if self._trials.turn_over(self._passes.seconds):
-                self._next_turn(self._trials)
-        elif self._passes.enough:
+        if looks and not self._any_rank_holds_residuals():
+            self._take(self._chosen, deliver=False)
+        elif changes and self._trials is not None:
+            self._next_turn(self._trials)
+        elif changes:
             self._begin_trials()
+
+    @property
+    def _turn_is_over(self) -> bool:
+        """Were there enough passes with this candidate?"""
+        return self._passes.enough if self._trials is None else self._trials.turn_over(self._passes.seconds)
 
     def _any_rank_holds_residuals(self) -> bool:
         return self._any_rank(any(bool(residual.any()) for _, residual in self._inner.residuals()))

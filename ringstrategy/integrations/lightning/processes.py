@@ -12,10 +12,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from ringstrategy.errors import last_words
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncher
 from ringstrategy.session import Session
-from ringstrategy.session.session import last_words
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BatchSizeFinder
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.base import Algorithm, check_family
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 
 _FROM_DDP = {
@@ -40,6 +40,8 @@ def check_arguments(algorithm: object, timeout: object, broadcast_buffers: objec
             f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
             + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
         )
+    if isinstance(algorithm, Algorithm):
+        check_family(algorithm)
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout is a datetime.timedelta such as timedelta(seconds=60), got {timeout!r}")
     if timeout <= timedelta(0):

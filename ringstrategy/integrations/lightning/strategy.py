@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -334,15 +334,13 @@ class RingStrategy(Processes):
     def teardown(self) -> None:
         """Join the communication thread, remove the hooks. No collective, unless `fit` found nothing left to train."""
         session, looks, self._means = self.session, self._looks, None
-        if looks is not None:
-            if session is not None and not self.alone and session.shows_consensus:
-                session.enter_consensus()  # False if training has ended with that
-            looks.close()
-        self.session = self._looks = None
-        try:
-            if session is None:
-                self.algorithm.close()
-            else:
-                session.close()
-        finally:
-            super().teardown()
+        with ExitStack() as ends:  # each of them, last first, whatever the others raise
+            ends.callback(super().teardown)
+            ends.callback(self.algorithm.close if session is None else session.close)
+            if looks is not None:
+                ends.callback(looks.close)
+            try:
+                if looks is not None and session is not None and not self.alone and session.shows_consensus:
+                    session.enter_consensus()  # False if training has ended with that
+            finally:
+                self.session = self._looks = None
