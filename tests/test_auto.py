@@ -520,7 +520,7 @@ def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, mo
 
 @pytest.mark.parametrize(
     ("since", "due", "said"),
-    [(0, 8, "untried"), (10, 12, "which it was just trying")],  # the first change is due after 8 passes, the next after 4
+    [(0, 8, "untried"), (10, 13, "which it was just trying")],  # due after 8 passes, then 1 that delivers and 4
 )
 def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
     slow: None, monkeypatch: pytest.MonkeyPatch, since: int, due: int, said: str
