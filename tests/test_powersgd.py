@@ -21,8 +21,10 @@ from test_allreduce import SIZES, Branches, backward, gradients, start, which
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Cast, Codec, Collective, Direct, Identity, Native, Ring
-from ringstrategy.algorithms.gradients.powersgd import LowRankBucket, PowerSGD, multiply, orthonormalise_
+from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.factors import multiply, orthonormalise_
+from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
 
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.buckets.sample import samples
 from ringstrategy.buckets.slot import Slot
+from ringstrategy.kernels.sample import samples
 
 _FADES = 0.9  # per step, decay of the largest recent part
 

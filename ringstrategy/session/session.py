@@ -15,18 +15,12 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
-from ringstrategy.buckets.sample import sample
 from ringstrategy.errors import is_of_a_connection, last_words
+from ringstrategy.kernels.sample import sample
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
-from ringstrategy.session.parameters import (
-    options,
-    rates,
-    shared_buffers,
-    shared_parameters,
-    sparse_parameters,
-    stepped_by,
-)
+from ringstrategy.session.optimizers import options, rates, stepped_by
+from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect

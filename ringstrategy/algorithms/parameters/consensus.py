@@ -14,8 +14,8 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group, by_kind, cut_like, row_of
-from ringstrategy.buckets.sample import same, sample
 from ringstrategy.codecs.base import derive_seed
+from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.agree import all_gather
 from ringstrategy.transport.base import Peers
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
-from ringstrategy.buckets.sample import same
+from ringstrategy.kernels.sample import same
 from ringstrategy.session import Session
 
 

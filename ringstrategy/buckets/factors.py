@@ -1,0 +1,91 @@
+"""Factors of matrices, and the linear algebra on them whose bits are the same on every CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_DEPENDENT = 1e-3  # a column with less than this left beside the columns before it is noise: it is dropped for a step
+_BLOCK = 1 << 18  # elements of a product that is added to others while it is in the cache
+
+
+class Factors:
+    """One factor of each matrix, shape (rank, length), those of equal length side by side in one flat buffer.
+
+    Attributes:
+        flat: the buffer.
+        groups: those of one length each, shape (how many, rank, length).
+        each: those of each matrix, in the order of `lengths`.
+    """
+
+    def __init__(self, lengths: Sequence[int], rank: int, like: Tensor) -> None:
+        self.flat = like.new_zeros(rank * sum(lengths))
+        places = sorted(range(len(lengths)), key=lambda place: lengths[place])
+        each: dict[int, Tensor] = {}
+        self.groups: list[Tensor] = []
+        offset = 0
+        for length in sorted(set(lengths)):
+            members = [place for place in places if lengths[place] == length]
+            group = self.flat[offset : offset + len(members) * rank * length].view(len(members), rank, length)
+            offset += group.numel()
+            self.groups.append(group)
+            each.update(zip(members, group, strict=True))
+        self.each = [each[place] for place in range(len(lengths))]
+
+
+def orthonormalise_(columns: Tensor) -> None:
+    """Gram-Schmidt, modified, over columns of shape (matrices, rank, length): the same bits on every CPU.
+
+    A column that is zero or depends on those before it becomes zero; a NaN or an infinity makes its column NaN.
+    """
+    largest = columns.abs().amax(-1, keepdim=True)
+    columns.div_(largest + (largest == 0))  # squares neither overflow nor vanish
+    norm = _dot(columns, columns).sqrt_()
+    columns.div_(norm + (norm == 0))
+    for place in range(1, columns.shape[1]):
+        before, rest = columns[:, place - 1 : place], columns[:, place:]
+        rest.sub_(_dot(rest, before) * before)
+        column = columns[:, place : place + 1]
+        norm = _dot(column, column).sqrt_()
+        dependent = norm < _DEPENDENT
+        column.div_(norm + dependent).mul_(~dependent)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, which is kept: halves are added elementwise until one is left."""
+    # no torch dot or sum: their order of addition may differ on another CPU
+    products = one * other
+    while (length := products.shape[-1]) > 1:
+        half = (length + 1) // 2
+        products[..., : length - half].add_(products[..., half:])
+        products = products[..., :half]
+    return products
+
+
+def multiply(left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """out = left^T right for factors (rank, n) and (rank, m), rank by rank: the same bits on every CPU."""
+    # no fused multiply-add, which not every CPU has: each product is rounded, then added
+    rows = out.shape[0] if out.device.type != "cpu" else max(1, _BLOCK // out.shape[1])
+    if len(left) == 1:
+        rows = out.shape[0]
+    for begin in range(0, out.shape[0], rows):
+        block = out[begin : begin + rows]
+        torch.mul(left[0, begin : begin + rows, None], right[0], out=block)
+        for column, row in zip(left[1:, begin : begin + rows, None], right[1:], strict=True):
+            block.add_(column * row)
+
+
+def subtract(matrix: Tensor, left: Tensor, right: Tensor, share: float, *, out: Tensor) -> None:
+    """out = matrix - share * left^T right; `out` stays as it is if `right` is NaN."""
+    sound = right[0, 0].isfinite()
+    on_cpu = out.device.type == "cpu"
+    if on_cpu and not sound:  # on a CPU, asking waits for nothing
+        return
+    rest = out if on_cpu else torch.empty_like(out)
+    torch.addr(matrix, left[0], right[0], alpha=-share, out=rest)
+    for column, row in zip(left[1:], right[1:], strict=True):
+        rest.addr_(column, row, alpha=-share)
+    if not on_cpu:
+        torch.where(sound, rest, out, out=out)

@@ -1,0 +1,147 @@
+"""Gradients as matrices whose factors travel (PowerSGD, Vogels et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.factors import Factors, multiply, orthonormalise_, subtract
+from ringstrategy.buckets.slot import Slot
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.transport.base import Peers, Waitable
+
+
+class LowRankBucket(Bucket):
+    """Matrices whose factors are exchanged together, in two collectives: first all p, then all q.
+
+    In the scale of the buffer (1/size at the source) with M = gradient + residual: delivered = p q^T for
+    q = sum of M^T p, and the new residual is M - delivered / size, so that sum of M == delivered + sum of residuals.
+
+    Args:
+        dense: the same parameters' buffer, residual and slots; gathers and scatters.
+        rank: columns of p and q.
+        codec: for p and q.
+    """
+
+    def __init__(self, dense: DenseBucket, rank: int, codec: Codec) -> None:
+        super().__init__(dense.index, dense.slots, dense.residual)
+        self._dense, self._rank, self._codec = dense, rank, codec
+        shapes = [matrix_shape(slot.parameter) for slot in self.slots]
+        buffer = dense.buffer
+        self._shapes = shapes
+        self._lefts = Factors([rows for rows, _ in shapes], rank, buffer)
+        self._rights = Factors([columns for _, columns in shapes], rank, buffer)
+        self._queries = Factors([columns for _, columns in shapes], rank, buffer)
+        for place, query in enumerate(self._queries.each):
+            generator = torch.Generator().manual_seed(derive_seed(0, dense.index, place))
+            # uniform: it needs no function whose last bit differs between CPU models
+            query.copy_(torch.rand(query.shape, generator=generator, device="cpu") - 0.5)
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        return [_as_matrix(slot.view, shape) for slot, shape in zip(self.slots, self._shapes, strict=True)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrices."""
+        return self._dense.numel
+
+    def state(self) -> dict[str, Tensor]:
+        """Each parameter's q, shape (rank, columns)."""
+        return {slot.name: query for slot, query in zip(self.slots, self._queries.each, strict=True)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """See `Bucket.load_state`. A ValueError if it was written with another rank."""
+        for name, query in self.state().items():
+            if name not in state:
+                continue
+            if state[name].shape != query.shape:
+                raise ValueError(
+                    f"the checkpoint's factor of {name} has shape {tuple(state[name].shape)}, which is (rank, columns),"
+                    f" and this run's {tuple(query.shape)}: resume with the rank that it was written with"
+                )
+            query.copy_(state[name])
+
+    def describe(self) -> str:
+        """As the dense bucket, then the shapes of the factors."""
+        shapes = ", ".join(
+            f"{left.shape[1]} + {right.shape[1]}"
+            for left, right in zip(self._lefts.each, self._rights.each, strict=True)
+        )
+        return f"{self._dense.describe()}\n  as factors of rank {self._rank}: {shapes}"
+
+    @torch.no_grad()
+    def gather(self, size: int) -> None:
+        """See `Bucket.gather`. Adds the residual in the same pass over the memory."""
+        grads = [slot.parameter.grad for slot in self.slots]
+        if self._dense.residual is None or any(grad is not None and grad.is_sparse for grad in grads):
+            self._dense.gather(size)  # which says what to do about a sparse one
+            return
+        self._dense.leave_held_memory()
+        for slot, grad in zip(self.slots, grads, strict=True):
+            assert slot.residual is not None
+            if grad is None or not slot.trains:
+                slot.release()
+                slot.view.zero_()  # its residual waits aside
+            else:
+                torch.add(slot.residual, grad.detach(), alpha=1 / size, out=slot.view)
+
+    def take_gradients(self) -> None:
+        """See `Bucket.take_gradients`."""
+        self._dense.take_gradients()
+
+    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+        """See `Bucket.launch`."""
+
+        def work() -> None:
+            agreed.wait()
+            self._mean_(peers, collective, seed)
+
+        return peers.submit(work, where)
+
+    @torch.no_grad()
+    def _mean_(self, peers: Peers, collective: Collective, seed: int) -> None:
+        matrices = self._matrices
+        for matrix, query, left in zip(matrices, self._queries.each, self._lefts.each, strict=True):
+            torch.mm(query, matrix.T, out=left)
+        mean_(self._lefts.flat, peers, collective, self._codec, seed=derive_seed(seed, 0))
+        for columns in self._lefts.groups:
+            orthonormalise_(columns)
+        for matrix, left, right in zip(matrices, self._lefts.each, self._rights.each, strict=True):
+            torch.mm(left, matrix, out=right)
+        mean_(self._rights.flat, peers, collective, self._codec, seed=derive_seed(seed, 1))
+
+        for rights, queries in zip(self._rights.groups, self._queries.groups, strict=True):
+            # A NaN or an infinity has spread to p and q; the sum of largest bounds every element of p q^T.
+            sound = rights.abs().amax(-1).sum(-1).isfinite()
+            rights.masked_fill_(~sound[:, None, None], torch.nan)
+            fresh = rights.clone()
+            orthonormalise_(fresh)
+            alive = fresh.abs().amax(-1, keepdim=True) > 0  # neither NaN nor nothing, for that would stay so
+            queries.copy_(torch.where(alive, fresh, queries))
+        for slot, matrix, left, right in zip(self.slots, matrices, self._lefts.each, self._rights.each, strict=True):
+            if slot.residual is not None:
+                subtract(matrix, left, right, 1 / peers.size, out=_as_matrix(slot.residual, tuple(matrix.shape)))
+            multiply(left, right, out=matrix)
+
+    def scatter(self, used: Callable[[Slot], bool]) -> None:
+        """See `Bucket.scatter`."""
+        self._dense.scatter(used)
+
+
+def matrix_shape(parameter: Parameter) -> tuple[int, int]:
+    """Rows and columns of the parameter's memory: rows are its outermost dimension that is longer than 1."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    longer = [(stride, length) for stride, length in zip(strides, parameter.shape, strict=True) if length > 1]
+    rows = max(longer)[1] if longer else 1
+    return rows, parameter.numel() // rows
+
+
+def _as_matrix(view: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return view.as_strided(shape, (shape[1], 1), view.storage_offset())

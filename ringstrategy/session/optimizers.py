@@ -1,0 +1,52 @@
+"""What optimizers step, and what of them must be the same on all ranks where replicas are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+
+def stepped_by(optimizer: Optimizer) -> set[Parameter]:
+    """Its parameters."""
+    return {parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def options(optimizers: Sequence[Optimizer], equal: Collection[Parameter]) -> Iterator[str]:
+    """A line a group that steps any of `equal`: what makes an optimizer step the same gradients alike."""
+    for place, optimizer, i, group in _groups(optimizers, equal):
+        known = ((name, _rounded(value)) for name, value in sorted(group.items()))
+        said = ", ".join(f"{name}={value}" for name, value in known if value is not None)
+        yield f"optimizer {place}, a {type(optimizer).__name__}, group {i}: {said}"
+
+
+def rates(optimizers: Sequence[Optimizer], equal: Collection[Parameter]) -> Iterator[str]:
+    """A line a group that steps any of `equal`: its learning rate, but not one on a GPU, for which it would wait."""
+    for place, _, i, group in _groups(optimizers, equal):
+        rate = group.get("lr")
+        if isinstance(rate, Tensor) and rate.numel() == 1 and rate.device.type == "cpu":
+            rate = rate.item()
+        if isinstance(rate, int | float):
+            yield f"optimizer {place}, group {i}: lr={_rounded(rate)}"
+
+
+def _groups(
+    optimizers: Sequence[Optimizer], equal: Collection[Parameter]
+) -> Iterator[tuple[int, Optimizer, int, dict[str, Any]]]:
+    for place, optimizer in enumerate(optimizers):
+        for i, group in enumerate(optimizer.param_groups):
+            if any(parameter in equal for parameter in group["params"]):
+                yield place, optimizer, i, group
+
+
+def _rounded(value: Any) -> str | None:
+    """With as many digits as machines with different mathematics libraries agree in; None if not a number or text."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, tuple):
+        parts = [_rounded(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    return str(value) if isinstance(value, bool | int | str) else None
