@@ -468,3 +468,13 @@ def test_a_rank_with_another_collective_between_is_named(ranks: Pool) -> None:
     for message in ranks(3, _differs):
         assert "rank 1 has" in message
         assert "between=Direct" in message
+
+
+class CastWithin(Toy):
+    exact = Cast(torch.bfloat16)
+
+
+def test_what_travels_within_a_host_must_lie_in_memory_as_it_travels() -> None:
+    with pytest.raises(ValueError, match=r"exact must send values as they lie in memory .* not as Cast"):
+        AllReduce(CastWithin(), Hierarchical())
+    AllReduce(Toy(), Hierarchical())

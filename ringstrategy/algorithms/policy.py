@@ -17,7 +17,7 @@ Policy = Callable[[str, Parameter], Codec]
 
 @dataclass(frozen=True)
 class SmallExact:
-    """`codec` for large matrices; `small`, as a rule exact, for what suffers first and costs little.
+    """Sends large matrices with `codec`, and small, sensitive parameters with `small`, by default exactly.
 
     Small are: fewer than `below` elements, one dimension or none (biases, norms), and the `names`. They travel in
     buckets of their own: usually one, since they are few, which fills at the end of backward.

@@ -33,7 +33,7 @@ class Codec(ABC):
     error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
     hop_by_hop: bool = True  # can a partial sum be encoded again at each hop of a ring?
     shares_seed: bool = False  # do all ranks encode with the same seed?
-    exact: Codec | None = None  # carries within a host what this carries between hosts; None: `Identity()`
+    exact: Codec | None = None  # carries within a host what this carries between hosts: has `raw`; None: `Identity()`
     adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?
 
     needs_kernels: bool = False  # are CUDA tensors left to the Triton kernels?

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -58,6 +59,9 @@ class Hierarchical(Collective):
             self.between.check(codec)
         except ValueError as error:
             raise ValueError(f"{error} (here the argument `between` of Hierarchical)") from None
+        within = codec.exact or Identity()
+        if within.raw(torch.zeros(1)) is None:
+            raise ValueError(f"{codec}.exact must send values as they lie in memory (`Codec.raw`), not as {within}")
 
     def sum_(
         self,

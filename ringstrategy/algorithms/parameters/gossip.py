@@ -76,7 +76,7 @@ class Gossip(Decentralized):
         return super().keeper + kept
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The parameters' own, unless there is more to say."""
+        """The parameters' dtype; the dtype of sums if `unequal_data`."""
         return super().values_dtype(dtype) if self.unequal_data else dtype
 
     def begin(self, group: Group) -> None:

@@ -18,7 +18,7 @@ class PushSum(Decentralized):
     """Numerators x and weights w, at first 1, are mixed alike; a rank's parameters are x / w.
 
     Right for any topology whose columns sum to 1, whatever its rows do: each rank says how it shares out what it has.
-    A step of the optimizer moves x by as much as it moves the parameters. What people see is the mean of x, which
+    A step of the optimizer moves x by as much as it moves the parameters. Validation uses the mean of x, which
     mixing keeps. Where rows sum to 1 too, weights stay 1 and this is `Gossip`.
 
     Args:
