@@ -27,6 +27,7 @@ from ringstrategy.errors import PeerLostError, PlanMismatchError
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
+_GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
 _POLL_SECONDS = 0.02
 _WITNESS = "lost touch"
@@ -52,6 +53,7 @@ class _Store:
     def __init__(self, store: dist.Store) -> None:
         self._store = store
         self._stuck: threading.Thread | None = None
+        self.patience = 0.0  # seconds that a call may take, if they are more than GRACE_SECONDS
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         """StoreSilentError if there is no answer in time; what the call raises."""
@@ -68,7 +70,7 @@ class _Store:
 
         thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
         thread.start()
-        thread.join(GRACE_SECONDS)
+        thread.join(max(GRACE_SECONDS, self.patience))
         if thread.is_alive():
             self._stuck = thread
             raise StoreSilentError("the rendezvous store does not answer")
@@ -162,6 +164,7 @@ class Lifeline:
             watch: called meanwhile; it raises a RuntimeError if a connection broke.
         """
         where = "while setting up"
+        self._store.patience = _GREETING_SECONDS
         try:
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
@@ -175,6 +178,8 @@ class Lifeline:
             raise
         except RuntimeError as error:
             raise self.explain(error, None, where) from error
+        finally:
+            self._store.patience = 0.0
         self.hosts = [card.partition(" ")[0] for card in cards]
         return cards
 
