@@ -61,7 +61,7 @@ class Compiled:
             _NO_VALUES if lost is None else _array(lost),
             *known,
             noise is not None,
-            *(hashes, xors, odds, 0 if noise is None else noise[3]),
+            *(hashes, xors, odds, np.uint64(0 if noise is None else noise[3])),
         )
 
     def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool = False) -> None:
@@ -137,7 +137,7 @@ def _known(form: BlockFormat) -> tuple[Any, ...]:
     real = (float(form.spacing), float(bias), table, float(how.highest), how.factor, how.smallest, how.too_large)
     return (
         cpu.KINDS.index(how.kind),
-        form.block,
-        form.bits,
+        np.uint64(form.block),
+        np.uint64(form.bits),
         *(each if each is table else np.float32(each) for each in real),
     )
