@@ -54,6 +54,7 @@ class DenseBucket(Bucket):
         self._padding = self.buffer[numel:]
         self.residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
         self.codec = codec
+        codec.warm_up(device)
         slots, offset = [], 0
         for name, parameter in parameters:
             slots.append(

@@ -88,6 +88,9 @@ class Codec(ABC):
         """What `rank` encodes with, where `seed` is everyone's."""
         return seed if self.shares_seed else derive_seed(seed, rank)
 
+    def warm_up(self, device: torch.device) -> None:
+        """Do what the first encode on this device would wait for, such as compiling."""
+
     def raw(self, values: Tensor) -> Tensor | None:
         """The bytes of `values` themselves (no copy) if they are the wire format, else None."""
         return None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_block
+from ringstrategy.kernels.layout import Arithmetic
 from ringstrategy.kernels.scratch import scratch
 
 if TYPE_CHECKING:
@@ -64,6 +65,10 @@ class BlockFloat8(Blocked):
             # move sign, 4 exponent bits and 3 mantissa bits to their places in float16; its bias is 8 larger
             numbers.copy_(bits.bitwise_left_shift_(7).bitwise_and_(-0x4001).view(torch.float16))
             numbers.mul_(256.0)
+
+    def arithmetic(self) -> Arithmetic:
+        """See `Blocked.arithmetic`."""
+        return Arithmetic(self.format, 1 / int(torch.finfo(_DTYPES[self.format]).max))
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

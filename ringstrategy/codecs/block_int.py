@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_bits, check_block
-from ringstrategy.codecs.noise import add_noise_
-from ringstrategy.kernels.layout import LARGEST
+from ringstrategy.codecs.noise import add_noise_, keys
+from ringstrategy.kernels.layout import LARGEST, Arithmetic
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format
@@ -94,6 +94,14 @@ class BlockInt(Blocked):
     def level_of_zero(self) -> int:
         """The least level, with minmax."""
         return 0 if self.scale == "absmax" else -(1 << (self.bits - 1))
+
+    def arithmetic(self) -> Arithmetic:
+        """See `Blocked.arithmetic`."""
+        return Arithmetic("int" if self.scale == "absmax" else "minmax", 1 / self._highest, self._highest)
+
+    def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
+        """See `Blocked.noise`."""
+        return None if self.rounding == "nearest" else keys(seed, place, numel)
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

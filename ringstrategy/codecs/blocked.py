@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.kernels.engine import engine
-from ringstrategy.kernels.layout import LARGEST, SMALLEST_SCALE, parts
+from ringstrategy.kernels.layout import LARGEST, SMALLEST_SCALE, Arithmetic, parts
 from ringstrategy.kernels.reference import pack, unpack
 from ringstrategy.kernels.scratch import scratch
 
@@ -64,6 +64,14 @@ class Blocked(Codec):
         """
 
     @abstractmethod
+    def arithmetic(self) -> Arithmetic:
+        """This codec as the compiled kernels know it."""
+
+    def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
+        """What `ringstrategy.codecs.noise.keys` gives for stochastic rounding; None: to the nearest."""
+        return None
+
+    @abstractmethod
     def kernel_format(self) -> Format:
         """This codec as the Triton kernels know it."""
 
@@ -97,6 +105,10 @@ class Blocked(Codec):
         for wire in (*wires, wire_out):
             self.check_wire(wire, values)
         engine(values.device).encode(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
+
+    def warm_up(self, device: torch.device) -> None:
+        """See `Codec.warm_up`."""
+        engine(device).warm_up()
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""

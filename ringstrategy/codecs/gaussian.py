@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, check_bits, check_block, mean_magnitude
-from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, SMALLEST_SCALE
+from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, SMALLEST_SCALE, Arithmetic
 from ringstrategy.kernels.scratch import scratch
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class Gaussian(Blocked):
         scale = step * (torch.linalg.vector_norm(scaled, dim=1).square_() / along)
         scale = torch.where(step == 0, 0.0, scale).bfloat16()
         headers[-1].copy_(torch.where(step.isnan(), step, scale))
+
+    def arithmetic(self) -> Arithmetic:
+        """See `Blocked.arithmetic`."""
+        return Arithmetic("gaussian", GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2), too_large=LARGEST_STEP)
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

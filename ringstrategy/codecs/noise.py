@@ -32,6 +32,17 @@ def add_noise_(values: Tensor, seed: int, place: int) -> None:
         begin = end
 
 
+def keys(seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int]:
+    """The same noise, for others to add: the hashes, the key and the odd number of each period, int32, from the one of
+    `place` on, and where in it `place` lies.
+    """
+    first = place // _PERIOD
+    random = [derive_seed(seed, period) for period in range(first, (place + max(numel, 1) - 1) // _PERIOD + 1)]
+    words = [(_signed(each & 0xFFFFFFFF), _signed(derive_seed(each, 1) & 0xFFFFFFFF | 1)) for each in random]
+    xors, odds = torch.tensor(words, dtype=torch.int32, device="cpu").T.contiguous()
+    return _hashes(), xors, odds, place - first * _PERIOD
+
+
 @lru_cache(maxsize=1)
 def _hashes() -> Tensor:
     """The murmur3 finalizer of 0, 1, 2, ...: int32 (_PERIOD,)."""

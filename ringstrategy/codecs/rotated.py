@@ -63,6 +63,10 @@ class Rotated(Codec):
         """The inner codec's."""
         self.codec.check(dtype)
 
+    def warm_up(self, device: torch.device) -> None:
+        """The inner codec's."""
+        self.codec.warm_up(device)
+
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, check_block, mean_magnitude
+from ringstrategy.kernels.layout import Arithmetic
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.formats import Format
@@ -45,6 +46,10 @@ class Sign(Blocked):
         """See `Blocked.quantize`: levels are -1 and 0."""
         torch.clamp(blocks, -1.0, 0.5, out=levels)
         levels.floor_()
+
+    def arithmetic(self) -> Arithmetic:
+        """See `Blocked.arithmetic`."""
+        return Arithmetic("sign", 1.0)
 
     def kernel_format(self) -> Format:
         """See `Blocked.kernel_format`."""

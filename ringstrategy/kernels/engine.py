@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import reference
+from ringstrategy.kernels.compiled import Compiled
 from ringstrategy.kernels.layout import BlockFormat
 
 if TYPE_CHECKING:
@@ -47,19 +47,11 @@ class Engine(Protocol):
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
         """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
 
+    def warm_up(self) -> None:
+        """Do what the first call would wait for."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
-
-
-class _Reference:
-    """Torch on a CPU."""
-
-    encode = staticmethod(reference.encode)
-    decode = staticmethod(reference.decode)
-    rotate_ = staticmethod(reference.rotate_)
-
-    def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        """None."""
 
 
 class _Triton:
@@ -99,6 +91,9 @@ class _Triton:
 
         rotate_(values, signs, inverse=inverse)
 
+    def warm_up(self) -> None:
+        """Nothing: Triton compiles for each shape, when it comes."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""
         from ringstrategy.kernels.triton.buckets import Places
@@ -106,7 +101,7 @@ class _Triton:
         return Places(numels, dtypes, device)
 
 
-_CPU: Engine = _Reference()
+_CPU: Engine = Compiled()
 _CUDA: Engine = _Triton()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,21 @@ PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 
 ROTATED = 256  # values that are rotated together
 
 
+class Arithmetic(NamedTuple):
+    """How a codec finds a block's scale and its levels, for engines that are compiled."""
+
+    kind: Literal["int", "minmax", "e4m3", "e5m2", "sign", "gaussian"]
+    factor: float  # times the largest magnitude (of sign and gaussian the mean): the scale, before it is rounded
+    highest: int = 0  # level of int and minmax
+    smallest: float = SMALLEST_SCALE  # the least scale; of gaussian less is 0
+    too_large: float = LARGEST  # from here on the block counts as not finite
+
+
 class BlockFormat(Protocol):
     """What an engine asks of a codec with a scale a block: see `ringstrategy.codecs.blocked.Blocked`."""
+
+    def __hash__(self) -> int:
+        """Of its arguments."""
 
     @property
     def block(self) -> int:
@@ -63,6 +76,12 @@ class BlockFormat(Protocol):
 
     def load(self, codes: Tensor, numbers: Tensor) -> None:
         """Codes to numbers."""
+
+    def arithmetic(self) -> Arithmetic:
+        """As the compiled kernels know it."""
+
+    def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
+        """Of stochastic rounding; see `ringstrategy.codecs.noise.keys`."""
 
     def kernel_format(self) -> Any:
         """As the Triton kernels know it."""

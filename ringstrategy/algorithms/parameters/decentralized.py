@@ -249,6 +249,7 @@ class Decentralized(ParameterAlgorithm):
                 return group
         for parameter in wanted.values():
             self.codec.check(parameter.dtype)
+            self.codec.warm_up(parameter.device)
         self._agree(wanted)
         counts = self._counts.get(next(iter(wanted)), {})
         for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:

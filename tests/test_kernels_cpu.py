@@ -1,0 +1,149 @@
+"""The kernels that Numba compiles, beside the reference: the same bytes from the same values."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
+from ringstrategy.codecs.blocked import Blocked
+from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels import compiled, reference
+
+ROOT = Path(__file__).parents[1]
+ENGINE = compiled.Compiled()
+WHOLE: list[Blocked] = [
+    *(BlockInt(bits) for bits in range(2, 9)),
+    *(BlockInt(bits, scale="minmax") for bits in (2, 3, 5, 8)),
+    *(BlockInt(bits, rounding="stochastic") for bits in (4, 8)),
+    BlockInt(5, scale="minmax", rounding="stochastic"),
+    BlockInt(4, block=24),
+    BlockInt(8, block=1024),
+    *(BlockFloat8(format) for format in ("e4m3", "e5m2")),
+]
+SUMS: list[Blocked] = [Sign(), Sign(block=8), *(Gaussian(bits) for bits in range(1, 8))]  # scales are a sum
+
+
+def values(numel: int, seed: int = 0) -> Tensor:
+    """Of very mixed magnitudes, with zeros of both signs, subnormal blocks and blocks on one side of zero."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(numel, generator=generator) * torch.rand(numel, generator=generator).mul(20).sub(10).exp()
+    drawn[: numel // 9] = 0
+    drawn[numel // 9 : numel // 8] *= -0.0
+    drawn[numel // 5 : numel // 4] *= 1e-39
+    drawn[numel // 3 : numel // 2].abs_()
+    return drawn
+
+
+def messages(codec: Blocked, numel: int, count: int) -> list[Tensor]:
+    sent = [torch.empty(codec.nbytes(numel, torch.float32), dtype=torch.uint8) for _ in range(count)]
+    for seed, wire in enumerate(sent, start=1):
+        reference.encode(values(numel, seed), (), wire, codec, seed=seed)
+    return sent
+
+
+def both(codec: Blocked, given: Tensor, wires: list[Tensor], offset: int = 0) -> list[tuple[Tensor, Tensor]]:
+    """Wire and what was lost, of the reference and of the kernels."""
+    made = []
+    for engine in (reference, ENGINE):
+        wire = torch.empty(codec.nbytes(given.numel(), torch.float32), dtype=torch.uint8)
+        lost = torch.full_like(given, 7.0)
+        engine.encode(given, wires, wire, codec, lost=lost, seed=3, offset=offset)  # type: ignore[attr-defined]
+        made.append((wire, lost))
+    return made
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int32)
+
+
+@pytest.mark.parametrize("codec", WHOLE, ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 256, 1003, 9000])
+def test_whole_numbers_have_the_same_bytes(codec: Blocked, numel: int) -> None:
+    given = values(numel)
+    for count in range(4):
+        kept = given.clone()
+        (wire, lost), (wire_, lost_) = both(codec, given, messages(codec, numel, count), offset=5 * codec.block)
+        assert torch.equal(wire, wire_)
+        assert torch.equal(lost, lost_), "of what is 0 the sign may differ"
+        assert torch.equal(bits(given), bits(kept)), "what is encoded stays as it is"
+
+
+@pytest.mark.parametrize("codec", SUMS, ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 256, 1003, 9000])
+def test_scales_that_are_sums_have_the_same_bytes_but_for_their_last_bit(codec: Blocked, numel: int) -> None:
+    for count in range(3):
+        (wire, lost), (wire_, lost_) = both(codec, values(numel), messages(codec, numel, count))
+        scales = 2 * -(-numel // codec.block)
+        heads, heads_ = (each[:scales].view(torch.int16).int() for each in (wire, wire_))
+        assert (heads - heads_).abs().max() <= 1
+        alike = (heads == heads_).repeat_interleave(codec.block)[:numel]
+        assert (~alike).float().mean() < 0.02
+        assert (wire[scales:] != wire_[scales:]).float().mean() < 0.002, "a value that lies on the edge of two levels"
+        assert (
+            torch.allclose(lost[alike], lost_[alike], rtol=1e-5, atol=0)
+            or (lost != lost_)[alike].float().mean() < 0.002
+        )
+
+
+@pytest.mark.parametrize("codec", [*WHOLE, *SUMS], ids=str)
+@pytest.mark.parametrize("poison", [math.nan, -math.inf, 3e38])
+def test_blocks_that_are_not_finite(codec: Blocked, poison: float) -> None:
+    given = torch.ones(5 * codec.block + 3)
+    given[2 * codec.block + 1] = given[-1] = poison
+    (wire, lost), (wire_, lost_) = both(codec, given, [])
+    assert torch.equal(wire, wire_)
+    assert torch.equal(lost, lost_)
+
+
+@pytest.mark.parametrize("codec", [*WHOLE, *SUMS], ids=str)
+@pytest.mark.parametrize("numel", [1, 7, 256, 1003])
+def test_any_bytes_decode_alike(codec: Blocked, numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    wire = torch.randint(256, (codec.nbytes(numel, torch.float32),), dtype=torch.uint8, generator=generator)
+    for add in (False, True):
+        one, other = values(numel), values(numel)
+        reference.decode(wire, one, codec, add=add)
+        ENGINE.decode(wire, other, codec, add=add)
+        assert torch.equal(one.isnan(), other.isnan())
+        assert torch.equal(bits(one.nan_to_num(nan=0.5)), bits(other.nan_to_num(nan=0.5)))
+
+
+@pytest.mark.parametrize("inverse", [False, True])
+def test_the_rotation_is_the_references(inverse: bool) -> None:
+    one, other = (torch.randn(2 * 256 + 9, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    reference.rotate_(one, signs(5), inverse=inverse)
+    ENGINE.rotate_(other, signs(5), inverse=inverse)
+    assert torch.allclose(one, other, atol=1e-5)
+    assert torch.equal(one[512:], other[512:])
+
+
+WITHOUT = """
+import sys, warnings
+sys.modules["numba"] = None
+import torch
+from ringstrategy.codecs import BlockInt, Identity
+assert "numba" not in str(sorted(name for name in sys.modules if sys.modules[name] is not None))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        wire = torch.empty(BlockInt(8).nbytes(1000, torch.float32), dtype=torch.uint8)
+        BlockInt(8).encode(torch.randn(1000, generator=torch.Generator().manual_seed(0)), wire)
+print(len(said), said[0].message, wire.sum().item())
+"""
+
+
+def test_without_numba_one_warning_and_the_same_bytes() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    wire = torch.empty(BlockInt(8).nbytes(1000, torch.float32), dtype=torch.uint8)
+    BlockInt(8).encode(torch.randn(1000, generator=torch.Generator().manual_seed(0)), wire)
+    assert done.stdout.startswith("1 Numba does not work here (")
+    assert "pip install --upgrade numba" in done.stdout
+    assert done.stdout.split()[-1] == str(wire.sum().item())
