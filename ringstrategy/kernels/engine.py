@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels.compiled import Compiled
 from ringstrategy.kernels.layout import BlockFormat
 
 if TYPE_CHECKING:
@@ -101,10 +101,17 @@ class _Triton:
         return Places(numels, dtypes, device)
 
 
-_CPU: Engine = Compiled()
 _CUDA: Engine = _Triton()
+
+
+@cache
+def _cpu() -> Engine:
+    """Imported when it is first needed."""
+    from ringstrategy.kernels.compiled import Compiled
+
+    return Compiled()
 
 
 def engine(device: torch.device) -> Engine:
     """The engine for tensors on this device."""
-    return _CUDA if device.type == "cuda" else _CPU
+    return _CUDA if device.type == "cuda" else _cpu()
