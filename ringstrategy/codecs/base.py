@@ -75,6 +75,49 @@ class Codec(ABC):
             self.decode(wire, values, add=True)
         self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
 
+    def hop(
+        self,
+        arrived: Sequence[Tensor],
+        values: Tensor,
+        wire: Tensor,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int,
+        own_seed: int,
+        offset: int = 0,
+    ) -> None:
+        """This rank's part of a sum, prepared and added to what arrived (in that order), becomes `wire`.
+
+        Codecs that can do it in one pass do.
+
+        Args:
+            arrived: wires of the same values of other ranks, or of partial sums.
+            values: may be used as scratch.
+            wire: to be written; shares no memory with `arrived`.
+            residual: is added to the values first; any float dtype.
+            lost: receives what encoding loses, in parameter space; may be the residual.
+            seed: everyone's, of `prepare_`.
+            own_seed: of this rank's encode.
+            offset: place of the first value in its bucket.
+        """
+        if residual is not None:
+            values.add_(residual)
+        self.prepare_(values, seed)
+        if lost is not None:  # so that what the encode leaves as it was comes back as it was
+            self.prepare_(lost, seed)
+        if arrived:
+            self.reduce(arrived, values, wire, lost=lost, seed=own_seed, offset=offset)
+        else:
+            self.encode(values, wire, lost=lost, seed=own_seed, offset=offset)
+        if lost is not None:
+            self.restore_(lost, seed)
+
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
+        """Write the sum in `wire` to `out`, as it is outside the collective."""
+        self.decode(wire, out)
+        self.restore_(out, seed)
+
     def prepare_(self, values: Tensor, seed: int) -> None:
         """Transform a run of whole blocks before it is encoded (a rotation): linear, the same on all ranks.
 

@@ -106,9 +106,44 @@ class Blocked(Codec):
             self.check_wire(wire, values)
         engine(values.device).encode(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
 
+    def hop(
+        self,
+        arrived: Sequence[Tensor],
+        values: Tensor,
+        wire: Tensor,
+        *,
+        residual: Tensor | None = None,
+        signs: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int,
+        own_seed: int,
+        offset: int = 0,
+    ) -> None:
+        """See `Codec.hop`; with the `signs` of a rotation if this codec `fuses` it."""
+        if not self.fuses(values):
+            super().hop(
+                arrived, values, wire, residual=residual, lost=lost, seed=seed, own_seed=own_seed, offset=offset
+            )
+            return
+        for message in (*arrived, wire):
+            self.check_wire(message, values)
+        engine(values.device).encode(
+            values, arrived, wire, self, residual=residual, signs=signs, lost=lost, seed=own_seed, offset=offset
+        )
+
+    def deliver(self, wire: Tensor, out: Tensor, *, signs: Tensor | None = None, seed: int) -> None:
+        """See `Codec.deliver`; with the `signs` of a rotation if this codec `fuses` it."""
+        del seed
+        self.check_wire(wire, out)
+        engine(out.device).decode(wire, out, self, signs=signs, add=False)
+
+    def fuses(self, values: Tensor) -> bool:
+        """Can such values be rotated, and a residual added, in the same pass as they are encoded or decoded?"""
+        return engine(values.device).fuses(self, values.dtype)
+
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""
-        engine(device).warm_up()
+        engine(device).warm_up(self)
 
     def store(self, levels: Tensor, codes: Tensor) -> None:
         """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""

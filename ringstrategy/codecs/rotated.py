@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.gaussian import Gaussian
 from ringstrategy.kernels.engine import engine
 from ringstrategy.kernels.layout import ROTATED
@@ -89,6 +91,38 @@ class Rotated(Codec):
     ) -> None:
         """The inner codec's."""
         self.codec.reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
+
+    def hop(
+        self,
+        arrived: Sequence[Tensor],
+        values: Tensor,
+        wire: Tensor,
+        *,
+        residual: Tensor | None = None,
+        lost: Tensor | None = None,
+        seed: int,
+        own_seed: int,
+        offset: int = 0,
+    ) -> None:
+        """See `Codec.hop`."""
+        how: dict[str, Any] = {
+            "residual": residual,
+            "lost": lost,
+            "seed": seed,
+            "own_seed": own_seed,
+            "offset": offset,
+        }
+        if isinstance(self.codec, Blocked) and self.codec.fuses(values):
+            self.codec.hop(arrived, values, wire, signs=signs(seed, values.device), **how)
+        else:
+            super().hop(arrived, values, wire, **how)
+
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
+        """See `Codec.deliver`."""
+        if isinstance(self.codec, Blocked) and self.codec.fuses(out):
+            self.codec.deliver(wire, out, signs=signs(seed, out.device), seed=seed)
+        else:
+            super().deliver(wire, out, seed=seed)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""

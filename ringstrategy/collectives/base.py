@@ -40,8 +40,7 @@ class Collective(ABC):
         what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
         `seed` is the same on all ranks.
 
-        The codec's `prepare_` is called on each piece before it is first encoded or added to, and `restore_` after it
-        was last decoded; on `lost` around the encode that writes it.
+        Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
         """
 
     def check(self, codec: Codec) -> None:
@@ -71,7 +70,8 @@ def mean_(
         if residual.dtype != values.dtype:
             lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
             lost.copy_(residual)
-    collective.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed)
+    added = residual if lost is None else lost
+    collective.sum_(values, peers, codec, residual=added, lost=lost, seed=seed)
     if residual is None or lost is residual:
         return
     if lost is None:

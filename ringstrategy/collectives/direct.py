@@ -64,20 +64,16 @@ class Direct(Collective):
         for batch in batches:
             for k in each:
                 for target, source in batch:
-                    pieces.prepare_(target, k)
                     wire = pieces.encode(target, k, leaving[target, k])
                     mail.swap(k, target, wire, source, pieces.wire(rank, k, filling[source, k]))
-                    pieces.restore_lost_(target, k)
 
         # The chunk that this rank owns: the whole sum, which begins to leave.
         sums = []
         for k in each:
-            pieces.prepare_(rank, k)
             parts = mail.arrived(k)
-            sums.append(pieces.add_and_encode(rank, k, [parts[peer] for peer in sorted(parts)], leaving[rank, k]))
+            sums.append(pieces.encode(rank, k, leaving[rank, k], [parts[peer] for peer in sorted(parts)]))
             for target, source in batches[0]:
                 mail.swap(k, target, sums[k], source, pieces.landing(source, k, filling[source, k]))
-            pieces.restore_lost_(rank, k)
             pieces.deliver_(rank, k, sums[k])
 
         # The owners' sums to everyone: those of a batch are delivered while those of the following are on the way.

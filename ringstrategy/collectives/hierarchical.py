@@ -96,7 +96,7 @@ class Hierarchical(Collective):
         gathering, arriving = [], []
         for k in each:
             for column in range(width):
-                pieces.prepare_(column, k)
+                pieces.add_residual_(column, k)
             leaving = {owner: pieces.raw(column, k) for column, owner in owners.items()}
             arriving.append({other: pieces.wire(own, k, filling[k, other]) for other in others})
             gathering.append(peers.post(_not_empty(leaving), _not_empty(arriving[k])))

@@ -11,7 +11,7 @@ from ringstrategy.transport.base import Peers
 
 
 class Pieces:
-    """What a rank does with each piece on its way: prepare, encode, add, deliver.
+    """What a rank does with each piece on its way: add, encode, deliver.
 
     `pieces[chunk, k]` are the values of the k-th piece of a chunk, a view; chunks are counted modulo their number.
 
@@ -19,7 +19,7 @@ class Pieces:
         values: flat; of this rank before, the sum of all ranks after.
         chunks: each cut into the same number of pieces; of each piece where it begins and ends.
         codec: how pieces travel.
-        residual: is added to each piece before it is first encoded or added to; None: nothing.
+        residual: is added to each piece when it is first encoded or added to; None: nothing.
         lost: receives what this rank's encodes lose, in parameter space; None: nobody wants to know.
         seed: everyone's.
         rank: whose encodes these are.
@@ -87,47 +87,39 @@ class Pieces:
         """Where a finished piece arrives: its values themselves if their bytes are the wire."""
         return self.raw(chunk, k) if self.in_place else self.wire(chunk, k, memory)
 
-    def prepare_(self, chunk: int, k: int) -> None:
-        """Before the piece is first encoded or added to."""
-        piece = self[chunk, k]
+    def add_residual_(self, chunk: int, k: int) -> None:
+        """To the piece's values, where their own bytes are the wire."""
         if self._residual is not None:
-            piece.add_(self.part(self._residual, chunk, k))
-        self._codec.prepare_(piece, self._seed)
-        if self._lost is not None:
-            # so that what the encode leaves as it was comes back through `restore_lost_` as it was
-            self._codec.prepare_(self.part(self._lost, chunk, k), self._seed)
-
-    def encode(self, chunk: int, k: int, memory: Tensor) -> Tensor:
-        """The piece's bytes, in `memory` unless the values have them themselves."""
-        return self.add_and_encode(chunk, k, (), memory)
+            self[chunk, k].add_(self.part(self._residual, chunk, k))
 
     def add_(self, chunk: int, k: int, arrived: Iterable[Tensor]) -> None:
         """Add what arrived to the piece, in that order."""
         for wire in arrived:
             self._codec.decode(wire, self[chunk, k], add=True)
 
-    def add_and_encode(self, chunk: int, k: int, arrived: Sequence[Tensor], memory: Tensor) -> Tensor:
-        """The bytes of the piece plus what arrived, in that order of addition."""
+    def encode(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
+        """The bytes of the piece plus what arrived, in that order of addition; once for each piece.
+
+        They are in `memory`, unless the values have them themselves.
+        """
         if self.in_place:
+            self.add_residual_(chunk, k)
             self.add_(chunk, k, arrived)
             return self.raw(chunk, k)
-        piece, wire = self[chunk, k], self.wire(chunk, k, memory)
-        lost = None if self._lost is None else self.part(self._lost, chunk, k)
-        begin, _ = self._edges(chunk, k)
-        if arrived:
-            self._codec.reduce(arrived, piece, wire, lost=lost, seed=self._own_seed, offset=begin)
-        else:
-            self._codec.encode(piece, wire, lost=lost, seed=self._own_seed, offset=begin)
+        wire, (begin, end) = self.wire(chunk, k, memory), self._edges(chunk, k)
+        self._codec.hop(
+            arrived,
+            self._values[begin:end],
+            wire,
+            residual=None if self._residual is None else self._residual[begin:end],
+            lost=None if self._lost is None else self._lost[begin:end],
+            seed=self._seed,
+            own_seed=self._own_seed,
+            offset=begin,
+        )
         return wire
-
-    def restore_lost_(self, chunk: int, k: int) -> None:
-        """Turn what the encode lost back into parameter space; it may stand where the wire is busy."""
-        if self._lost is not None:
-            self._codec.restore_(self.part(self._lost, chunk, k), self._seed)
 
     def deliver_(self, chunk: int, k: int, wire: Tensor) -> None:
         """The bytes of the sum become the piece's values."""
         if not self.in_place:
-            piece = self[chunk, k]
-            self._codec.decode(wire, piece)
-            self._codec.restore_(piece, self._seed)
+            self._codec.deliver(wire, self[chunk, k], seed=self._seed)

@@ -53,22 +53,18 @@ class Ring(Collective):
         pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank)
         each, link = range(pieces.count), _Link(peers, pieces)
 
-        # Reduce-scatter. Preparing and restoring a piece stand where the wire is busy with others.
+        # Reduce-scatter.
         own = rank - size + 1  # as chunks are counted, rank + 1
         for chunk in range(rank, own, -1):
             for k in each:
-                pieces.prepare_(chunk, k)
                 arrived = [] if chunk == rank else [link.arrived(k)]
-                wire = pieces.add_and_encode(chunk, k, arrived, link.leaving[k])
+                wire = pieces.encode(chunk, k, link.leaving[k], arrived)
                 link.pass_on(k, wire, pieces.wire(chunk - 1, k, link.filling[k]))
-                pieces.restore_lost_(chunk, k)
 
         # The chunk that this rank owns: the whole sum.
         for k in each:
-            pieces.prepare_(own, k)
-            wire = pieces.add_and_encode(own, k, [link.arrived(k)], link.leaving[k])
+            wire = pieces.encode(own, k, link.leaving[k], [link.arrived(k)])
             link.pass_on(k, wire, pieces.landing(own - 1, k, link.filling[k]))
-            pieces.restore_lost_(own, k)
             pieces.deliver_(own, k, wire)
 
         # All-gather.

@@ -1,33 +1,40 @@
-"""Numba's kernels as an engine: what they are given of a codec and of a message, and what is left to the reference."""
+"""Numba's kernels as an engine: what they are given of a codec and of a message, and on how many cores they run."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 import warnings
-from collections.abc import Sequence
-from functools import lru_cache
-from types import ModuleType
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ringstrategy.kernels import reference
-from ringstrategy.kernels.layout import Arithmetic, BlockFormat, parts
+from ringstrategy.kernels.layout import BlockFormat
 from ringstrategy.kernels.scratch import scratch
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels import cpu
 
 _log = logging.getLogger(__name__)
 _ANNOUNCED_SECONDS = 1.0
+_WORTHWHILE = 1 << 16  # values of each thread: several times the work that handing it over is
 _NO_NOISE = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
-
-Arrays = tuple[Any, Any, Any]  # of a message: codes, scales as uint16, least values
+_NO_MESSAGES = np.empty(0, np.uint64)
 
 
 class Compiled:
-    """Compiled for this CPU. Values that are not float32 go to the reference, and all do where Numba does not work."""
+    """Compiled for this CPU and each codec that runs on it. Where Numba does not work, all goes to the reference.
+
+    Values of 16 bits are widened, and what is lost is rounded; of float64, what is lost is float64.
+    """
 
     def encode(
         self,
@@ -36,108 +43,205 @@ class Compiled:
         wire: Tensor,
         form: BlockFormat,
         *,
+        residual: Tensor | None = None,
+        signs: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
         offset: int = 0,
     ) -> None:
         """See `Engine.encode`."""
-        kernels = _kernels() if values.dtype == torch.float32 else None
+        kernels = _kernels(form)
         if kernels is None:
             reference.encode(values, wires, wire, form, lost=lost, seed=seed, offset=offset)
             return
-        numel, known = values.numel(), _known(form)
-        for received in wires[:-1]:
-            values = scratch("sum", (numel,)).copy_(values) if received is wires[0] else values
-            self.decode(received, values, form, add=True)
-        message = _arrays(wire, numel, form)
-        last = _arrays(wires[-1], numel, form) if wires else message
-        noise = form.noise(seed, offset, numel)
+        if values.dtype != torch.float32:
+            self._encode_others(values, wires, wire, form, lost, seed, offset)
+            return
+        noise = form.noise(seed, offset, values.numel())
         hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
-        kernels.encode(
+        given = (
             _array(values),
-            *message,
-            bool(wires),
-            *last,
+            _NO_VALUES if residual is None else _array(residual),
+            _NO_VALUES if signs is None else _array(signs / 16),
+            np.array([arrived.data_ptr() for arrived in wires], np.uint64) if wires else _NO_MESSAGES,
+            _array(wire),
             _NO_VALUES if lost is None else _array(lost),
-            *known,
-            noise is not None,
-            *(hashes, xors, odds, np.uint64(0 if noise is None else noise[3])),
         )
+        how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
+        _in_parts(form, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
 
-    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool = False) -> None:
+    def _encode_others(
+        self,
+        values: Tensor,
+        wires: Sequence[Tensor],
+        wire: Tensor,
+        form: BlockFormat,
+        lost: Tensor | None,
+        seed: int,
+        offset: int,
+    ) -> None:
+        shape = (values.numel(),)
+        wide = scratch("wide", shape).copy_(values)
+        rest = None if lost is None else scratch("wide lost", shape).copy_(lost)
+        self.encode(wide, wires, wire, form, lost=rest, seed=seed, offset=offset)
+        if lost is None or rest is None:
+            return
+        if values.dtype != torch.float64:
+            lost.copy_(rest)
+            return
+        decoded = scratch("decoded", shape)  # of a block that is not finite all is NaN
+        self.decode(wire, decoded, form)
+        lost.copy_(torch.where(decoded.isnan(), lost, rest + (values - wide)))
+
+    def decode(
+        self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool = False
+    ) -> None:
         """See `Engine.decode`."""
-        kernels = _kernels() if out.dtype == torch.float32 else None
+        kernels = _kernels(form)
         if kernels is None:
             reference.decode(wire, out, form, add=add)
-            return
-        _, block, bits, spacing, bias, table, *_ = _known(form)
-        kernels.decode(*_arrays(wire, out.numel(), form), _array(out), add, block, bits, spacing, bias, table)
+        elif out.dtype != torch.float32:
+            decoded = scratch("decoded", (out.numel(),))
+            self.decode(wire, decoded, form)
+            out.add_(decoded) if add else out.copy_(decoded)
+        elif signs is None:
+            given = _array(wire), _array(out), add
+            _in_parts(form, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+        else:
+            turned = _array(wire), _array(out), add, _array(signs / 16)
+            _in_parts(form, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
-        kernels = _kernels() if values.dtype == torch.float32 else None
-        if kernels is None:
+        rotate = _rotate() if values.dtype == torch.float32 else None
+        if rotate is None:
             reference.rotate_(values, signs, inverse=inverse)
         else:
-            kernels.rotate(_array(values), _array(signs / 16), inverse)
+            rotate(_array(values), _array(signs / 16), inverse)
 
-    def warm_up(self) -> None:
+    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
+        """See `Engine.fuses`."""
+        return dtype == torch.float32 and _kernels(form) is not None
+
+    def warm_up(self, form: BlockFormat) -> None:
         """See `Engine.warm_up`."""
-        _kernels()
+        _kernels(form)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
 
 
-@lru_cache(maxsize=1)
-def _kernels() -> ModuleType | None:
-    """The kernels, compiled or read from the disk; None where Numba does not work, with a warning."""
+def _announced(make: Callable[[], Any]) -> Any:
+    """What `make` makes of kernels; None where Numba does not work, with a warning."""
     begin = time.monotonic()
     try:
-        from ringstrategy.kernels import cpu
-
-        cpu.compile_all()
+        made = make()
     except Exception as error:  # whatever a compiler may raise
-        warnings.warn(
-            f"Numba does not work here ({type(error).__name__}: {str(error).splitlines()[0]}), so codecs run several "
-            "times slower on this CPU, with the same bytes: python -m pip install --upgrade numba",
-            stacklevel=2,
-        )
+        _warn(f"{type(error).__name__}: {str(error).splitlines()[0]}")
         return None
     spent = time.monotonic() - begin
     if spent > _ANNOUNCED_SECONDS:
-        _log.info("compiled the codecs for this CPU in %.1f s; they are kept on disk for the next time", spent)
-    return cpu
+        _log.info("compiled a codec for this CPU in %.1f s; it is kept on disk for the next time", spent)
+    return made
+
+
+@cache
+def _warn(error: str) -> None:
+    warnings.warn(
+        f"Numba does not work here ({error}), so codecs run several times slower on this CPU, with the same bytes: "
+        "python -m pip install --upgrade numba",
+        stacklevel=2,
+    )
+
+
+@lru_cache(256)
+def _kernels(form: BlockFormat) -> cpu.Kernels | None:
+    """Compiled, or read from the disk."""
+
+    def make() -> cpu.Kernels:
+        from ringstrategy.kernels import cpu
+
+        made = cpu.kernels(_known(form))
+        values, nothing = np.zeros(0, np.float32), np.uint64(0)
+        message, keys = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+        given = values, values, values, _NO_MESSAGES, message, values, nothing, nothing, keys, keys, keys, nothing
+        made.encode(*given)
+        made.decode(message, values, False, nothing, nothing)
+        made.decode_turned(message, values, False, values, nothing, nothing)
+        return made
+
+    made: cpu.Kernels | None = _announced(make)
+    return made
+
+
+@cache
+def _rotate() -> Callable[..., None] | None:
+    def make() -> Any:
+        from ringstrategy.kernels.cpu import rotate
+
+        rotate(np.zeros(0, np.float32), np.zeros(256, np.float32), False)
+        return rotate
+
+    made: Callable[..., None] | None = _announced(make)
+    return made
+
+
+def _known(form: BlockFormat) -> cpu.Format:
+    from ringstrategy.kernels import cpu
+
+    how = form.arithmetic()
+    table: tuple[float, ...] = ()
+    if how.kind in ("e4m3", "e5m2"):
+        numbers = torch.empty(1, 256, dtype=torch.float32, device="cpu")
+        form.load(torch.arange(256, dtype=torch.uint8, device="cpu")[None], numbers)
+        table = tuple(numbers[0].tolist())
+    return cpu.Format(
+        kind=cpu.KINDS.index(how.kind),
+        block=np.uint64(form.block),
+        bits=np.uint64(form.bits),
+        spacing=np.float32(form.spacing),
+        bias=np.float32(form.shift - (form.spacing << (form.bits - 1))),
+        table=table,
+        highest=np.float32(how.highest),
+        factor=np.float32(how.factor),
+        smallest=np.float32(how.smallest),
+        too_large=np.float32(how.too_large),
+        stochastic=form.noise(0, 0, 1) is not None,
+    )
 
 
 def _array(tensor: Tensor) -> Any:
     return tensor.detach().numpy()
 
 
-def _arrays(wire: Tensor, numel: int, form: BlockFormat) -> Arrays:
-    """The parts of a message; its length was checked."""
-    *heads, codes = parts(numel, form.block, form.bits, form.headers)
-    message = _array(wire)
-    leasts = message[: heads[0]].view(np.float32) if len(heads) > 1 else _NO_VALUES
-    return message[sum(heads) : sum(heads) + codes], message[sum(heads[:-1]) : sum(heads)].view(np.uint16), leasts
+# Threads
+
+_threads = 1
 
 
-@lru_cache(256)
-def _known(form: BlockFormat) -> tuple[Any, ...]:
-    """The arguments of `cpu.encode` that say how the codec rounds, from its kind to `too_large`."""
-    how: Arithmetic = form.arithmetic()
-    table = _NO_VALUES
-    if how.kind in ("e4m3", "e5m2"):
-        numbers = torch.empty(1, 256, dtype=torch.float32, device="cpu")
-        form.load(torch.arange(256, dtype=torch.uint8, device="cpu")[None], numbers)
-        table = numbers[0].clone().numpy()
-    from ringstrategy.kernels import cpu
+def use_threads(count: int) -> None:
+    """Encode and decode on so many cores at once, whoever calls in this process; the bytes are the same."""
+    global _threads
+    _threads = count
 
-    bias = form.shift - (form.spacing << (form.bits - 1))
-    real = (float(form.spacing), float(bias), table, float(how.highest), how.factor, how.smallest, how.too_large)
-    return (
-        cpu.KINDS.index(how.kind),
-        np.uint64(form.block),
-        np.uint64(form.bits),
-        *(each if each is table else np.float32(each) for each in real),
-    )
+
+def _in_parts(form: BlockFormat, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
+    """Do the work for all blocks of so many values, a run of them on each thread."""
+    blocks = -(-numel // form.block)
+    parts = max(1, min(_threads, numel // _WORTHWHILE))
+    edges = [np.uint64(blocks * part // parts) for part in range(parts + 1)]
+    under_way = [_pool().submit(work, edges[part], edges[part + 1]) for part in range(1, parts)]
+    try:
+        work(edges[0], edges[1])
+    finally:
+        wait(under_way)
+    for part in under_way:
+        part.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ringstrategy-codec")
+
+
+os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not follow

@@ -1,18 +1,22 @@
-"""The arithmetic of block codecs on a CPU: one pass a block, compiled by Numba for the processor at hand.
+"""The arithmetic of block codecs on a CPU: one pass a block, compiled by Numba for the codec and processor at hand.
 
 The bytes are the reference's, but for scales that are a sum (`Sign`, `Gaussian`): the order of addition decides their
-last bit. Every loop over values is one that LLVM can vectorize, with AVX-512 as without. So indices are unsigned (one
-that might be negative would need a branch), no slices are made (each would be counted), whole numbers come from adding
-1.5 * 2**23, and the largest magnitude is a maximum of integers.
+last bit. Every loop over values is one that LLVM can vectorize, with AVX-512 as without. So what a codec is, is known
+when its kernels are compiled (each shift is then a constant), indices are unsigned (one that might be negative would
+need a branch), no slices are made (each would be counted), integers that become floats are narrow, whole numbers come
+from adding 1.5 * 2**23, and the largest magnitude is a maximum of integers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+from llvmlite import ir
+from numba.extending import intrinsic
 
 KINDS = ("int", "minmax", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
 _MINMAX, _E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 6)
@@ -26,7 +30,7 @@ _ROTATED = _U(256)
 
 
 def _inline(function: Callable[..., Any]) -> Any:
-    return numba.njit(inline="always", error_model="numpy")(function)
+    return numba.njit(forceinline=True, error_model="numpy")(function)
 
 
 def _kernel(function: Callable[..., Any]) -> Any:
@@ -37,11 +41,31 @@ def _kernel(function: Callable[..., Any]) -> Any:
         return numba.njit(nogil=True, error_model="numpy")(function)
 
 
+def _to_pointer(typing, address):
+    """To the byte at an address."""
+    del typing
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return numba.types.CPointer(numba.types.uint8)(address), generate
+
+
+_pointer: Any = intrinsic(_to_pointer)
+
+
 @_inline
 def _width(bits, low):
     """Of the plane of codes that begins at this bit."""
     left = bits - low
     return _U(8) if left == _U(8) else _U(4) if left >= _U(4) else _U(2) if left >= _U(2) else _U(1)
+
+
+@_inline
+def _runs(width):
+    """Codes of this width in a byte."""
+    return _U(1) if width == _U(8) else _U(2) if width == _U(4) else _U(4) if width == _U(2) else _U(8)
 
 
 @_inline
@@ -51,14 +75,14 @@ def _unpack(codes, first, length, bits, small):
     while low < bits:
         width = _width(bits, low)
         run, mask, plane = length * width // _U(8), np.uint8((_U(1) << width) - _U(1)), first + low * length // _U(8)
-        for part in range(_U(8) // width):
-            shift, at = np.uint8(part * width), part * run
+        for part in range(_runs(width)):
+            shift, at = part * width, part * run
             if low == _U(0):
                 for j in range(run):
-                    small[at + j] = (codes[plane + j] >> shift) & mask
+                    small[at + j] = (codes[plane + j] >> (shift & _U(7))) & mask
             else:
                 for j in range(run):
-                    small[at + j] |= ((codes[plane + j] >> shift) & mask) << np.uint8(low)
+                    small[at + j] |= ((codes[plane + j] >> (shift & _U(7))) & mask) << (low & _U(7))
         low += width
 
 
@@ -70,35 +94,29 @@ def _pack(small, length, bits, codes, first):
         width = _width(bits, low)
         run, mask, plane = length * width // _U(8), np.uint8((_U(1) << width) - _U(1)), first + low * length // _U(8)
         for j in range(run):
-            codes[plane + j] = (small[j] >> np.uint8(low)) & mask
-        for part in range(_U(1), _U(8) // width):
-            shift, at = np.uint8(part * width), part * run
+            codes[plane + j] = (small[j] >> (low & _U(7))) & mask
+        for part in range(_U(1), _runs(width)):
+            shift, at = part * width, part * run
             for j in range(run):
-                codes[plane + j] |= ((small[at + j] >> np.uint8(low)) & mask) << shift
+                codes[plane + j] |= ((small[at + j] >> (low & _U(7))) & mask) << (shift & _U(7))
         low += width
 
 
 @_inline
 def _spread(codes, first, width, padded, spacing, bias, scale, least, has_least, add, out, begin, length):
     """Write the values of codes in one plane to `out`, or add them to it."""
-    run, mask = padded * width // _U(8), np.uint8((_U(1) << width) - _U(1))
-    for part in range(_U(8) // width):
-        shift, at = np.uint8(part * width), part * run
+    run, mask, unit = padded * width // _U(8), np.uint8((_U(1) << width) - _U(1)), spacing
+    for part in range(_runs(width)):
+        at = part * run
         count = _U(0) if at >= length else min(run, length - at)
         at += begin
-        if has_least:
-            if add:
-                for j in range(count):
-                    out[at + j] += (np.float32((codes[first + j] >> shift) & mask) * spacing + bias) * scale + least
-            else:
-                for j in range(count):
-                    out[at + j] = (np.float32((codes[first + j] >> shift) & mask) * spacing + bias) * scale + least
-        elif add:
-            for j in range(count):
-                out[at + j] += (np.float32((codes[first + j] >> shift) & mask) * spacing + bias) * scale
-        else:
-            for j in range(count):
-                out[at + j] = (np.float32((codes[first + j] >> shift) & mask) * spacing + bias) * scale
+        for j in range(count):
+            value = (np.float32(np.int32(codes[first + j] & mask)) * unit + bias) * scale
+            if has_least:
+                value += least
+            out[at + j] = out[at + j] + value if add else value
+        mask = np.uint8(mask << width)  # the code is masked where it stands, and its unit is the smaller: no shift
+        unit *= np.float32(1) / np.float32(_U(1) << width)
 
 
 @_inline
@@ -119,21 +137,58 @@ def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, s
         _spread(small, _U(0), _U(8), padded, spacing, bias, scale, least, has_least, add, out, begin, length)
 
 
-@_kernel
-def decode(codes, scales, leasts, out, add, block, bits, spacing, bias, table):
-    """Write the values of a message to `out`, float32, or add them to it.
+@_inline
+def _butterfly(values, half):
+    """One stage of the transform of 256 values; of its stride, a constant, LLVM makes shuffles."""
+    for begin in range(_U(0), _ROTATED, _U(2) * half):
+        for j in range(half):
+            one, other = values[begin + j], values[begin + half + j]
+            values[begin + j] = one + other
+            values[begin + half + j] = one - other
 
-    `scales`: bfloat16 as uint16, one a block; `leasts`: float32, one a block or none; `table`: the number of each code,
-    or empty: spacing * code + bias. `block` and `bits` are uint64.
-    """
-    small, word = np.empty(block, np.uint8), np.empty(1, np.uint32)
-    real, has_least, numel = word.view(np.float32), len(leasts) > 0, _U(len(out))
-    for b in range(_U(len(scales))):
-        begin = b * block
-        word[0] = np.uint32(scales[b]) << np.uint32(16)
-        least = leasts[b] if has_least else np.float32(0)
-        first, length = begin * bits // _U(8), min(block, numel - begin)
-        _decode(codes, first, bits, spacing, bias, table, real[0], least, has_least, small, add, out, begin, length)
+
+@_inline
+def _spin(values, begin, flips, before, after, turned):
+    """Multiply 256 values by a Hadamard matrix; by the `flips` before and after, or not."""
+    for i in range(_ROTATED):
+        turned[i] = values[begin + i] * flips[i] if before else values[begin + i]
+    _butterfly(turned, _U(128))
+    _butterfly(turned, _U(64))
+    _butterfly(turned, _U(32))
+    _butterfly(turned, _U(16))
+    _butterfly(turned, _U(8))
+    _butterfly(turned, _U(4))
+    _butterfly(turned, _U(2))
+    _butterfly(turned, _U(1))
+    for i in range(_ROTATED):
+        values[begin + i] = turned[i] * flips[i] if after else turned[i]
+
+
+@_inline
+def _begins(numel, block, has_least):
+    """Where in a message of `numel` values the scales and the codes begin."""
+    blocks = (numel + block - _U(1)) // block
+    scales = _U(4) * blocks if has_least else _U(0)
+    return scales, scales + _U(2) * blocks
+
+
+@_inline
+def _scale(message, at, word, real):
+    """A bfloat16 in a message."""
+    word[0] = (np.uint32(message[at]) << np.uint32(16)) | (np.uint32(message[at + _U(1)]) << np.uint32(24))
+    return real[0]
+
+
+@_inline
+def _least(message, at, word, real):
+    """A float32 in a message."""
+    word[0] = (
+        np.uint32(message[at])
+        | (np.uint32(message[at + _U(1)]) << np.uint32(8))
+        | (np.uint32(message[at + _U(2)]) << np.uint32(16))
+        | (np.uint32(message[at + _U(3)]) << np.uint32(24))
+    )
+    return real[0]
 
 
 @_inline
@@ -152,22 +207,59 @@ def _rounded_up(value, word, real):
 
 
 @_inline
-def _sum(values, length, lanes):
-    """In an order that can be vectorized, and is the same on every machine."""
-    for j in range(_LANES):
-        lanes[j] = np.float32(0)
-    whole = length // _LANES * _LANES
-    for i in range(_U(0), whole, _LANES):
-        for j in range(_LANES):
-            lanes[j] += values[i + j]
-    for j in range(length - whole):
-        lanes[j] += values[whole + j]
+def _total(lanes):
     left = _LANES // _U(2)
     while left > _U(0):
         for j in range(left):
             lanes[j] += lanes[left + j]
         left //= _U(2)
     return lanes[0]
+
+
+@_inline
+def _sum_of_magnitudes(values, length, lanes):
+    """In an order that can be vectorized, and is the same on every machine."""
+    for j in range(_LANES):
+        lanes[j] = np.float32(0)
+    whole = length // _LANES * _LANES
+    for i in range(_U(0), whole, _LANES):
+        for j in range(_LANES):
+            lanes[j] += abs(values[i + j])
+    for j in range(length - whole):
+        lanes[j] += abs(values[whole + j])
+    return _total(lanes)
+
+
+@_inline
+def _floor(value):
+    whole = np.float32(np.int32(value))
+    return whole - np.float32(whole > value)
+
+
+@_inline
+def _to_gaussian(values, length, inverse, half, small, lanes, more):
+    """The codes of a block, the product of what they stand for and the values, and that of the values with themselves;
+    all in units of the step.
+    """
+    for j in range(_LANES):
+        lanes[j] = np.float32(0)
+        more[j] = np.float32(0)
+    highest = half - np.float32(0.5)
+    whole = length // _LANES * _LANES
+    for i in range(_U(0), whole, _LANES):
+        for j in range(_LANES):
+            value = values[i + j] * inverse
+            level = _floor(min(max(value, -half), highest))
+            small[i + j] = np.uint8(np.int32(level + half))
+            lanes[j] += (level * np.float32(2) + np.float32(1)) * value
+            more[j] += value * value
+    for j in range(length - whole):
+        value = values[whole + j] * inverse
+        level = _floor(min(max(value, -half), highest))
+        small[whole + j] = np.uint8(np.int32(level + half))
+        lanes[j] += (level * np.float32(2) + np.float32(1)) * value
+        more[j] += value * value
+    return _total(lanes), _total(more)
 
 
 @_inline
@@ -200,212 +292,235 @@ def _to_float8(value, bits, exponents):
 
 
 @_kernel
-def encode(
-    values,
-    codes,
-    scales,
-    leasts,
-    received,
-    received_codes,
-    received_scales,
-    received_leasts,
-    lost,
-    kind,
-    block,
-    bits,
-    spacing,
-    bias,
-    table,
-    highest,
-    factor,
-    smallest,
-    too_large,
-    noise,
-    hashes,
-    xors,
-    odds,
-    place,
-):
-    """Write `values` (and with `received` those of a message, added) as a message, and to `lost` what that loses.
-
-    As for `decode`, and: `lost` may be empty; `highest`: the greatest level; `factor`: of the largest or mean magnitude
-    in the scale; the scale is at least `smallest`, and NaN from `too_large` on; `noise`: round at random.
-    """
-    x, levels, scaled = np.empty(block, np.float32), np.empty(block, np.float32), np.empty(block, np.float32)
-    keys, small = np.empty(block, np.int32), np.empty(block, np.uint8)
-    lanes, word = np.empty(_LANES, np.float32), np.empty(1, np.uint32)
-    x_bits, level_bits, real = x.view(np.int32), levels.view(np.int32), word.view(np.float32)
-    has_least, has_lost, has_table = len(leasts) > 0, len(lost) > 0, len(table) > 0
-    numel, half = _U(len(values)), np.float32(_U(1) << (bits - _U(1)))
-    code_of_zero = np.uint8(0) if kind in (_MINMAX, _E4M3, _E5M2) else np.uint8(_U(1) << (bits - _U(1)))
-    for b in range(_U(len(scales))):
-        begin = b * block
-        first, length = begin * bits // _U(8), min(block, numel - begin)
-        padded = (length + _U(7)) // _U(8) * _U(8)
-        for i in range(length):
-            x[i] = values[begin + i]
-        if received:
-            word[0] = np.uint32(received_scales[b]) << np.uint32(16)
-            least = received_leasts[b] if has_least else np.float32(0)
-            scale, begin_ = real[0], _U(0)
-            _decode(
-                received_codes,
-                first,
-                bits,
-                spacing,
-                bias,
-                table,
-                scale,
-                least,
-                has_least,
-                small,
-                True,
-                x,
-                begin_,
-                length,
-            )
-
-        # measure
-        most = np.int32(0)
-        for i in range(length):
-            most = max(most, np.int32(x_bits[i] & _MAGNITUDE))  # of what is not finite, more than of all else
-        word[0] = np.uint32(most)
-        largest = real[0]
-        header, least, step = _NAN, np.float32(0), np.float32(0)
-        if kind <= _E5M2:
-            spread = largest
-            if kind == _MINMAX and largest < too_large:
-                for i in range(length):
-                    keys[i] = x_bits[i] ^ ((x_bits[i] >> 31) & _MAGNITUDE)  # whole numbers that sort as the values
-                low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
-                for i in range(length):
-                    low = min(low, keys[i])
-                    high = max(high, keys[i])
-                word[0] = np.uint32(low ^ ((low >> 31) & _MAGNITUDE))
-                least = real[0] + np.float32(0)  # -0 is sent as 0
-                word[0] = np.uint32(high ^ ((high >> 31) & _MAGNITUDE))
-                spread = real[0] - least
-            if largest < too_large and spread < too_large:
-                header = _rounded_up(max(spread * factor, smallest), word, real)
-        else:
-            for i in range(length):
-                levels[i] = abs(x[i])
-            step = _sum(levels, length, lanes) / np.float32(length) * factor
-            if kind == _SIGN:
-                header = _rounded(step, word, real)
-            elif step < too_large:
-                step = step if step >= smallest else np.float32(0)
-                header = np.uint16(0)
-        if header >= np.uint16(0x7F80):  # it or a value is not finite: the same bytes whatever else the block holds
-            scales[b] = _NAN
-            if has_least:
-                leasts[b] = np.float32(0)
-            for i in range(padded):
-                small[i] = code_of_zero
-            _pack(small, padded, bits, codes, first)
-            continue
-
-        # round
-        if kind == _GAUSSIAN:
-            inverse = np.float32(1) / step if step > 0 else np.float32(0)
-            for i in range(length):
-                scaled[i] = x[i] * inverse
-            for i in range(length):
-                y = min(max(scaled[i], -half), half - np.float32(0.5))
-                down = np.float32(np.int32(y))
-                levels[i] = down - np.float32(down > y)
-            for i in range(length):
-                small[i] = np.uint8(np.int32(levels[i] + half))
-                levels[i] = levels[i] * scaled[i]
-            # levels stand half a step low
-            along = _sum(levels, length, lanes) * np.float32(2) + _sum(scaled, length, lanes)
-            for i in range(length):
-                scaled[i] = scaled[i] * scaled[i]
-            norm = np.sqrt(_sum(scaled, length, lanes))
-            header = _rounded(step * (norm * norm / along), word, real) if step > 0 else np.uint16(0)
-        word[0] = np.uint32(header) << np.uint32(16)
-        scale = real[0]
-        scales[b] = header
-        if has_least:
-            leasts[b] = least
-        if kind <= _E5M2:
-            inverse = np.float32(1) / scale
-            if kind in (_E4M3, _E5M2):
-                for i in range(length):
-                    levels[i] = x[i] * inverse
-                if kind == _E4M3:
-                    for i in range(length):
-                        small[i] = _to_float8(levels[i], level_bits[i], 4)
-                else:
-                    for i in range(length):
-                        small[i] = _to_float8(levels[i], level_bits[i], 5)
-            elif noise:
-                if kind == _MINMAX:
-                    for i in range(length):
-                        levels[i] = (x[i] - least) * inverse
-                else:
-                    for i in range(length):
-                        levels[i] = x[i] * inverse
-                _add_noise(levels, length, hashes, xors, odds, place + begin)
-                lowest, up = (np.float32(0), np.float32(0)) if kind == _MINMAX else (-highest, half)
-                for i in range(length):
-                    small[i] = np.uint8(np.int32(min(max((levels[i] + _ROUND) - _ROUND, lowest), highest) + up))
-            elif kind == _MINMAX:
-                for i in range(length):
-                    small[i] = np.uint8(np.int32(((x[i] - least) * inverse + _ROUND) - _ROUND))
-            else:
-                for i in range(length):
-                    small[i] = np.uint8(np.int32(((x[i] * inverse + _ROUND) - _ROUND) + half))
-        elif kind == _SIGN:
-            for i in range(length):
-                small[i] = np.uint8(x[i] >= np.float32(0))
-        for i in range(length, padded):
-            small[i] = code_of_zero
-        _pack(small, padded, bits, codes, first)
-        if has_lost:
-            if has_table:
-                for i in range(length):
-                    lost[begin + i] = x[i] - table[small[i]] * scale
-            elif has_least:
-                for i in range(length):
-                    lost[begin + i] = x[i] - ((np.float32(small[i]) * spacing + bias) * scale + least)
-            else:
-                for i in range(length):
-                    lost[begin + i] = x[i] - (np.float32(small[i]) * spacing + bias) * scale
-
-
-@_kernel
 def rotate(values, flips, inverse):
     """See `Engine.rotate_`; `flips`: the signs / 16."""
-    one, other, half = np.empty(_ROTATED, np.float32), np.empty(_ROTATED, np.float32), _ROTATED // _U(2)
+    turned = np.empty(_ROTATED, np.float32)
     for begin in range(_U(0), _U(len(values)) // _ROTATED * _ROTATED, _ROTATED):
-        if inverse:
-            for i in range(_ROTATED):
-                one[i] = values[begin + i]
-        else:
-            for i in range(_ROTATED):
-                one[i] = values[begin + i] * flips[i]
-        for _ in range(4):  # eight equal stages: what is half a row apart comes to lie side by side
-            for i in range(half):
-                other[_U(2) * i] = one[i] + one[i + half]
-                other[_U(2) * i + _U(1)] = one[i] - one[i + half]
-            for i in range(half):
-                one[_U(2) * i] = other[i] + other[i + half]
-                one[_U(2) * i + _U(1)] = other[i] - other[i + half]
-        if inverse:
-            for i in range(_ROTATED):
-                values[begin + i] = one[i] * flips[i]
-        else:
-            for i in range(_ROTATED):
-                values[begin + i] = one[i]
+        _spin(values, begin, flips, not inverse, inverse, turned)
 
 
-def compile_all() -> None:
-    """Compile each kernel for the types that it is called with, or read what was compiled before from the disk."""
-    reals, bytes_, words = np.zeros(256, np.float32), np.zeros(256, np.uint8), np.zeros(1, np.uint16)
-    real, none, keys = np.float32(1), np.zeros(0, np.float32), np.zeros(0, np.int32)
-    message, block, bits = (bytes_, words, none), _U(256), _U(8)
-    decode(*message, reals, False, block, bits, real, real, none)
-    how = (0, block, bits, real, real, none, real, real, real, real)
-    encode(reals, *message, False, *message, none, *how, False, keys, keys, keys, _U(0))
-    rotate(reals, reals, False)
+class Format(NamedTuple):
+    """A codec as its kernels know it; numbers of the types that they calculate with.
+
+    Attributes:
+        kind: how a block is measured and rounded, of `KINDS`.
+        block: values that share a scale, uint64.
+        bits: of a code, uint64.
+        spacing: a code stands for spacing * code + bias, float32 as all that follows; or for its number in the table.
+        bias: see `spacing`.
+        table: (256,), or empty.
+        highest: the greatest level.
+        factor: of the largest or mean magnitude in the scale.
+        smallest: the least scale (of a Gaussian, less is 0).
+        too_large: from here on the scale is NaN.
+        stochastic: is noise added before rounding?
+    """
+
+    kind: int
+    block: np.uint64
+    bits: np.uint64
+    spacing: np.float32
+    bias: np.float32
+    table: tuple[float, ...]
+    highest: np.float32
+    factor: np.float32
+    smallest: np.float32
+    too_large: np.float32
+    stochastic: bool
+
+
+class Kernels(NamedTuple):
+    """Of one format; each is compiled when it is first called."""
+
+    encode: Callable[..., None]
+    decode: Callable[..., None]
+    decode_turned: Callable[..., None]
+
+
+@cache
+def kernels(form: Format) -> Kernels:
+    """The kernels of a format."""
+    kind, block, bits, spacing, bias, _, highest, factor, smallest, too_large, stochastic = form
+    table = np.array(form.table, np.float32)
+    has_least = kind == _MINMAX
+    half = np.float32(_U(1) << (bits - _U(1)))
+    code_of_zero = np.uint8(0) if kind in (_MINMAX, _E4M3, _E5M2) else np.uint8(half)
+
+    @_kernel
+    def decode(message, out, add, first, last):
+        """Write the values of the blocks [first, last) of a message to their places in `out`, or add them to it.
+
+        The message: float32 least values if the codec has them, bfloat16 scales, codes.
+        """
+        small, word = np.empty(block, np.uint8), np.empty(1, np.uint32)
+        real, numel = word.view(np.float32), _U(len(out))
+        scales, codes = _begins(numel, block, has_least)
+        for b in range(first, last):
+            begin = b * block
+            scale = _scale(message, scales + _U(2) * b, word, real)
+            least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
+            at, length = codes + begin * bits // _U(8), min(block, numel - begin)
+            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, add, out, begin, length)
+
+    @_kernel
+    def decode_turned(message, out, add, flips, first, last):
+        """As `decode`, of values that were rotated: they are turned back by `flips`, the signs / 16."""
+        small, word, x = np.empty(block, np.uint8), np.empty(1, np.uint32), np.empty(block, np.float32)
+        turned = np.empty(_ROTATED, np.float32)
+        real, numel, nothing = word.view(np.float32), _U(len(out)), _U(0)
+        scales, codes = _begins(numel, block, has_least)
+        for b in range(first, last):
+            begin = b * block
+            scale = _scale(message, scales + _U(2) * b, word, real)
+            least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
+            at, length = codes + begin * bits // _U(8), min(block, numel - begin)
+            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length)
+            for each in range(length // _ROTATED):
+                _spin(x, each * _ROTATED, flips, False, True, turned)
+            if add:
+                for i in range(length):
+                    out[begin + i] += x[i]
+            else:
+                for i in range(length):
+                    out[begin + i] = x[i]
+
+    @_kernel
+    def encode(values, residual, flips, received, message, lost, first, last, hashes, xors, odds, place):
+        """Write the blocks [first, last) of a message: `values` + `residual`, turned by `flips`, + what was `received`;
+        and to `lost` what that loses.
+
+        `received`: the addresses of messages, uint64. `residual`, `flips`, `received` and `lost`, which is turned back,
+        may be empty, and `residual` and `lost` one array. `hashes`, `xors`, `odds`, `place`: of the noise, or empty.
+        """
+        x, levels = np.empty(block, np.float32), np.empty(block, np.float32)
+        turned = np.empty(_ROTATED, np.float32)
+        keys, small = np.empty(block, np.int32), np.empty(block, np.uint8)
+        lanes, more, word = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32), np.empty(1, np.uint32)
+        x_bits, level_bits, real = x.view(np.int32), levels.view(np.int32), word.view(np.float32)
+        numel, nothing = _U(len(values)), _U(0)
+        scales, codes = _begins(numel, block, has_least)
+        for b in range(first, last):
+            begin = b * block
+            at, length = codes + begin * bits // _U(8), min(block, numel - begin)
+            padded = (length + _U(7)) // _U(8) * _U(8)
+            if len(residual):
+                for i in range(length):
+                    x[i] = values[begin + i] + residual[begin + i]
+            else:
+                for i in range(length):
+                    x[i] = values[begin + i]
+            if len(flips):
+                for each in range(length // _ROTATED):
+                    _spin(x, each * _ROTATED, flips, True, False, turned)
+            for address in received:
+                arrived = numba.carray(_pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
+                scale = _scale(arrived, scales + _U(2) * b, word, real)
+                least = _least(arrived, _U(4) * b, word, real) if has_least else np.float32(0)
+                _decode(
+                    arrived, at, bits, spacing, bias, table, scale, least, has_least, small, True, x, nothing, length
+                )
+
+            # measure
+            most = np.int32(0)
+            for i in range(length):
+                most = max(most, np.int32(x_bits[i] & _MAGNITUDE))  # of what is not finite, more than of all else
+            word[0] = np.uint32(most)
+            largest = real[0]
+            header, least, step = _NAN, np.float32(0), np.float32(0)
+            if kind <= _E5M2:
+                spread = largest
+                if kind == _MINMAX and largest < too_large:
+                    for i in range(length):
+                        keys[i] = x_bits[i] ^ ((x_bits[i] >> 31) & _MAGNITUDE)  # whole numbers that sort as the values
+                    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
+                    for i in range(length):
+                        low = min(low, keys[i])
+                        high = max(high, keys[i])
+                    word[0] = np.uint32(low ^ ((low >> 31) & _MAGNITUDE))
+                    least = real[0] + np.float32(0)  # -0 is sent as 0
+                    word[0] = np.uint32(high ^ ((high >> 31) & _MAGNITUDE))
+                    spread = real[0] - least
+                if largest < too_large and spread < too_large:
+                    header = _rounded_up(max(spread * factor, smallest), word, real)
+            else:
+                step = _sum_of_magnitudes(x, length, lanes) / np.float32(length) * factor
+                if kind == _SIGN:
+                    header = _rounded(step, word, real)
+                elif step < too_large:
+                    step = step if step >= smallest else np.float32(0)
+                    header = np.uint16(0)
+            if header >= np.uint16(0x7F80):  # it or a value is not finite: the same bytes whatever else the block holds
+                message[scales + _U(2) * b] = np.uint8(_NAN & np.uint16(0xFF))
+                message[scales + _U(2) * b + _U(1)] = np.uint8(_NAN >> np.uint16(8))
+                if has_least:
+                    for i in range(_U(4)):
+                        message[_U(4) * b + i] = np.uint8(0)
+                for i in range(padded):
+                    small[i] = code_of_zero
+                _pack(small, padded, bits, message, at)
+                continue
+
+            # round
+            if kind == _GAUSSIAN:
+                inverse = np.float32(1) / step if step > 0 else np.float32(0)
+                along, norm = _to_gaussian(x, length, inverse, half, small, lanes, more)
+                header = _rounded(step * (norm / along), word, real) if step > 0 else np.uint16(0)
+            word[0] = np.uint32(header) << np.uint32(16)
+            scale = real[0]
+            message[scales + _U(2) * b] = np.uint8(header & np.uint16(0xFF))
+            message[scales + _U(2) * b + _U(1)] = np.uint8(header >> np.uint16(8))
+            if has_least:
+                real[0] = least
+                for i in range(_U(4)):
+                    message[_U(4) * b + i] = np.uint8((word[0] >> np.uint32(_U(8) * i)) & np.uint32(0xFF))
+            if kind <= _E5M2:
+                inverse = np.float32(1) / scale
+                if kind in (_E4M3, _E5M2):
+                    for i in range(length):
+                        levels[i] = x[i] * inverse
+                    if kind == _E4M3:
+                        for i in range(length):
+                            small[i] = _to_float8(levels[i], level_bits[i], 4)
+                    else:
+                        for i in range(length):
+                            small[i] = _to_float8(levels[i], level_bits[i], 5)
+                elif stochastic:
+                    if kind == _MINMAX:
+                        for i in range(length):
+                            levels[i] = (x[i] - least) * inverse
+                    else:
+                        for i in range(length):
+                            levels[i] = x[i] * inverse
+                    _add_noise(levels, length, hashes, xors, odds, place + begin)
+                    lowest, up = (np.float32(0), np.float32(0)) if kind == _MINMAX else (-highest, half)
+                    for i in range(length):
+                        small[i] = np.uint8(np.int32(min(max((levels[i] + _ROUND) - _ROUND, lowest), highest) + up))
+                elif kind == _MINMAX:
+                    for i in range(length):
+                        small[i] = np.uint8(np.int32(((x[i] - least) * inverse + _ROUND) - _ROUND))
+                else:
+                    for i in range(length):
+                        small[i] = np.uint8(np.int32(((x[i] * inverse + _ROUND) - _ROUND) + half))
+            elif kind == _SIGN:
+                for i in range(length):
+                    small[i] = np.uint8(x[i] >= np.float32(0))
+            for i in range(length, padded):
+                small[i] = code_of_zero
+            _pack(small, padded, bits, message, at)
+            if len(lost):
+                if len(table):
+                    for i in range(length):
+                        x[i] -= table[small[i]] * scale
+                elif has_least:
+                    for i in range(length):
+                        x[i] -= (np.float32(small[i]) * spacing + bias) * scale + least
+                else:
+                    for i in range(length):
+                        x[i] -= (np.float32(small[i]) * spacing + bias) * scale
+                if len(flips):
+                    for each in range(length // _ROTATED):
+                        _spin(x, each * _ROTATED, flips, False, True, turned)
+                for i in range(length):
+                    lost[begin + i] = x[i]
+
+    return Kernels(encode, decode, decode_turned)

@@ -25,6 +25,8 @@ class Engine(Protocol):
         wire: Tensor,
         form: BlockFormat,
         *,
+        residual: Tensor | None = None,
+        signs: Tensor | None = None,
         lost: Tensor | None,
         seed: int,
         offset: int,
@@ -32,23 +34,28 @@ class Engine(Protocol):
         """Write the sum of `values` and then `wires`, added in that order, to `wire`; and what that loses to `lost`.
 
         Args:
-            values: float32, float16 or bfloat16 (n,); stay as they are.
+            values: floating-point (n,); stay as they are.
             wires: messages of n values in the same format, uint8.
             wire: uint8, for n values.
             form: of the messages.
+            residual: like `values`, added to them; only where the engine `fuses`.
+            signs: of a rotation of values and residual, (256,); what is lost is turned back. Only where it `fuses`.
             lost: like `values`; None: nobody wants to know.
             seed: of stochastic rounding.
             offset: place of the first value in its bucket, at the edge of a block.
         """
 
-    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool) -> None:
-        """Write the values in `wire` to `out`, or add them to it."""
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool) -> None:
+        """Write the values in `wire`, turned back by `signs` where the engine `fuses`, to `out`, or add them to it."""
+
+    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
+        """Can values of `dtype` be rotated, and a residual added, in the same pass as they are encoded or decoded?"""
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
         """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
 
-    def warm_up(self) -> None:
-        """Do what the first call would wait for."""
+    def warm_up(self, form: BlockFormat) -> None:
+        """Do what the first call for this format would wait for."""
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
@@ -64,11 +71,14 @@ class _Triton:
         wire: Tensor,
         form: BlockFormat,
         *,
+        residual: Tensor | None = None,
+        signs: Tensor | None = None,
         lost: Tensor | None,
         seed: int,
         offset: int,
     ) -> None:
         """See `Engine.encode`."""
+        assert residual is signs is None, "it does not fuse"
         from ringstrategy.kernels.triton import encode as kernels
 
         known = form.kernel_format()
@@ -79,8 +89,9 @@ class _Triton:
         else:
             kernels.reduce(wires, values, wire, known, lost=lost, seed=seed, offset=offset)
 
-    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool) -> None:
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool) -> None:
         """See `Engine.decode`."""
+        assert signs is None, "it does not fuse"
         from ringstrategy.kernels.triton.decode import decode
 
         decode(wire, out, form.kernel_format(), add=add)
@@ -91,7 +102,11 @@ class _Triton:
 
         rotate_(values, signs, inverse=inverse)
 
-    def warm_up(self) -> None:
+    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
+        """Not yet."""
+        return False
+
+    def warm_up(self, form: BlockFormat) -> None:
         """Nothing: Triton compiles for each shape, when it comes."""
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
