@@ -50,8 +50,8 @@ def told(network: str) -> Any:
 
     def measure(peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device, longest: float) -> Machines:
         work = Work(1e-6, 4e-9)
-        costs = {key: CodecCost(work, work, work, Work(0.0, 0.0)) for key in codecs}
-        free = CodecCost(Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 1e-12), Work(0.0, 0.0))
+        costs = {key: CodecCost(work, work, work, work) for key in codecs}
+        free = CodecCost(Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 1e-12))
         costs = {key: free if key[0].lossless else cost for key, cost in costs.items()}
         return Machines(peers.hosts, NETWORKS[network], Link(1e-6, 1e-11), 1e-6, costs, 0.0)
 

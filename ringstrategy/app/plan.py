@@ -113,13 +113,8 @@ def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> Co
 
 
 def _given_codecs(algorithms: Iterable[AllReduce], gb_per_second: float) -> CodecCosts:
-    pass_over, nothing = Work(0.0, 4e-9 / gb_per_second), Work(0.0, 0.0)
-    return {
-        (codec, feedback): CodecCost(
-            pass_over, pass_over, pass_over, nothing if type(codec).prepare_ is Codec.prepare_ else pass_over
-        )
-        for codec, feedback in _keys(algorithms)
-    }
+    pass_over = Work(0.0, 4e-9 / gb_per_second)
+    return {key: CodecCost(pass_over, pass_over, pass_over, pass_over) for key in _keys(algorithms)}
 
 
 @dataclass(frozen=True)
@@ -283,7 +278,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
             prediction=predict(algorithm, parameters, there, profile),
             worst=accuracy.worst(*key),
             loss=accuracy.in_words(*key),
-            codec_gb_per_s=None if key[0].lossless else 4e-9 / (cost.encode.per_value + cost.turn.per_value),
+            codec_gb_per_s=None if key[0].lossless else 4e-9 / cost.encode.per_value,
         )
 
     rows = [row(name, algorithm) for name, algorithm in named.items()]

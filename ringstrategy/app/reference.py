@@ -26,23 +26,23 @@ def _work(figures: Figures) -> Work:
     return Work(1e-6 * microseconds, 4e-9 / gigabytes_per_second)
 
 
-def _cost(encode: Figures, relay: Figures, decode: Figures, turn: Figures = (0, math.inf)) -> CodecCost:
-    return CodecCost(_work(encode), _work(relay), _work(decode), _work(turn))
+def _cost(encode: Figures, relay: Figures, decode: Figures, add: Figures) -> CodecCost:
+    return CodecCost(_work(encode), _work(relay), _work(decode), _work(add))
 
 
-PACK_SECONDS = 4e-9 / 6.4
+PACK_SECONDS = 4e-9 / 6.3
 CODECS: dict[tuple[Codec, bool], CodecCost] = {
-    (Identity(), False): _cost((5.8, 10), (6.9, 5.2), (5.3, 8.8)),
-    (Cast("float16"), False): _cost((5.9, 13), (6.6, 3.8), (5.8, 8.6)),
-    (Cast("bfloat16"), False): _cost((6.4, 9), (5.4, 3.5), (5.1, 7.9)),
-    (BlockFloat8("e4m3"), False): _cost((64, 2.5), (91, 1.6), (37, 3.7)),
-    (BlockInt(8), False): _cost((59, 3.2), (79, 2.3), (28, 5.1)),
-    (BlockInt(8), True): _cost((74, 1.6), (91, 1.3), (28, 5)),
-    (BlockInt(4), False): _cost((68, 3), (110, 2), (43, 3.8)),
-    (Rotated(Gaussian(4)), False): _cost((110, 1.5), (150, 1.1), (44, 3.5), (31, 3.2)),
-    (Rotated(Gaussian(2)), False): _cost((110, 1.5), (150, 1), (46, 3.5), (28, 3.3)),
-    (Rotated(Gaussian(1)), False): _cost((110, 1.4), (160, 1), (50, 2.2), (26, 3.1)),
-    (TopK(8), False): _cost((39, 0.34), (60, 0.31), (28, 2.8)),
+    (Identity(), False): _cost((6.1, 9.9), (5.7, 5.1), (5.5, 7.6), (3.1, 9.2)),
+    (Cast("float16"), False): _cost((6.6, 12), (8.6, 4.2), (5.1, 8.2), (3.8, 6.1)),
+    (Cast("bfloat16"), False): _cost((6.7, 7.8), (5.3, 3.4), (5.1, 7.5), (3.8, 6)),
+    (BlockFloat8("e4m3"), False): _cost((30, 4.9), (18, 3.3), (12, 7.9), (10, 6.9)),
+    (BlockInt(8), False): _cost((16, 6.7), (15, 6), (12, 8.1), (9.9, 11)),
+    (BlockInt(8), True): _cost((19, 4), (20, 4.4), (13, 8), (9.9, 10)),
+    (BlockInt(4), False): _cost((15, 7.2), (15, 6), (11, 6.2), (11, 10)),
+    (Rotated(Gaussian(4)), False): _cost((23, 3.4), (23, 2.9), (19, 3.9), (10, 10)),
+    (Rotated(Gaussian(2)), False): _cost((22, 3.1), (23, 2.8), (18, 4), (10, 11)),
+    (Rotated(Gaussian(1)), False): _cost((23, 3), (23, 2.8), (18, 3.8), (10, 10)),
+    (TopK(8), False): _cost((27, 0.3), (58, 0.29), (35, 2.6), (27, 2.9)),
 }
 
 
@@ -58,9 +58,7 @@ def main() -> None:
     print(f"PACK_SECONDS = 4e-9 / {4e-9 / pack_seconds(cpu, undisturbed=True):.2g}")
     for codec, feedback in CODECS:
         cost = codec_cost(codec, feedback, cpu, lambda work: work(), undisturbed=True)
-        works = [cost.encode, cost.relay, cost.decode]
-        if type(codec).prepare_ is not Codec.prepare_:
-            works.append(cost.turn)
+        works = cost.encode, cost.relay, cost.decode, cost.add
         print(f"    ({as_code(codec)}, {feedback}): _cost({', '.join(map(_figures, works))}),")
 
 

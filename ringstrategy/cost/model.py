@@ -56,14 +56,14 @@ _NOTHING = Work(0.0, 0.0)
 class CodecCost:
     """What a codec's calls cost one thread. With feedback, `encode` and `relay` add a residual and write `lost`."""
 
-    encode: Work
-    relay: Work
-    decode: Work
-    turn: Work  # `prepare_`, and also `restore_`
+    encode: Work  # `Codec.hop` with nothing that arrived
+    relay: Work  # `Codec.hop` with one wire that arrived
+    decode: Work  # `Codec.deliver`
+    add: Work  # `Codec.decode` with `add`
 
     def slower(self, factor: float) -> CodecCost:
         """The same calls, each `factor` times as long."""
-        return CodecCost(*(work.slower(factor) for work in (self.encode, self.relay, self.decode, self.turn)))
+        return CodecCost(*(work.slower(factor) for work in (self.encode, self.relay, self.decode, self.add)))
 
 
 @dataclass(frozen=True)
@@ -211,26 +211,26 @@ class _Timed(Codec):
         self._clock.work(self._cost.encode.seconds(values.numel()))
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        self._clock.work(self._cost.decode.seconds(out.numel()))
+        self._clock.work((self._cost.add if add else self._cost.decode).seconds(out.numel()))
 
-    def reduce(
+    def hop(
         self,
-        wires: Sequence[Tensor],
+        arrived: Sequence[Tensor],
         values: Tensor,
-        wire_out: Tensor,
+        wire: Tensor,
         *,
+        residual: Tensor | None = None,
         lost: Tensor | None = None,
-        seed: int = 0,
+        seed: int,
+        own_seed: int,
         offset: int = 0,
     ) -> None:
-        decoded = (len(wires) - 1) * self._cost.decode.seconds(values.numel())
-        self._clock.work(decoded + self._cost.relay.seconds(values.numel()))
+        numel = values.numel()
+        others = max(0, len(arrived) - 1) * self._cost.add.seconds(numel)
+        self._clock.work(others + (self._cost.relay if arrived else self._cost.encode).seconds(numel))
 
-    def prepare_(self, values: Tensor, seed: int) -> None:
-        self._clock.work(self._cost.turn.seconds(values.numel()))
-
-    def restore_(self, values: Tensor, seed: int) -> None:
-        self._clock.work(self._cost.turn.seconds(values.numel()))
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
+        self._clock.work(self._cost.decode.seconds(out.numel()))
 
 
 def exchange_cost(
@@ -267,7 +267,7 @@ def exchange_cost(
     values = torch.empty(numel, dtype=dtype, device="meta")
     residual = torch.empty_like(values) if feedback else None
     # to add within a host takes about as long as to copy
-    exact = _Timed(Identity(), CodecCost(_NOTHING, _NOTHING, machines.pack, _NOTHING), clock)
+    exact = _Timed(Identity(), CodecCost(_NOTHING, _NOTHING, _NOTHING, machines.pack), clock)
     timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock, exact)
     mean_(values, peers, collective, timed, residual=residual)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))

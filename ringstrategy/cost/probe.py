@@ -7,6 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     mine = [across.alpha, across.beta, inside.alpha, inside.beta, max(across.post, inside.post)]
     mine += [max(across.transport, inside.transport), pack_seconds(device)]
     for cost in costs.values():
-        mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.turn) for x in (work.fixed, work.per_value)]
+        mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.add) for x in (work.fixed, work.per_value)]
     slowest = [max(column) for column in zip(*all_gather_floats(peers, mine), strict=True)]
     ring, alpha = (leaders, slowest[0]) if len(leaders) > 1 else (neighbours, slowest[2])
     crowded = all_gather_floats(
@@ -179,31 +180,20 @@ def codec_cost(
 
     def calls(numel: int) -> list[Callable[[int], object]]:
         wires = [torch.empty(codec.nbytes(numel, whole.dtype), dtype=torch.uint8, device=device) for _ in range(2)]
-        in_place = codec.raw(whole) is not None
         codec.encode(pattern[:numel], wires[0])
 
         def part(of: Tensor, repeat: int) -> Tensor:
             return of[repeat * _MANY : repeat * _MANY + numel]
 
-        def fed(repeat: int) -> tuple[Tensor, Tensor | None]:
-            values = part(whole, repeat)
-            if residuals is None:
-                return values, None
-            return values.add_(part(residuals, repeat)), part(residuals, repeat)
-
-        def encode(repeat: int) -> None:
-            values, lost = fed(repeat)
-            codec.encode(values, wires[1], lost=lost)
-
-        def relay(repeat: int) -> None:
-            values, lost = fed(repeat)
-            codec.reduce((wires[0],), values, wires[1], lost=lost)
+        def hop(arrived: list[Tensor], repeat: int) -> None:
+            rest = None if residuals is None else part(residuals, repeat)
+            codec.hop(arrived, part(whole, repeat), wires[1], residual=rest, lost=rest, seed=0, own_seed=0)
 
         return [
-            encode,
-            relay,
-            lambda repeat: codec.decode(wires[0], part(outs, repeat), add=in_place),
-            lambda repeat: codec.prepare_(part(outs, repeat), 0),
+            partial(hop, []),
+            partial(hop, wires[:1]),
+            lambda repeat: codec.deliver(wires[0], part(outs, repeat), seed=0),
+            lambda repeat: codec.decode(wires[0], part(outs, repeat), add=True),
         ]
 
     times: list[list[float]] = []
