@@ -94,6 +94,7 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
     from ringstrategy.kernels.triton.buckets import Places, pack
     from ringstrategy.kernels.triton.decode import decode
     from ringstrategy.kernels.triton.encode import encode, relay
+    from ringstrategy.kernels.triton.formats import of
     from ringstrategy.kernels.triton.rotate import rotate_
 
     original, other = torch.randn(n, device=device), torch.randn(n, device=device)
@@ -104,7 +105,7 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
         cases.extend(Case(work, way, nbytes, run, result) for way, run in ways.items())
 
     for name, codec in _CODECS.items():
-        fmt, size = codec.kernel_format(), codec.nbytes(n, values.dtype)
+        fmt, size = of(codec.arithmetic()), codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         encode(other, payload, fmt)
         add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, wire, fmt, lost=lost))

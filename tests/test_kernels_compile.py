@@ -15,13 +15,14 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from ringstrategy.kernels.triton import formats
 from ringstrategy.kernels.triton.buckets import _pack_kernel, _unpack_kernel
 from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
-from ringstrategy.kernels.triton.formats import LAUNCH
+from ringstrategy.kernels.triton.formats import LAUNCH, of
 from ringstrategy.kernels.triton.rotate import ROWS, _rotate_kernel
 from triton.backends.compiler import GPUTarget
+
+from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 
 OLD = triton.__version__ < "3.6"  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)
 TARGETS = {
@@ -29,23 +30,23 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-FORMATS = {
-    "int8": formats.block_int(8),
-    "int4": formats.block_int(4),
-    "int2": formats.block_int(2),
-    "int7 minmax": formats.block_int(7, scale="minmax"),
-    "int8 stochastic": formats.block_int(8, rounding="stochastic"),
-    "e4m3": formats.block_float8("e4m3"),
-    "e5m2": formats.block_float8("e5m2"),
-    "sign": formats.sign(),
-    "gaussian4": formats.gaussian(4),
+CODECS = {
+    "int8": BlockInt(8),
+    "int4": BlockInt(4),
+    "int2": BlockInt(2),
+    "int7 minmax": BlockInt(7, scale="minmax"),
+    "int8 stochastic": BlockInt(8, rounding="stochastic"),
+    "e4m3": BlockFloat8("e4m3"),
+    "e5m2": BlockFloat8("e5m2"),
+    "sign": Sign(),
+    "gaussian4": Gaussian(4),
 }
 F32, I64, I32, U8 = torch.float32, torch.int64, torch.int32, torch.uint8
 N, SEED = 2**20 + 3, 2**60 + 7
 
 ENCODE = {"encode": None, "relay": U8, "reduce": I64}  # dtype of the payloads
 CASES = [
-    *(("sm_90", "encode", name) for name in FORMATS),
+    *(("sm_90", "encode", name) for name in CODECS),
     *(("sm_90", kernel, name) for kernel in ("relay", "reduce") for name in ("int8", "sign")),
     *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
     *(("sm_90", kernel, "rotated") for kernel in ("pack", "unpack", "rotate")),
@@ -75,7 +76,8 @@ def compiled(target, kernel, case, monkeypatch):
     )
     options = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
     signs = F32 if case == "rotated" else None
-    fmt = FORMATS.get(re.sub(" (of|losing) .*", "", case))
+    codec = CODECS.get(re.sub(" (of|losing) .*", "", case))
+    fmt = codec and of(codec.arithmetic())
     lost = None if case.endswith("losing nothing") else F32
     n = 1 if case.endswith("of one value") else N
     kind = getattr(torch, case.split()[-1]) if "float16" in case else F32

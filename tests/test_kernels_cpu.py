@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -75,6 +76,14 @@ def test_whole_numbers_have_the_same_bytes(codec: Blocked, numel: int) -> None:
         assert torch.equal(bits(given), bits(kept)), "what is encoded stays as it is"
 
 
+@pytest.mark.parametrize("scale", ["absmax", "minmax"])
+def test_noise_is_the_same_where_its_period_ends(scale: Literal["absmax", "minmax"]) -> None:
+    codec = BlockInt(8, rounding="stochastic", scale=scale)
+    (wire, lost), (wire_, lost_) = both(codec, values(1003), [], offset=2**20 - 2 * codec.block)
+    assert torch.equal(wire, wire_)
+    assert torch.equal(lost, lost_)
+
+
 @pytest.mark.parametrize("codec", SUMS, ids=str)
 @pytest.mark.parametrize("numel", [1, 7, 256, 1003, 9000])
 def test_scales_that_are_sums_have_the_same_bytes_but_for_their_last_bit(codec: Blocked, numel: int) -> None:
@@ -90,6 +99,44 @@ def test_scales_that_are_sums_have_the_same_bytes_but_for_their_last_bit(codec: 
             torch.allclose(lost[alike], lost_[alike], rtol=1e-5, atol=0)
             or (lost != lost_)[alike].float().mean() < 0.002
         )
+
+
+@pytest.mark.parametrize("codec", [*WHOLE, *SUMS], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_values_of_another_dtype(codec: Blocked, dtype: torch.dtype) -> None:
+    given = (torch.randn(1003, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    given[300] = math.nan
+    wires = messages(codec, 1003, 1)
+    (wire, lost), (wire_, lost_) = both(codec, given, [*wires, *wires])
+    decoded = [given.clone(), given.clone()]
+    reference.decode(wires[0], decoded[0], codec, add=True)
+    ENGINE.decode(wires[0], decoded[1], codec, add=True)
+    assert torch.equal(*(each.nan_to_num(0.5) for each in decoded))
+    assert lost[300] == lost_[300] == 7.0
+    if codec in WHOLE:
+        assert torch.equal(wire, wire_)
+        assert torch.equal(lost, lost_)
+    else:
+        assert (wire != wire_).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("codec", [*WHOLE, *SUMS], ids=str)
+def test_what_a_user_sets_changes_no_byte_of_the_reference(codec: Blocked) -> None:
+    given, lost = values(1003, 1), torch.zeros(1003)
+    [expected], wire = messages(codec, 1003, 1), torch.empty(codec.nbytes(1003, torch.float32), dtype=torch.uint8)
+    out, turned = torch.zeros(1003), torch.zeros(1003)
+    reference.decode(expected, out, codec)
+    reference.rotate_(out, signs(1))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            reference.encode(given, (), wire, codec, lost=lost, seed=1)
+            reference.decode(wire, turned, codec)
+            reference.rotate_(turned, signs(1))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(wire, expected)
+    assert torch.equal(turned, out)
 
 
 @pytest.mark.parametrize("codec", [*WHOLE, *SUMS], ids=str)

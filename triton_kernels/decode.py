@@ -28,7 +28,7 @@ def decode_tiles(wire, n, first, inside, span, FORMAT: tl.constexpr, ALIGN: tl.c
     scales, minima = header_pointers(wire, blocks, first, FORMAT)
     scale = (tl.load(scales, mask=there, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     minimum = tl.zeros_like(scale)
-    if FORMAT.minima:
+    if FORMAT.form.has_minima:
         minimum = tl.load(minima, mask=there, other=0.0)
     codes = load_codes(code_pointer(wire, blocks, first, FORMAT, ALIGN), inside, span, FORMAT)
     decoded = ()
@@ -76,7 +76,7 @@ def decode(wire: Tensor, out: Tensor, fmt: Format, *, add: bool = False) -> None
     """Write the values in `wire` to `out`, or with `add`, add them.
 
     Args:
-        wire: uint8 (fmt.nbytes(n),), from a multiple of 16 bytes.
+        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes.
         out: float32, float16 or bfloat16 (n,); rounded once from float32.
         fmt: the codec.
         add: to what `out` holds.

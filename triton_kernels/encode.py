@@ -68,14 +68,14 @@ def _encode_rows(
     kept = ()
     TILES: tl.constexpr = FORMAT.tiles
     for t in tl.static_range(TILES):
-        code = tl.where(finite & exists[t], codes[t], FORMAT.zero)
+        code = tl.where(finite & exists[t], codes[t], FORMAT.form.zero)
         sent = sent + (code,)
         rest = rest + (tiles[t] - FORMAT.dequantize(code, scale, minimum, FORMAT),)
         kept = kept + (finite & exists[t],)
     there = row < blocks - first
     scales, minima = header_pointers(wire, blocks, first, FORMAT)
     tl.store(scales, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.uint16), mask=there)
-    if FORMAT.minima:
+    if FORMAT.form.has_minima:
         tl.store(minima, minimum, mask=there)
     store_codes(code_pointer(wire, blocks, first, FORMAT, ALIGN), sent, inside, span, FORMAT)
     if lost is not None:
@@ -98,7 +98,7 @@ def encode(
 
     Args:
         values: float32, float16 or bfloat16 (n,).
-        wire: uint8 (fmt.nbytes(n),), from a multiple of 16 bytes.
+        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes.
         fmt: the codec.
         lost: like `values`, or `values` itself.
         seed: of stochastic rounding.

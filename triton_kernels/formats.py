@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels import layout
+from ringstrategy.kernels.layout import Arithmetic
 
 LARGEST_BLOCK = 8192  # a block lies in the registers of one program
 # 128 threads; each operation rounds, as in torch
@@ -32,11 +32,7 @@ def _bits(number: float) -> int:
 
 
 _NAN = tl.constexpr(0x7FC00000)
-_LARGEST = tl.constexpr(_bits(layout.LARGEST))  # from here up, a scale rounded up could overflow
 _INFINITY = tl.constexpr(0x7F800000)
-_SMALLEST_NORMAL = tl.constexpr(_bits(layout.SMALLEST_SCALE))
-_SMALLEST_STEP = tl.constexpr(layout.SMALLEST_SCALE)
-_LARGEST_STEP = tl.constexpr(layout.LARGEST_STEP)
 _TO_INTEGER = tl.constexpr(
     12582912.0
 )  # 1.5 * 2^23: adding it rounds, halves to even, and the low bits hold the integer
@@ -45,26 +41,17 @@ _INTEGER_ZERO = tl.constexpr(0x4B400000)  # its bits
 
 @dataclass(frozen=True)
 class Format:
-    """A codec as one constant of the kernels; make it with `block_int`, `block_float8`, `sign` or `gaussian`.
+    """A codec as one constant of the kernels; see `of`.
 
     Args:
-        block: values that share headers.
-        bits: of a code, 1 to 8.
-        quantize: a triton function, as is `dequantize`; see above.
-        unit: what the block's greatest value, range or mean is multiplied by to give its scale.
-        zero: the code of a zero.
-        stochastic: round to either side.
-        minima: a float32 minimum goes before the scales.
+        form: the description that all engines share.
+        quantize: a triton function; see above.
+        dequantize: another.
     """
 
-    block: int
-    bits: int
+    form: Arithmetic
     quantize: Any
     dequantize: Any
-    unit: float = 0.0
-    zero: int = 0
-    stochastic: bool = False
-    minima: bool = False
 
     def __post_init__(self) -> None:
         if self.block % 8 or not 8 <= self.block <= LARGEST_BLOCK:
@@ -74,9 +61,24 @@ class Format:
             )
 
     @property
-    def header_bytes(self) -> int:
-        """Bytes of a block's headers."""
-        return 6 if self.minima else 2
+    def block(self) -> int:
+        """Values that share headers."""
+        return self.form.block
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.form.bits
+
+    @property
+    def smallest_bits(self) -> int:
+        """The least scale, as an integer."""
+        return _bits(self.form.smallest)
+
+    @property
+    def too_large_bits(self) -> int:
+        """What counts as not finite, as an integer."""
+        return _bits(self.form.too_large)
 
     @property
     def tiles(self) -> int:
@@ -98,17 +100,13 @@ class Format:
         """What triton's cache of compiled kernels knows it by; without this, mended helpers would find old kernels."""
         return f"{self} {self.quantize.cache_key} {self.dequantize.cache_key}"
 
-    def nbytes(self, numel: int) -> int:
-        """Bytes of a message of `numel` values."""
-        return self.header_bytes * -(-numel // self.block) + -(-numel // 8) * self.bits
-
     def grid(self, numel: int) -> tuple[int]:
         """Programs for `numel` values."""
         return (-(-numel // (self.rows * self.block)),)
 
     def align(self, numel: int) -> int:
         """What the places of a program's codes in a message of `numel` values are multiples of, in bytes, up to 16."""
-        headers = self.header_bytes * -(-numel // self.block)
+        headers = self.form.header_bytes * -(-numel // self.block)
         return math.gcd(headers, self.rows * self.block * self.bits // 8, 16)
 
     def check(self, values: Tensor, *wires: Tensor) -> None:
@@ -117,42 +115,15 @@ class Format:
         for wire in wires:
             assert wire.dtype == torch.uint8, f"a message is uint8, not {wire.dtype}"
             assert wire.is_contiguous(), f"a message must be flat, got strides {wire.stride()}"
-            assert wire.numel() == self.nbytes(values.numel()), f"{wire.numel()} bytes for {values.numel()} values"
+            nbytes = self.form.nbytes(values.numel())
+            assert wire.numel() == nbytes, f"{wire.numel()} bytes for {values.numel()} values, not {nbytes}"
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"
 
 
-def block_int(
-    bits: int,
-    block: int = 256,
-    scale: Literal["absmax", "minmax"] = "absmax",
-    rounding: Literal["nearest", "stochastic"] = "nearest",
-) -> Format:
-    """Whole numbers times the block's scale; `bits` 2 to 8, with minmax 1 to 8."""
-    stochastic = rounding == "stochastic"
-    if scale == "minmax":
-        return Format(block, bits, _to_minmax, _from_minmax, 1 / (2**bits - 1), stochastic=stochastic, minima=True)
-    half = 1 << (bits - 1)
-    return Format(block, bits, _to_absmax, _from_absmax, 1 / (half - 1), half, stochastic)
-
-
-def block_float8(format: Literal["e4m3", "e5m2"], block: int = 256) -> Format:
-    """Floats of 8 bits times the block's scale: `e4m3` as torch.float8_e4m3fn, or `e5m2`."""
-    if format == "e4m3":
-        return Format(block, 8, _to_e4m3, _from_e4m3, 1 / 448)
-    return Format(block, 8, _to_e5m2, _from_e5m2, 1 / 57344)
-
-
-def sign(block: int = 256) -> Format:
-    """One bit a value, times the block's mean magnitude."""
-    return Format(block, 1, _to_sign, _from_sign, zero=1)
-
-
-def gaussian(bits: int, block: int = 256) -> Format:
-    """Odd multiples of a scale, spaced as is best for normal values; `bits` 1 to 7."""
-    return Format(
-        block, bits, _to_gaussian, _from_gaussian, layout.GAUSSIAN_STEPS[bits] * math.sqrt(math.pi / 2), 1 << (bits - 1)
-    )
+def of(form: Arithmetic) -> Format:
+    """A codec for the kernels. Raises a ValueError if its blocks are too large for them."""
+    return Format(form, *_FUNCTIONS[form.kind])
 
 
 @triton.jit
@@ -177,10 +148,10 @@ def largest_magnitude(tiles):
 
 
 @triton.jit
-def bounding_scale(largest, UNIT: tl.constexpr):
-    """`largest` (bits of a float32) * UNIT, rounded up to bfloat16, at least 2^-126; NaN from _LARGEST up."""
-    up = (tl.maximum(bits_of(float_of(largest) * UNIT), _SMALLEST_NORMAL) + 0xFFFF) & -0x10000
-    return float_of(tl.where(largest < _LARGEST, up, _NAN))
+def bounding_scale(largest, FORMAT: tl.constexpr):
+    """`largest` (bits of a float32) * factor, rounded up to bfloat16, at least the smallest; NaN where too large."""
+    up = (tl.maximum(bits_of(float_of(largest) * FORMAT.form.factor), FORMAT.smallest_bits) + 0xFFFF) & -0x10000
+    return float_of(tl.where(largest < FORMAT.too_large_bits, up, _NAN))
 
 
 @triton.jit
@@ -232,23 +203,29 @@ def rounded(tiles, seed, place, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def _to_absmax(
-    tiles, exists, length, seed, place, FORMAT: tl.constexpr
-):  # u = clamp(rint(x * (1/s)), -Q, Q) + 2^(bits-1), s = bounding(max|x| / Q)
-    scale = bounding_scale(largest_magnitude(tiles), FORMAT.unit)
-    levels = rounded(_scaled(tiles, tl.div_rn(1.0, scale)), seed, place, FORMAT.stochastic)
-    codes = ()
-    for t in tl.static_range(len(tiles)):
-        level = levels[t]
-        if FORMAT.stochastic:  # rounding to nearest stays within
-            level = tl.minimum(tl.maximum(level, 1 - (1 << (FORMAT.bits - 1))), (1 << (FORMAT.bits - 1)) - 1)
-        codes = codes + (level + (1 << (FORMAT.bits - 1)),)
-    return codes, scale, tl.zeros_like(scale)
+def _number(code, FORMAT: tl.constexpr):
+    """What a code stands for in units of the scale."""
+    return (FORMAT.form.spacing * code + FORMAT.form.bias).to(tl.float32)
 
 
 @triton.jit
-def _from_absmax(code, scale, minimum, FORMAT: tl.constexpr):
-    return (code - (1 << (FORMAT.bits - 1))).to(tl.float32) * scale
+def _from_number(code, scale, minimum, FORMAT: tl.constexpr):
+    return _number(code, FORMAT) * scale
+
+
+@triton.jit
+def _to_absmax(
+    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+):  # u = clamp(rint(x * (1/s)), -Q, Q) + 2^(bits-1), s = bounding(max|x| / Q)
+    scale = bounding_scale(largest_magnitude(tiles), FORMAT)
+    levels = rounded(_scaled(tiles, tl.div_rn(1.0, scale)), seed, place, FORMAT.form.stochastic)
+    codes = ()
+    for t in tl.static_range(len(tiles)):
+        level = levels[t]
+        if FORMAT.form.stochastic:  # rounding to nearest stays within
+            level = tl.minimum(tl.maximum(level, -FORMAT.form.highest), FORMAT.form.highest)
+        codes = codes + (level - FORMAT.form.bias,)
+    return codes, scale, tl.zeros_like(scale)
 
 
 @triton.jit
@@ -262,36 +239,36 @@ def _to_minmax(
     minimum, maximum = tl.min(low, 1)[:, None] + 0.0, tl.max(high, 1)[:, None]  # + 0.0: a minimum of -0 is sent as 0
     spread = bits_of(maximum - minimum) & 0x7FFFFFFF
     # minima and maxima may pass over a NaN
-    scale = bounding_scale(tl.where(largest_magnitude(tiles) < _LARGEST, spread, _NAN), FORMAT.unit)
+    scale = bounding_scale(tl.where(largest_magnitude(tiles) < FORMAT.too_large_bits, spread, _NAN), FORMAT)
     shifted = ()
     for t in tl.static_range(len(tiles)):
         shifted = shifted + (tiles[t] - minimum,)
-    levels = rounded(_scaled(shifted, tl.div_rn(1.0, scale)), seed, place, FORMAT.stochastic)
+    levels = rounded(_scaled(shifted, tl.div_rn(1.0, scale)), seed, place, FORMAT.form.stochastic)
     codes = ()
     for t in tl.static_range(len(tiles)):
-        codes = codes + (tl.minimum(levels[t], (1 << FORMAT.bits) - 1) if FORMAT.stochastic else levels[t],)
+        codes = codes + (tl.minimum(levels[t], FORMAT.form.highest) if FORMAT.form.stochastic else levels[t],)
     return codes, scale, tl.where(scale == scale, minimum, 0.0)
 
 
 @triton.jit
 def _from_minmax(code, scale, minimum, FORMAT: tl.constexpr):
-    return minimum + code.to(tl.float32) * scale
+    return minimum + _number(code, FORMAT) * scale
 
 
 @triton.jit
 def _to_e4m3(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
-    return _to_float8(tiles, FORMAT.unit, 4, 3)
+    return _to_float8(tiles, FORMAT, 4, 3)
 
 
 @triton.jit
 def _to_e5m2(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
-    return _to_float8(tiles, FORMAT.unit, 5, 2)
+    return _to_float8(tiles, FORMAT, 5, 2)
 
 
 @triton.jit
-def _to_float8(tiles, UNIT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+def _to_float8(tiles, FORMAT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
     # integer arithmetic, ties to even: GPUs before sm_89 have no instruction for e4m3
-    scale = bounding_scale(largest_magnitude(tiles), UNIT)
+    scale = bounding_scale(largest_magnitude(tiles), FORMAT)
     DROPPED: tl.constexpr = 23 - MANTISSA
     REBIAS: tl.constexpr = 127 - ((1 << (EXPONENT - 1)) - 1)
     # adding this power of two leaves a subnormal's code in the low bits
@@ -338,8 +315,8 @@ def _from_sign(code, scale, minimum, FORMAT: tl.constexpr):
 def _to_gaussian(
     tiles, exists, length, seed, place, FORMAT: tl.constexpr
 ):  # u = clamp(floor(v)) + 2^(bits-1), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
-    distance = mean_magnitude(tiles, length) * FORMAT.unit
-    tiny = distance < _SMALLEST_STEP
+    distance = mean_magnitude(tiles, length) * FORMAT.form.factor
+    tiny = distance < FORMAT.form.smallest
     inverse = tl.div_rn(1.0, tl.where(tiny, 1.0, distance))
     v = _scaled(tiles, tl.where(tiny, 0.0, inverse))
     near = rounded(v, 0, 0, False)
@@ -348,18 +325,13 @@ def _to_gaussian(
     products = ()
     for t in tl.static_range(len(tiles)):
         floor = near[t] - (near[t].to(tl.float32) > v[t]).to(tl.int32)
-        code = tl.minimum(tl.maximum(floor + (1 << (FORMAT.bits - 1)), 0), (1 << FORMAT.bits) - 1)
+        code = tl.minimum(tl.maximum(floor + FORMAT.form.zero, 0), (1 << FORMAT.bits) - 1)
         codes = codes + (code,)
         squares = squares + (v[t] * v[t],)
-        products = products + (v[t] * (2 * code - ((1 << FORMAT.bits) - 1)).to(tl.float32),)
+        products = products + (v[t] * _number(code, FORMAT),)
     projection = tl.div_rn(sum_rows(squares), sum_rows(products))
     scale = tl.where(tiny, 0.0, nearest_scale(distance * projection))
-    return codes, tl.where(distance < _LARGEST_STEP, scale, float("nan")), tl.zeros_like(distance)
-
-
-@triton.jit
-def _from_gaussian(code, scale, minimum, FORMAT: tl.constexpr):
-    return (2 * code - ((1 << FORMAT.bits) - 1)).to(tl.float32) * scale
+    return codes, tl.where(distance < FORMAT.form.too_large, scale, float("nan")), tl.zeros_like(distance)
 
 
 @triton.jit
@@ -368,3 +340,13 @@ def _scaled(tiles, factor):
     for t in tl.static_range(len(tiles)):
         scaled = scaled + (tiles[t] * factor,)
     return scaled
+
+
+_FUNCTIONS = {
+    "int": (_to_absmax, _from_number),
+    "minmax": (_to_minmax, _from_minmax),
+    "e4m3": (_to_e4m3, _from_e4m3),
+    "e5m2": (_to_e5m2, _from_e5m2),
+    "sign": (_to_sign, _from_sign),
+    "gaussian": (_to_gaussian, _from_number),
+}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_bits, check_block
-from ringstrategy.codecs.noise import add_noise_, keys
-from ringstrategy.kernels.layout import LARGEST, Arithmetic
-
-if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.formats import Format
+from ringstrategy.codecs.noise import keys, noise
+from ringstrategy.kernels.layout import Arithmetic
 
 
 @dataclass(frozen=True)
@@ -44,67 +41,37 @@ class BlockInt(Blocked):
         if self.scale not in ("absmax", "minmax"):
             raise ValueError(f"scale is 'absmax' or 'minmax', got {self.scale!r}")
 
-    @property
-    def headers(self) -> tuple[torch.dtype, ...]:
-        """The least value too, with minmax."""
-        return (torch.bfloat16,) if self.scale == "absmax" else (torch.float32, torch.bfloat16)
+    def arithmetic(self) -> Arithmetic:
+        """See `Blocked.arithmetic`. Whole numbers around 0; with minmax from 0 up."""
+        half, stochastic = 1 << (self.bits - 1), self.rounding == "stochastic"
+        if self.scale == "absmax":
+            kind: Literal["int", "minmax"] = "int"
+            highest, bias = half - 1, -half
+        else:
+            kind, highest, bias = "minmax", 2 * half - 1, 0
+        return Arithmetic(kind, self.block, self.bits, 1 / highest, bias=bias, highest=highest, stochastic=stochastic)
 
-    @property
-    def shift(self) -> int:  # type: ignore[override]
-        """With minmax the numbers count from 0 up."""
-        return 0 if self.scale == "absmax" else 1 << (self.bits - 1)
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `Blocked.quantize`."""
+        how, largest, least = self.arithmetic(), blocks.abs().amax(1, keepdim=True), None
+        if self.scale == "absmax":
+            scale = bounding_scale(largest, how)
+            levels = blocks * (1 / scale)
+        else:
+            least = blocks.amin(1, keepdim=True) + 0.0  # -0 is sent as 0
+            scale = bounding_scale(blocks.amax(1, keepdim=True) - least, how)
+            scale = torch.where(largest < how.too_large, scale, torch.nan)
+            levels = (blocks - least) * (1 / scale)
+        if self.rounding == "stochastic":
+            levels = levels + noise(seed, place, blocks.numel()).view_as(blocks)
+        levels = levels.round().clamp(-how.highest if self.scale == "absmax" else 0, how.highest)
+        return (levels - how.bias).to(torch.uint8), scale, least
+
+    def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
+        """See `Blocked.noise`."""
+        return keys(seed, place, numel) if self.rounding == "stochastic" else None
 
     @property
     def adds_exactly(self) -> bool:  # type: ignore[override]
         """With absmax: whole numbers below 2**7, times 8 significant bits."""
         return self.scale == "absmax"
-
-    def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """See `Blocked.measure`."""
-        least, greatest = blocks.amin(1), blocks.amax(1)
-        largest = torch.maximum(greatest, -least)
-        if self.scale == "absmax":
-            return (bounding_scale(largest, self._highest),)
-        spread = greatest - least
-        scale = bounding_scale(spread, self._highest)
-        return least + 0.0, torch.where(largest < LARGEST, scale, torch.nan)  # + 0.0: a least value of -0 is sent as 0
-
-    def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
-        """See `Blocked.quantize`."""
-        inverse = headers[-1].reciprocal()[:, None]
-        if self.scale == "absmax":
-            torch.mul(blocks, inverse, out=levels)
-        else:
-            torch.sub(blocks, headers[0][:, None], out=levels)
-            levels.mul_(inverse)
-        if self.rounding == "stochastic":
-            add_noise_(levels, seed, place)
-            levels.round_().clamp_(-self._highest if self.scale == "absmax" else 0, self._highest)
-        else:
-            levels.round_()
-        if self.scale == "minmax":
-            levels.sub_(1 << (self.bits - 1))
-
-    @property
-    def _highest(self) -> int:
-        """The greatest whole number: of 2**bits - 1 around 0, or of 2**bits from 0 up."""
-        return (1 << (self.bits - 1)) - 1 if self.scale == "absmax" else (1 << self.bits) - 1
-
-    @property
-    def level_of_zero(self) -> int:
-        """The least level, with minmax."""
-        return 0 if self.scale == "absmax" else -(1 << (self.bits - 1))
-
-    def arithmetic(self) -> Arithmetic:
-        """See `Blocked.arithmetic`."""
-        return Arithmetic("int" if self.scale == "absmax" else "minmax", 1 / self._highest, self._highest)
-
-    def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
-        """See `Blocked.noise`."""
-        return None if self.rounding == "nearest" else keys(seed, place, numel)
-
-    def kernel_format(self) -> Format:
-        """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.triton.formats import block_int
-
-        return block_int(self.bits, self.block, self.scale, self.rounding)

@@ -4,80 +4,55 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.kernels.engine import engine
-from ringstrategy.kernels.layout import LARGEST, SMALLEST_SCALE, Arithmetic, parts
-from ringstrategy.kernels.reference import pack, unpack
-from ringstrategy.kernels.scratch import scratch
-
-if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.formats import Format
+from ringstrategy.kernels.layout import Arithmetic
 
 
 class Blocked(Codec):
-    """Each block of `block` values becomes its headers (the last of them a bfloat16 scale) and one code a value.
+    """Each block of `block` values becomes a bfloat16 scale, perhaps its least value, and one code a value.
 
-    A subclass turns a tile of blocks into float32 *levels*, whole numbers in [-2**(bits-1), 2**(bits-1)) unless it has
-    a `store` and a `load` of its own. The receiver makes of each level the number spacing * level + shift, times the
-    scale, plus the other header if there is one; all numbers fit in 8 bits, and of 8 bits the spacing is 1. On CUDA
-    tensors the Triton kernels do all of it.
+    A subclass says which `Arithmetic` this is, and writes it down in torch: how blocks are quantized, and what codes
+    stand for. On CUDA tensors the Triton kernels do the same, on a CPU those of Numba where it works.
     """
 
     block: int
     needs_kernels = True
-    spacing: int = 1
-    shift: int = 0
-    store_rounds: bool = False  # does `store` keep less than `quantize` gave?
-
-    @property
-    @abstractmethod
-    def bits(self) -> int:
-        """Bits of a code, 1 to 8."""
-
-    @property
-    def headers(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of a block's headers, the widest first and the scale last."""
-        return (torch.bfloat16,)
-
-    @abstractmethod
-    def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """The headers of a tile, float32 (blocks, length): for each one float32 tensor (blocks,), exact in its dtype.
-
-        The scale is NaN for a non-finite block.
-        """
-
-    @abstractmethod
-    def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
-        """Fill `levels`, float32 (blocks, length); may also mend the scale in place.
-
-        Args:
-            blocks: what was measured.
-            headers: of these blocks.
-            levels: to be written; may be left anything where the scale is NaN.
-            seed: of this encode.
-            place: of the first value in its bucket.
-        """
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
-        """This codec as the compiled kernels know it."""
+        """This codec as the engines know it."""
+
+    @abstractmethod
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and least values of blocks, float32 (blocks, length).
+
+        Args:
+            blocks: of one length, and their own.
+            seed: of this encode.
+            place: of the first value in its bucket.
+
+        Returns:
+            uint8 (blocks, length), anything where the scale is NaN; float32 (blocks, 1), exact in bfloat16, NaN for a
+            block that is not finite; and float32 (blocks, 1), or None if none are sent.
+        """
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        """What codes stand for in units of the scale, without the least value: uint8 to float32."""
+        how = self.arithmetic()
+        return codes.float() * how.spacing + how.bias
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
         """What `ringstrategy.codecs.noise.keys` gives for stochastic rounding; None: to the nearest."""
         return None
 
-    @abstractmethod
-    def kernel_format(self) -> Format:
-        """This codec as the Triton kernels know it."""
-
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes on the wire."""
-        return sum(parts(numel, self.block, self.bits, self.headers))
+        return self.arithmetic().nbytes(numel)
 
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
@@ -145,31 +120,17 @@ class Blocked(Codec):
         """See `Codec.warm_up`."""
         engine(device).warm_up(self)
 
-    def store(self, levels: Tensor, codes: Tensor) -> None:
-        """Pack `levels` (blocks, length) into `codes`, uint8 (blocks, length * bits / 8)."""
-        pack(levels, self.bits, codes)
 
-    def load(self, codes: Tensor, numbers: Tensor) -> None:
-        """Fill `numbers` with spacing * level + shift."""
-        unpack(codes, self.bits, self.spacing, self.shift, numbers)
-
-    @property
-    def level_of_zero(self) -> int:
-        """The level that stands for 0."""
-        return 0
-
-
-def bounding_scale(largest: Tensor, highest: int) -> Tensor:
-    """largest / highest, rounded up to bfloat16, at least 2**-126; NaN where `largest` is not below LARGEST."""
-    broken = None if float(largest.max()) < LARGEST else ~(largest < LARGEST)  # one look at all blocks is cheaper
-    scale = (largest * (1 / highest)).clamp_(min=SMALLEST_SCALE)
-    scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000)
-    return scale if broken is None else scale.masked_fill_(broken, torch.nan)
+def bounding_scale(spread: Tensor, how: Arithmetic) -> Tensor:
+    """The spread times the factor, rounded up to bfloat16; NaN where the spread is too large or NaN."""
+    scale = (spread * how.factor).clamp(min=how.smallest)
+    up = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
+    return torch.where(spread < how.too_large, up, torch.nan)
 
 
 def mean_magnitude(blocks: Tensor) -> Tensor:
-    """mean|x| of each block of a tile."""
-    return torch.abs(blocks, out=scratch("levels", tuple(blocks.shape))).mean(1)
+    """mean|x| of each block: (blocks, 1)."""
+    return blocks.abs().mean(1, keepdim=True)
 
 
 def check_block(block: int) -> None:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.blocked import Blocked, check_bits, check_block, mean_magnitude
-from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, SMALLEST_SCALE, Arithmetic
-from ringstrategy.kernels.scratch import scratch
-
-if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.formats import Format
+from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, Arithmetic
 
 
 @dataclass(frozen=True)
@@ -32,39 +27,24 @@ class Gaussian(Blocked):
     bits: int = 4
     block: int = 256
     adds_exactly = True
-    spacing, shift = 2, 1
 
     def __post_init__(self) -> None:
         check_bits(self.bits, 1, 7)
         check_block(self.block)
 
-    def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """The step; `quantize` makes it the scale."""
-        step = mean_magnitude(blocks) * (GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2))
-        step = torch.where(step < SMALLEST_SCALE, 0.0, step)
-        return (torch.where(step < LARGEST_STEP, step, torch.nan),)
-
-    def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
-        """See `Blocked.quantize`."""
-        step = headers[-1]
-        inverse = torch.where(step == 0, 0.0, step.reciprocal())
-        scaled, product = (scratch(name, tuple(blocks.shape)) for name in ("scaled", "product"))
-        torch.mul(blocks, inverse[:, None], out=scaled)
-        half = 1 << (self.bits - 1)
-        torch.clamp(scaled, -half, half - 0.5, out=levels)
-        levels.floor_()
-        # levels stand half a step low
-        along = torch.mul(levels, scaled, out=product).sum(1).mul_(2).add_(scaled.sum(1))
-        scale = step * (torch.linalg.vector_norm(scaled, dim=1).square_() / along)
-        scale = torch.where(step == 0, 0.0, scale).bfloat16()
-        headers[-1].copy_(torch.where(step.isnan(), step, scale))
-
     def arithmetic(self) -> Arithmetic:
         """See `Blocked.arithmetic`."""
-        return Arithmetic("gaussian", GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2), too_large=LARGEST_STEP)
+        factor = GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2)
+        bias = 1 - (1 << self.bits)
+        return Arithmetic("gaussian", self.block, self.bits, factor, spacing=2, bias=bias, too_large=LARGEST_STEP)
 
-    def kernel_format(self) -> Format:
-        """See `Blocked.kernel_format`."""
-        from ringstrategy.kernels.triton.formats import gaussian
-
-        return gaussian(self.bits, self.block)
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
+        """See `Blocked.quantize`."""
+        how, half = self.arithmetic(), 1 << (self.bits - 1)
+        step = mean_magnitude(blocks) * how.factor
+        tiny = step < how.smallest
+        scaled = torch.where(tiny, 0.0, blocks * (1 / step))
+        codes = (scaled.floor().clamp(-half, half - 1) + half).to(torch.uint8)
+        along = (scaled * self.numbers(codes)).sum(1, keepdim=True)
+        scale = (step * (scaled.square().sum(1, keepdim=True) / along)).bfloat16().float()
+        return codes, torch.where(step < how.too_large, torch.where(tiny, 0.0, scale), torch.nan), None

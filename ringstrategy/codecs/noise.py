@@ -1,4 +1,4 @@
-"""Uniform noise that is a function of (seed, place) alone, for stochastic rounding on a CPU at memory speed."""
+"""Uniform noise that is a function of (seed, place) alone, for stochastic rounding."""
 
 from __future__ import annotations
 
@@ -8,33 +8,26 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.kernels.scratch import scratch
 
 _PERIOD = 1 << 19  # places that share a key; each has a hash of its own
 
 
-def add_noise_(values: Tensor, seed: int, place: int) -> None:
-    """Add to each float32 value (contiguous; the first is at `place`) a number uniform in [-1/2, 1/2].
+def noise(seed: int, place: int, numel: int) -> Tensor:
+    """Numbers uniform in [-1/2, 1/2] for the values from `place` on: float32 (numel,).
 
     Element p of a period gets (hash(p) xor key) times an odd number, both random, drawn from (seed, period): so each
     element's noise is uniform over the seeds, exactly, and so is the difference of two elements' (multiplicative
     hashing), up to multiples of a power of two that is small unless the hashes agree in many low bits.
     """
-    flat, begin = values.view(-1), 0
-    while begin < flat.numel():
-        period, inside = divmod(place + begin, _PERIOD)
-        end = min(flat.numel(), begin + _PERIOD - inside)
-        random = derive_seed(seed, period)
-        noise = scratch("noise", (end - begin,), torch.int32)
-        torch.bitwise_xor(_hashes()[inside : inside + end - begin], _signed(random & 0xFFFFFFFF), out=noise)
-        noise.mul_(_signed(derive_seed(random, 1) & 0xFFFFFFFF | 1))
-        flat[begin:end].add_(scratch("float noise", (end - begin,)).copy_(noise), alpha=2.0**-32)
-        begin = end
+    hashes, xors, odds, first = keys(seed, place, numel)
+    at = torch.arange(first, first + numel, device="cpu")
+    period = at // _PERIOD
+    return ((hashes[at % _PERIOD] ^ xors[period]) * odds[period]).float() * 2.0**-32
 
 
 def keys(seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same noise, for others to add: the hashes, the key and the odd number of each period, int32, from the one of
-    `place` on, and where in it `place` lies.
+    """What `noise` is made of: the hashes, the keys and the odd numbers of the periods, int32, from that of `place` on,
+    and where in it `place` lies.
     """
     first = place // _PERIOD
     random = [derive_seed(seed, period) for period in range(first, (place + max(numel, 1) - 1) // _PERIOD + 1)]

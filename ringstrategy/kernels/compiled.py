@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ringstrategy.kernels import reference
 from ringstrategy.kernels.layout import BlockFormat
-from ringstrategy.kernels.scratch import scratch
 
 if TYPE_CHECKING:
     from ringstrategy.kernels import cpu
@@ -80,16 +79,15 @@ class Compiled:
         seed: int,
         offset: int,
     ) -> None:
-        shape = (values.numel(),)
-        wide = scratch("wide", shape).copy_(values)
-        rest = None if lost is None else scratch("wide lost", shape).copy_(lost)
+        wide = values.float()
+        rest = None if lost is None else lost.float()
         self.encode(wide, wires, wire, form, lost=rest, seed=seed, offset=offset)
         if lost is None or rest is None:
             return
         if values.dtype != torch.float64:
             lost.copy_(rest)
             return
-        decoded = scratch("decoded", shape)  # of a block that is not finite all is NaN
+        decoded = torch.empty_like(wide)  # of a block that is not finite all is NaN
         self.decode(wire, decoded, form)
         lost.copy_(torch.where(decoded.isnan(), lost, rest + (values - wide)))
 
@@ -101,7 +99,7 @@ class Compiled:
         if kernels is None:
             reference.decode(wire, out, form, add=add)
         elif out.dtype != torch.float32:
-            decoded = scratch("decoded", (out.numel(),))
+            decoded = torch.empty_like(out, dtype=torch.float32)
             self.decode(wire, decoded, form)
             out.add_(decoded) if add else out.copy_(decoded)
         elif signs is None:
@@ -148,7 +146,7 @@ def _announced(make: Callable[[], Any]) -> Any:
 @cache
 def _warn(error: str) -> None:
     warnings.warn(
-        f"Numba does not work here ({error}), so codecs run several times slower on this CPU, with the same bytes: "
+        f"Numba does not work here ({error}), so codecs run many times slower on this CPU, with the same bytes: "
         "python -m pip install --upgrade numba",
         stacklevel=2,
     )
@@ -192,21 +190,19 @@ def _known(form: BlockFormat) -> cpu.Format:
     how = form.arithmetic()
     table: tuple[float, ...] = ()
     if how.kind in ("e4m3", "e5m2"):
-        numbers = torch.empty(1, 256, dtype=torch.float32, device="cpu")
-        form.load(torch.arange(256, dtype=torch.uint8, device="cpu")[None], numbers)
-        table = tuple(numbers[0].tolist())
+        table = tuple(form.numbers(torch.arange(256, dtype=torch.uint8, device="cpu")).tolist())
     return cpu.Format(
         kind=cpu.KINDS.index(how.kind),
-        block=np.uint64(form.block),
-        bits=np.uint64(form.bits),
-        spacing=np.float32(form.spacing),
-        bias=np.float32(form.shift - (form.spacing << (form.bits - 1))),
+        block=np.uint64(how.block),
+        bits=np.uint64(how.bits),
+        spacing=np.float32(how.spacing),
+        bias=np.float32(how.bias),
         table=table,
         highest=np.float32(how.highest),
         factor=np.float32(how.factor),
         smallest=np.float32(how.smallest),
         too_large=np.float32(how.too_large),
-        stochastic=form.noise(0, 0, 1) is not None,
+        stochastic=how.stochastic,
     )
 
 

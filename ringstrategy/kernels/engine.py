@@ -80,8 +80,9 @@ class _Triton:
         """See `Engine.encode`."""
         assert residual is signs is None, "it does not fuse"
         from ringstrategy.kernels.triton import encode as kernels
+        from ringstrategy.kernels.triton.formats import of
 
-        known = form.kernel_format()
+        known = of(form.arithmetic())
         if not wires:
             kernels.encode(values, wire, known, lost=lost, seed=seed, offset=offset)
         elif len(wires) == 1:  # needs no table of addresses
@@ -93,8 +94,9 @@ class _Triton:
         """See `Engine.decode`."""
         assert signs is None, "it does not fuse"
         from ringstrategy.kernels.triton.decode import decode
+        from ringstrategy.kernels.triton.formats import of
 
-        decode(wire, out, form.kernel_format(), add=add)
+        decode(wire, out, of(form.arithmetic()), add=add)
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
         """See `Engine.rotate_`."""

@@ -1,11 +1,9 @@
-"""The wire format of block codecs (docs/wire-format.md), once for every engine."""
+"""The format of block codecs (docs/wire-format.md) as data: each engine makes its arithmetic of it."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 # steps of the best uniform quantizers of 2**bits levels for a standard normal distribution (Max 1960)
@@ -18,13 +16,41 @@ ROTATED = 256  # values that are rotated together
 
 
 class Arithmetic(NamedTuple):
-    """How a codec finds a block's scale and its levels, for engines that are compiled."""
+    """A block codec's format: its messages, and how a block becomes a scale and codes.
+
+    A code stands for (spacing * code + bias) * scale; of minmax plus the block's least value; of e4m3 and e5m2 for the
+    float of these bits, times the scale.
+    """
 
     kind: Literal["int", "minmax", "e4m3", "e5m2", "sign", "gaussian"]
-    factor: float  # times the largest magnitude (of sign and gaussian the mean): the scale, before it is rounded
+    block: int  # values that share a scale, a multiple of 8
+    bits: int  # of a code, 1 to 8
+    factor: float  # times the block's largest magnitude, range or mean magnitude: its scale, before it is rounded
+    spacing: int = 1
+    bias: int = 0
     highest: int = 0  # level of int and minmax
     smallest: float = SMALLEST_SCALE  # the least scale; of gaussian less is 0
     too_large: float = LARGEST  # from here on the block counts as not finite
+    stochastic: bool = False  # is noise added before rounding?
+
+    @property
+    def zero(self) -> int:
+        """The code of a zero: the least whose number is not negative."""
+        return -(self.bias // self.spacing)
+
+    @property
+    def has_minima(self) -> bool:
+        """Do the float32 least values of all blocks go before the scales?"""
+        return self.kind == "minmax"
+
+    @property
+    def header_bytes(self) -> int:
+        """Of a block: its bfloat16 scale, and its least value if that is sent."""
+        return 6 if self.has_minima else 2
+
+    def nbytes(self, numel: int) -> int:
+        """Of a message of `numel` values."""
+        return self.header_bytes * -(-numel // self.block) + round_up(numel) * self.bits // 8
 
 
 class BlockFormat(Protocol):
@@ -37,64 +63,19 @@ class BlockFormat(Protocol):
     def block(self) -> int:
         """Values that share headers, a multiple of 8."""
 
-    @property
-    def spacing(self) -> int:
-        """A level's number is spacing * level + shift."""
-
-    @property
-    def shift(self) -> int:
-        """See `spacing`."""
-
-    @property
-    def store_rounds(self) -> bool:
-        """Does `store` keep less than `quantize` gave?"""
-
-    @property
-    def adds_exactly(self) -> bool:
-        """Does it not matter whether a product is rounded before it is added?"""
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code, 1 to 8."""
-
-    @property
-    def headers(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of a block's headers."""
-
-    @property
-    def level_of_zero(self) -> int:
-        """The level that stands for 0."""
-
-    def measure(self, blocks: Tensor) -> tuple[Tensor, ...]:
-        """The headers of a tile."""
-
-    def quantize(self, blocks: Tensor, headers: tuple[Tensor, ...], levels: Tensor, seed: int, place: int) -> None:
-        """Fill the levels of a tile."""
-
-    def store(self, levels: Tensor, codes: Tensor) -> None:
-        """Levels to codes."""
-
-    def load(self, codes: Tensor, numbers: Tensor) -> None:
-        """Codes to numbers."""
-
     def arithmetic(self) -> Arithmetic:
-        """As the compiled kernels know it."""
+        """Its format."""
+
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Codes, scales and least values, in torch."""
+
+    def numbers(self, codes: Tensor) -> Tensor:
+        """What codes stand for in units of the scale, in torch."""
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
         """Of stochastic rounding; see `ringstrategy.codecs.noise.keys`."""
 
-    def kernel_format(self) -> Any:
-        """As the Triton kernels know it."""
 
-
-@lru_cache(1024)
-def parts(numel: int, block: int, bits: int, headers: tuple[torch.dtype, ...]) -> tuple[int, ...]:
-    """Bytes of each array of headers, then of all codes, in a message of `numel` values."""
-    blocks, rest = -(-numel // block), numel % block
-    return (*(blocks * dtype.itemsize for dtype in headers), (numel - rest + round_up(rest)) * bits // 8)
-
-
-@lru_cache
 def round_up(numel: int) -> int:
     """To whole bytes of codes of any width."""
     return -(-numel // 8) * 8
