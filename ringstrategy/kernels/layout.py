@@ -27,6 +27,14 @@ class Arithmetic(NamedTuple):
     too_large: float = LARGEST  # from here on the block counts as not finite
 
 
+class SparseFormat(NamedTuple):
+    """Some values of each block, in bfloat16, and where they stand."""
+
+    k: int
+    block: int
+    strided: bool  # every (block / k)-th value from a given place on; else the largest ones
+
+
 class BlockFormat(Protocol):
     """What an engine asks of a codec with a scale a block: see `ringstrategy.codecs.blocked.Blocked`."""
 
