@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Sign, TopK
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import compiled, reference
+from ringstrategy.kernels import cast, compiled, reference, sparse
+from ringstrategy.kernels.layout import SparseFormat
 
 ROOT = Path(__file__).parents[1]
 ENGINE = compiled.Compiled()
@@ -171,17 +172,190 @@ def test_the_rotation_is_the_references(inverse: bool) -> None:
     assert torch.equal(one[512:], other[512:])
 
 
+# Sparse codecs and casts
+
+SPARSE: list[SparseFormat] = [
+    *(SparseFormat(k, block, strided=False) for k, block in ((1, 1), (3, 7), (8, 256), (32, 256), (256, 256))),
+    *(SparseFormat(k, block, strided=False) for k, block in ((3, 300), (70, 1000), (5, 1 << 15))),
+    *(SparseFormat(k, block, strided=True) for k, block in ((1, 1), (8, 256), (128, 256), (10, 1000), (512, 512))),
+]
+OVERFLOWS = 2.0**128 - 2.0**119  # the least that is infinite as bfloat16; the float32 below it differs by 2**104
+NUMELS = [0, 1, 7, 256, 257, 1003, 40_000]
+
+
+def hard(numel: int, block: int, seed: int = 0) -> Tensor:
+    """Blocks of all kinds, one after another."""
+    given = values(numel, seed)
+    generator = torch.Generator().manual_seed(seed)
+    for place, part in enumerate(given.split(block)):
+        kind = place % 10
+        if kind == 1:
+            part.copy_(torch.randint(-2, 3, part.shape, generator=generator))  # ties
+        elif kind == 2:
+            part.fill_(-0.75)
+        elif kind == 3:
+            part.fill_(-0.0)
+        elif kind == 4:
+            part.mul_(torch.rand(part.shape, generator=generator) < 0.01)  # fewer than k that are not 0
+        elif kind == 5:
+            part.copy_(torch.randn(part.shape, generator=generator) * 1e-39)
+        elif kind in (6, 7, 8, 9):
+            part[len(part) // 2] = (math.nan, -math.inf, OVERFLOWS, 2.0**104 - OVERFLOWS)[kind - 6]
+    return given
+
+
+def parts(form: SparseFormat, numel: int) -> tuple[Tensor, Tensor]:
+    """What is kept, all rubbish, and places."""
+    blocks, generator = -(-numel // form.block), torch.Generator().manual_seed(numel)
+    kept = torch.randint(-(1 << 15), 1 << 15, (blocks, form.k), generator=generator).to(torch.int16)
+    if form.strided:
+        places = torch.randint(form.block // form.k, (blocks, 1), generator=generator)
+    else:
+        dtype = torch.uint8 if form.block <= 256 else torch.int16
+        places = torch.randint(-(1 << 15), 1 << 15, kept.shape, generator=generator).to(dtype)
+    return kept.view(torch.bfloat16), places
+
+
+def guarded(given: Tensor) -> tuple[Tensor, Tensor]:
+    """A copy within memory of which nothing else may change, and that memory."""
+    memory = torch.full((given.numel() + 2 * 64,), 77.0)
+    return memory[64:-64].copy_(given), memory
+
+
+def unharmed(memory: Tensor) -> bool:
+    return bool((memory[:64] == 77).all() and (memory[-64:] == 77).all())
+
+
+@pytest.mark.parametrize("form", SPARSE, ids=str)
+@pytest.mark.parametrize("numel", NUMELS)
+def test_sparse_messages_have_the_same_bytes(form: SparseFormat, numel: int) -> None:
+    for seed, given in enumerate((values(numel), hard(numel, form.block), torch.zeros(numel), -torch.ones(numel))):
+        results = []
+        for engine in (sparse.encode, ENGINE.encode_sparse):
+            (kept, places), (again, others), before = parts(form, numel), parts(form, numel), given.clone()
+            lost, memory = guarded(values(numel, seed=9))
+            engine(given, kept, places, form, lost=lost)
+            assert torch.equal(bits(given), bits(before)), "what is encoded stays as it is"
+            assert unharmed(memory)
+            engine(given, again, others, form, lost=None)
+            assert torch.equal(again.view(torch.int16), kept.view(torch.int16)), "feedback changed the bytes"
+            results.append((kept.view(torch.int16), places, bits(lost)))
+        for one, other in zip(*results, strict=True):
+            assert torch.equal(one, other), seed
+
+
+@pytest.mark.parametrize("form", SPARSE, ids=str)
+def test_what_is_lost_may_be_the_values_themselves(form: SparseFormat) -> None:
+    given, results = hard(5003, form.block), []
+    for engine in (sparse.encode, ENGINE.encode_sparse):
+        (kept, places), own = parts(form, 5003), given.clone()
+        engine(own, kept, places, form, lost=own)
+        results.append((kept.view(torch.int16), places, bits(own)))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("form", SPARSE, ids=str)
+@pytest.mark.parametrize("numel", NUMELS)
+@pytest.mark.parametrize("add", [False, True])
+def test_any_sparse_bytes_decode_alike_and_stay_within_bounds(form: SparseFormat, numel: int, add: bool) -> None:
+    kept, places = parts(form, numel)
+    kept.view(torch.int16)[::2] &= 0x3FFF  # else almost all blocks have a NaN
+    results = []
+    for engine in (sparse.decode, ENGINE.decode_sparse):
+        out, memory = guarded(values(numel))
+        engine(kept, places, out, form, add=add)
+        assert unharmed(memory)
+        results.append(out)
+    one, other = results
+    assert torch.equal(one.isnan(), other.isnan())
+    assert torch.equal(bits(one.nan_to_num(nan=0.5)), bits(other.nan_to_num(nan=0.5)))
+
+
+def test_of_equal_magnitudes_the_first_are_chosen_and_places_ascend() -> None:
+    given = torch.tensor([1.0, -2, 0, 2, -1, 1, -2, 0, 0, 0])
+    for engine in (sparse.encode, ENGINE.encode_sparse):
+        kept, places = parts(SparseFormat(4, 8, strided=False), 10)
+        engine(given, kept, places, SparseFormat(4, 8, strided=False), lost=None)
+        assert places.tolist() == [[0, 1, 3, 6], [0, 1, 2, 3]], "two of them beyond the end"
+        assert kept.tolist() == [[1, -2, 2, -2], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, OVERFLOWS])
+@pytest.mark.parametrize("engine", [sparse.encode, ENGINE.encode_sparse])
+def test_a_sparse_block_that_is_not_finite_has_the_documented_bytes(engine, poison: float) -> None:  # type: ignore[no-untyped-def]
+    for form in (SparseFormat(4, 16, strided=False), SparseFormat(16, 16, strided=True)):
+        given = torch.arange(32.0)
+        given[5] = poison
+        kept, places = parts(form, 32)
+        lost = torch.full_like(given, 7.0)
+        engine(given, kept, places, form, lost=lost)
+        assert kept[0].view(torch.int16).eq(0x7FC0).all()
+        assert kept[1].isfinite().all()
+        assert lost[:16].eq(7).all()
+        assert not lost[16:].eq(7).any()
+        if not form.strided:
+            assert places.tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
+
+
+@pytest.mark.parametrize("codec", [TopK(5, 64), TopK(5, 300), RandomK(8, 64), Cast("fp16"), Cast("bf16")], ids=str)
+def test_many_threads_give_the_same_bytes(codec: Codec) -> None:
+    given, made = hard(300_007, 64), []
+    for threads in (1, 3):
+        compiled.use_threads(threads)
+        try:
+            wire = torch.empty(codec.nbytes(given.numel(), torch.float32), dtype=torch.uint8)
+            lost, out = values(given.numel(), 1), values(given.numel(), 2)
+            codec.encode(given, wire, lost=lost, seed=3)
+            codec.decode(wire, out, add=True)
+        finally:
+            compiled.use_threads(1)
+        made.append((wire, bits(lost), bits(out.nan_to_num(nan=0.5))))
+    for one, other in zip(*made, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_a_cast_loses_is_the_references_for_every_code(dtype: torch.dtype) -> None:
+    codes = torch.arange(1 << 16).to(torch.int16).view(dtype)
+    exact = codes.float().nan_to_num(nan=1.0, posinf=2.0, neginf=-2.0)
+    for given in (exact, exact * 1.0003, hard(1 << 16, 64), torch.full((1 << 16,), math.inf)):
+        results = []
+        for engine in (cast, ENGINE):
+            lost, memory = guarded(torch.full((1 << 16,), 7.0))
+            engine.lose(given, codes, lost)  # type: ignore[attr-defined]
+            assert unharmed(memory)
+            results.append(bits(lost))
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("numel", NUMELS)
+def test_what_a_cast_loses_is_the_references(dtype: torch.dtype, numel: int) -> None:
+    given, results = hard(numel, 64), []
+    for engine in (cast, ENGINE):
+        rounded, lost = given.to(dtype), values(numel, 1)
+        engine.lose(given, rounded, lost)  # type: ignore[attr-defined]
+        results.append(bits(lost))
+        assert torch.equal(lost[~rounded.isfinite()], values(numel, 1)[~rounded.isfinite()])
+    assert torch.equal(*results)
+
+
 WITHOUT = """
 import sys, warnings
 sys.modules["numba"] = None
 import torch
-from ringstrategy.codecs import BlockInt, Identity
+from ringstrategy.codecs import BlockInt, Cast, Identity, RandomK, TopK
 assert "numba" not in str(sorted(name for name in sys.modules if sys.modules[name] is not None))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for _ in range(2):
         wire = torch.empty(BlockInt(8).nbytes(1000, torch.float32), dtype=torch.uint8)
         BlockInt(8).encode(torch.randn(1000, generator=torch.Generator().manual_seed(0)), wire)
+    for codec in (TopK(), RandomK(), Cast("bf16")):
+        small = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
+        codec.encode(torch.randn(1000), small, lost=torch.empty(1000))
+        codec.decode(small, torch.empty(1000))
 print(len(said), said[0].message, wire.sum().item())
 """
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
+from ringstrategy.kernels.engine import engine
 
 _WIRE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -42,8 +43,7 @@ class Cast(Codec):
         rounded = wire.view(self.dtype)
         rounded.copy_(values)
         if lost is not None:
-            rest = values - rounded
-            lost.copy_(torch.where(rest.abs() < torch.inf, rest, lost))
+            engine(values.device).lose(values, rounded, lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.codecs.sparse import check_k, choose, in_blocks, spread
+from ringstrategy.codecs.sparse import check_k
+from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.layout import SparseFormat
 
 _HEADER = 16
 
@@ -42,23 +44,34 @@ class RandomK(Codec):
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
-        """Choose by (seed, offset); a non-finite block sends k times NaN."""
+        """Choose by (seed, offset); see `Engine.encode_sparse`."""
         self.check_wire(wire, values)
         wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset], device="cpu"))
-        blocks = in_blocks(values, self.block)
-        places = self._places(seed, offset, len(blocks)).to(values.device)
-        wire[_HEADER:].view(torch.bfloat16).view(places.shape).copy_(choose(blocks, places, lost))
+        kept = self._kept(wire)
+        places = self._starts(seed, offset, len(kept)).to(values.device)
+        engine(values.device).encode_sparse(values, kept, places, self._form, lost=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Scatter."""
+        """See `Engine.decode_sparse`."""
         self.check_wire(wire, out)
         seed, offset = wire[:_HEADER].view(torch.int64).tolist()
-        kept = wire[_HEADER:].view(torch.bfloat16).view(-1, self.k)
-        spread(kept, self._places(seed, offset, len(kept)).to(out.device), self.block, out, add)
+        kept = self._kept(wire)
+        places = self._starts(seed, offset, len(kept)).to(out.device)
+        engine(out.device).decode_sparse(kept, places, out, self._form, add=add)
 
-    def _places(self, seed: int, offset: int, blocks: int) -> Tensor:
-        """int64 (blocks, k), each in [0, block)."""
-        stride = self.block // self.k
+    def warm_up(self, device: torch.device) -> None:
+        """See `Codec.warm_up`."""
+        engine(device).warm_up_sparse(self._form)
+
+    @property
+    def _form(self) -> SparseFormat:
+        return SparseFormat(self.k, self.block, strided=True)
+
+    def _kept(self, wire: Tensor) -> Tensor:
+        return wire[_HEADER:].view(torch.bfloat16).view(-1, self.k)
+
+    def _starts(self, seed: int, offset: int, blocks: int) -> Tensor:
+        """The first place in each block, int64 (blocks, 1), in [0, block / k)."""
         number = torch.arange(blocks, device="cpu") + (offset // self.block & 0x7FFFFFFF)
         mixed = (number * 0x9E3779B1 ^ derive_seed(seed, 1) & 0x7FFFFFFF) * 0x85EBCA77 >> 16 & 0xFFFFFF
-        return (mixed % stride)[:, None] + torch.arange(0, self.block, stride, device="cpu")
+        return (mixed % (self.block // self.k))[:, None]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.codecs.sparse import check_k, choose, in_blocks, spread
+from ringstrategy.codecs.sparse import check_k
+from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.layout import SparseFormat
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,22 @@ class TopK(Codec):
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
-        """Choose; a non-finite block sends k times NaN."""
+        """See `Engine.encode_sparse`."""
         self.check_wire(wire, values)
-        blocks = in_blocks(values, self.block)
-        places = torch.topk(blocks.abs(), self.k, dim=1, sorted=False).indices
-        kept, at = self._split(wire)
-        kept.copy_(choose(blocks, places, lost))
-        at.copy_(places)
+        engine(values.device).encode_sparse(values, *self._split(wire), self._form, lost=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """Scatter; places outside a block (only a broken peer sends them) are taken modulo its length."""
+        """See `Engine.decode_sparse`."""
         self.check_wire(wire, out)
-        kept, at = self._split(wire)
-        spread(kept, at.long() % self.block, self.block, out, add)
+        engine(out.device).decode_sparse(*self._split(wire), out, self._form, add=add)
+
+    def warm_up(self, device: torch.device) -> None:
+        """See `Codec.warm_up`."""
+        engine(device).warm_up_sparse(self._form)
+
+    @property
+    def _form(self) -> SparseFormat:
+        return SparseFormat(self.k, self.block, strided=False)
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         blocks = wire.numel() // (self.k * (2 + self._place_dtype.itemsize))

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import reference
-from ringstrategy.kernels.layout import BlockFormat
+from ringstrategy.kernels import cast, reference, sparse
+from ringstrategy.kernels.layout import BlockFormat, SparseFormat
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels import cpu
+    from ringstrategy.kernels import cpu, cpu_sparse
 
 _log = logging.getLogger(__name__)
 _ANNOUNCED_SECONDS = 1.0
@@ -67,7 +67,7 @@ class Compiled:
             _NO_VALUES if lost is None else _array(lost),
         )
         how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
-        _in_parts(form, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
+        _in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
 
     def _encode_others(
         self,
@@ -104,10 +104,10 @@ class Compiled:
             out.add_(decoded) if add else out.copy_(decoded)
         elif signs is None:
             given = _array(wire), _array(out), add
-            _in_parts(form, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+            _in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
         else:
             turned = _array(wire), _array(out), add, _array(signs / 16)
-            _in_parts(form, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
+            _in_parts(form.block, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
@@ -124,6 +124,42 @@ class Compiled:
     def warm_up(self, form: BlockFormat) -> None:
         """See `Engine.warm_up`."""
         _kernels(form)
+
+    def encode_sparse(
+        self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None
+    ) -> None:
+        """See `Engine.encode_sparse`; values that are not float32 go to the reference."""
+        kernels = _sparse_kernels(form) if values.dtype == torch.float32 else None
+        if kernels is None:
+            sparse.encode(values, kept, places, form, lost=lost)
+            return
+        left = _NO_VALUES if lost is None else _array(lost)
+        given = _array(values).view(np.int32), *_message(kept, places), left
+        _in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last))
+
+    def decode_sparse(
+        self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False
+    ) -> None:
+        """See `Engine.decode_sparse`; values that are not float32 go to the reference."""
+        kernels = _sparse_kernels(form) if out.dtype == torch.float32 else None
+        if kernels is None:
+            sparse.decode(kept, places, out, form, add=add)
+            return
+        given = *_message(kept, places), _array(out), add
+        _in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+
+    def warm_up_sparse(self, form: SparseFormat) -> None:
+        """See `Engine.warm_up_sparse`."""
+        _sparse_kernels(form)
+
+    def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
+        """See `Engine.lose`; values that are not float32 go to the reference."""
+        kernel = _lose(rounded.dtype) if values.dtype == torch.float32 else None
+        if kernel is None:
+            cast.lose(values, rounded, lost)
+            return
+        given = _array(values), _array(rounded.view(torch.int16)), _array(lost)
+        _in_parts(1, values.numel(), lambda first, last: kernel(*given, first, last))
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
@@ -184,6 +220,36 @@ def _rotate() -> Callable[..., None] | None:
     return made
 
 
+@lru_cache(256)
+def _sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels | None:
+    def make() -> cpu_sparse.Kernels:
+        from ringstrategy.kernels import cpu_sparse
+
+        made, nothing, bits = cpu_sparse.kernels(form), np.uint64(0), np.zeros(0, np.int16)
+        places = np.zeros(0, np.int64 if form.strided else np.uint8 if form.block <= 256 else np.uint16)
+        made.encode(np.zeros(0, np.int32), bits, places, _NO_VALUES, nothing, nothing)
+        made.decode(bits, places, _NO_VALUES, False, nothing, nothing)
+        return made
+
+    made: cpu_sparse.Kernels | None = _announced(make)
+    return made
+
+
+@cache
+def _lose(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Of values that were rounded to `dtype`."""
+
+    def make() -> Any:
+        from ringstrategy.kernels import cpu_cast
+
+        kernel = cpu_cast.lose_float16 if dtype == torch.float16 else cpu_cast.lose_bfloat16
+        kernel(_NO_VALUES, np.zeros(0, np.int16), _NO_VALUES, np.uint64(0), np.uint64(0))
+        return kernel
+
+    made: Callable[..., None] | None = _announced(make)
+    return made
+
+
 def _known(form: BlockFormat) -> cpu.Format:
     from ringstrategy.kernels import cpu
 
@@ -210,6 +276,12 @@ def _array(tensor: Tensor) -> Any:
     return tensor.detach().numpy()
 
 
+def _message(kept: Tensor, places: Tensor) -> tuple[Any, Any]:
+    """A sparse message's parts, flat: bits of bfloat16 as int16, and places without a sign."""
+    at = _array(places.view(-1))
+    return _array(kept.view(torch.int16).view(-1)), at.view(np.uint16) if at.dtype == np.int16 else at
+
+
 # Threads
 
 _threads = 1
@@ -221,9 +293,9 @@ def use_threads(count: int) -> None:
     _threads = count
 
 
-def _in_parts(form: BlockFormat, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
+def _in_parts(block: int, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
     """Do the work for all blocks of so many values, a run of them on each thread."""
-    blocks = -(-numel // form.block)
+    blocks = -(-numel // block)
     parts = max(1, min(_threads, numel // _WORTHWHILE))
     edges = [np.uint64(blocks * part // parts) for part in range(parts + 1)]
     under_way = [_pool().submit(work, edges[part], edges[part + 1]) for part in range(1, parts)]

@@ -18,6 +18,9 @@ import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
 
+from ringstrategy.kernels.jit import inline as _inline
+from ringstrategy.kernels.jit import kernel as _kernel
+
 KINDS = ("int", "minmax", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
 _MINMAX, _E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 6)
 
@@ -27,18 +30,6 @@ _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NAN = np.uint16(0x7FC0)  # as bfloat16
 _LANES = _U(64)  # partial sums: several vectors of them, for each waits for its own last addition
 _ROTATED = _U(256)
-
-
-def _inline(function: Callable[..., Any]) -> Any:
-    return numba.njit(forceinline=True, error_model="numpy")(function)
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    """Compiled when it is first called, and kept on disk where a folder can be written to."""
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's
-        return numba.njit(nogil=True, error_model="numpy")(function)
 
 
 def _to_pointer(typing, address):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels.layout import BlockFormat
+from ringstrategy.kernels import cast, sparse
+from ringstrategy.kernels.layout import BlockFormat, SparseFormat
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.buckets import Places
@@ -56,6 +57,35 @@ class Engine(Protocol):
 
     def warm_up(self, form: BlockFormat) -> None:
         """Do what the first call for this format would wait for."""
+
+    def encode_sparse(
+        self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None
+    ) -> None:
+        """Write some values of each block to `kept`, and all of the block less those to `lost`.
+
+        A block with a value that is not finite, or a kept one that is not finite as bfloat16, gives k times NaN and the
+        first k places, and leaves its part of `lost` as it was.
+
+        Args:
+            values: floating-point (n,); stay as they are. A short last block counts as filled up with zeros.
+            kept: bfloat16 (blocks, k), to be written.
+            places: in each block. Strided: of the first one, int64 (blocks, 1). Else of all, uint8 or int16
+                (blocks, k), to be written: of the largest magnitudes, of equal ones the first, in ascending order.
+            form: how many are kept, and which.
+            lost: like `values`; None: nobody wants to know.
+        """
+
+    def decode_sparse(self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool) -> None:
+        """Write what `encode_sparse` kept to `out`, or add it to it; a block with a NaN becomes all NaN.
+
+        Places outside a block (only a broken peer sends them) are taken modulo its length; values at one place add up.
+        """
+
+    def warm_up_sparse(self, form: SparseFormat) -> None:
+        """Do what the first call for this format would wait for."""
+
+    def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
+        """Write `values - rounded`, float16 or bfloat16, to `lost` wherever that is finite. All are (n,)."""
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
@@ -110,6 +140,23 @@ class _Triton:
 
     def warm_up(self, form: BlockFormat) -> None:
         """Nothing: Triton compiles for each shape, when it comes."""
+
+    def encode_sparse(
+        self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None
+    ) -> None:
+        """In torch; see `Engine.encode_sparse`."""
+        sparse.encode(values, kept, places, form, lost=lost)
+
+    def decode_sparse(self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool) -> None:
+        """In torch; see `Engine.decode_sparse`."""
+        sparse.decode(kept, places, out, form, add=add)
+
+    def warm_up_sparse(self, form: SparseFormat) -> None:
+        """Nothing."""
+
+    def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
+        """In torch; see `Engine.lose`."""
+        cast.lose(values, rounded, lost)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""

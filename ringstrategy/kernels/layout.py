@@ -53,6 +53,14 @@ class Arithmetic(NamedTuple):
         return self.header_bytes * -(-numel // self.block) + round_up(numel) * self.bits // 8
 
 
+class SparseFormat(NamedTuple):
+    """Some values of each block, in bfloat16, and where they stand."""
+
+    k: int
+    block: int
+    strided: bool  # every (block / k)-th value from a given place on; else the largest ones
+
+
 class BlockFormat(Protocol):
     """What an engine asks of a codec with a scale a block: see `ringstrategy.codecs.blocked.Blocked`."""
 
