@@ -6,7 +6,7 @@ import functools
 import itertools
 import queue
 import threading
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -111,6 +111,11 @@ class FakePeers(Peers):
         self.network = network
         self.sent_to: Counter[int] = Counter()
         self.incomplete: deque[_Post] = deque()
+        self._expected: defaultdict[int, deque[int]] = defaultdict(deque)  # addresses, by source
+
+    def expect(self, source: int, arriving: Tensor) -> None:
+        if arriving.numel():
+            self._expected[source].append(arriving.data_ptr())
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         for peer, tensor in [*sends.items(), *recvs.items()]:
@@ -119,6 +124,9 @@ class FakePeers(Peers):
             assert tensor.numel() > 0
             assert 0 <= peer < self.size
             assert peer != self.rank
+        for source, arriving in recvs.items():
+            if self._expected[source]:
+                assert self._expected[source].popleft() == arriving.data_ptr(), "another receive was expected"
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         self.sent_to.update({peer: tensor.nbytes for peer, tensor in sends.items()})
         post = _Post(self, sends, recvs)

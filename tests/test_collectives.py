@@ -197,6 +197,45 @@ def test_segments_change_no_bit(segments: int, codec: Codec) -> None:
         assert torch.equal(averaged(3, numel, family(segments), codec)[0], averaged(3, numel, family(), codec)[0])
 
 
+@pytest.mark.parametrize("codec", [Identity(), Toy(), Rotated(Gaussian(4))], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_receives_that_begin_early_change_no_bit(size: int, codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+    monkeypatch.setattr(FakePeers, "expect", lambda peers, source, arriving: begun.append(source))
+    early = averaged(size, 30_000, Ring(), codec)
+    assert begun
+    begun.clear()
+    monkeypatch.setattr("ringstrategy.collectives.ring._EXPECTED", 1 << 10)
+    late = averaged(size, 30_000, Ring(), codec)
+    assert not begun
+    assert all(torch.equal(one, other) for one, other in zip(early, late, strict=True))
+
+
+@pytest.mark.parametrize(("collective", "codec"), [p for p in PAIRS if p[0] != Native()], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 3000])
+@pytest.mark.parametrize("early", [True, False])
+def test_flags_of_any_rank_reach_all_and_change_no_value(
+    early: bool, numel: int, collective: Collective, codec: Codec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not early:
+        monkeypatch.setattr("ringstrategy.collectives.ring._EXPECTED", 0)
+
+    def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
+        assert collective.carries_flags(peers)
+        values, flags = data(peers.rank, numel) / peers.size, torch.zeros(11, dtype=torch.uint8)
+        flags[[peers.rank, 9]] = torch.tensor([1, 0x10 << peers.rank % 4], dtype=torch.uint8)
+        mean_(values, peers, collective, codec, seed=3, flags=flags)
+        return values, flags
+
+    for size in (1, 2, 3, 5):
+        expected = torch.zeros(11, dtype=torch.uint8)
+        expected[:size], expected[9] = 1, sum({0x10 << rank % 4 for rank in range(size)})
+        without = averaged(size, numel, collective, codec)
+        for (values, flags), plain in zip(on_all_ranks(size, one), without, strict=True):
+            assert torch.equal(flags, expected)
+            assert torch.equal(values, plain)
+
+
 @pytest.mark.parametrize("codec", [Identity(), BlockInt(8)], ids=str)
 @pytest.mark.parametrize("long", [True, False])
 def test_long_messages_go_to_one_rank_after_the_other_and_short_ones_to_all_at_once(

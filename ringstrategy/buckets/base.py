@@ -83,9 +83,25 @@ class Bucket(ABC):
     def take_gradients(self) -> None:
         """After `gather`: make gradients views of the buffer, unless something else holds their memory."""
 
+    def carries_flags(self, peers: Peers, collective: Collective) -> bool:
+        """Can flags on the host ride with the exchange?"""
+        del peers, collective
+        return False
+
     @abstractmethod
-    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
-        """Start the exchange of the gathered gradients, once the ranks have `agreed`."""
+    def launch(
+        self,
+        peers: Peers,
+        collective: Collective,
+        agreed: Waitable,
+        seed: int,
+        where: str,
+        flags: Tensor | None = None,
+    ) -> Waitable:
+        """Start the exchange of the gathered gradients, once the ranks have `agreed`.
+
+        `flags`, only of a bucket that `carries_flags`: see `Collective.sum_`.
+        """
 
     @abstractmethod
     def scatter(self, used: Callable[[Slot], bool]) -> None:

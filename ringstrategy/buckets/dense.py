@@ -168,12 +168,24 @@ class DenseBucket(Bucket):
             view.copy_(source)
             view.mul_(scale)
 
-    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+    def carries_flags(self, peers: Peers, collective: Collective) -> bool:
+        """See `Bucket.carries_flags`."""
+        return self.buffer.device.type == "cpu" and collective.carries_flags(peers)
+
+    def launch(
+        self,
+        peers: Peers,
+        collective: Collective,
+        agreed: Waitable,
+        seed: int,
+        where: str,
+        flags: Tensor | None = None,
+    ) -> Waitable:
         """See `Bucket.launch`."""
 
         def work() -> None:
             agreed.wait()
-            mean_(self.buffer, peers, collective, self.codec, residual=self.residual, seed=seed)
+            mean_(self.buffer, peers, collective, self.codec, residual=self.residual, seed=seed, flags=flags)
 
         return peers.submit(work, where)
 

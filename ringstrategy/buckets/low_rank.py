@@ -96,8 +96,17 @@ class LowRankBucket(Bucket):
         """See `Bucket.take_gradients`."""
         self._dense.take_gradients()
 
-    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+    def launch(
+        self,
+        peers: Peers,
+        collective: Collective,
+        agreed: Waitable,
+        seed: int,
+        where: str,
+        flags: Tensor | None = None,
+    ) -> Waitable:
         """See `Bucket.launch`."""
+        assert flags is None
 
         def work() -> None:
             agreed.wait()

@@ -53,8 +53,17 @@ class SparseBucket(Bucket):
             self._indices = rows.indices().contiguous()
             self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
 
-    def launch(self, peers: Peers, collective: Collective, agreed: Waitable, seed: int, where: str) -> Waitable:
+    def launch(
+        self,
+        peers: Peers,
+        collective: Collective,
+        agreed: Waitable,
+        seed: int,
+        where: str,
+        flags: Tensor | None = None,
+    ) -> Waitable:
         """How many rows each rank has, then the rows."""
+        assert flags is None
         counts: list[Tensor] = []
 
         def count() -> None:

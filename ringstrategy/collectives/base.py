@@ -31,6 +31,7 @@ class Collective(ABC):
         residual: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
+        flags: Tensor | None = None,
     ) -> None:
         """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
 
@@ -38,10 +39,16 @@ class Collective(ABC):
         added piece by piece, where the wire is busy with others. `lost` (same shape, perhaps the same tensor) receives,
         at each element that this rank encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is
         what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
-        `seed` is the same on all ranks.
+        `seed` is the same on all ranks. `flags` (flat uint8 on the values' device, as many on all ranks) become the
+        bitwise or of all ranks' flags; only of a collective that `carries_flags`.
 
         Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
         """
+
+    def carries_flags(self, peers: Peers) -> bool:
+        """Can a few bytes of each rank ride with the values to all others?"""
+        del peers
+        return False
 
     def check(self, codec: Codec) -> None:
         """Raise a ValueError with the cure if `codec` cannot travel this way."""
@@ -55,6 +62,7 @@ def mean_(
     *,
     residual: Tensor | None = None,
     seed: int = 0,
+    flags: Tensor | None = None,
 ) -> None:
     """Average over all peers, with error feedback (Seide et al. 2014; Karimireddy et al. 2019) at every encode.
 
@@ -63,6 +71,7 @@ def mean_(
         residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first,
             then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
+        flags: see `Collective.sum_`.
     """
     lost = None
     if residual is not None and not codec.lossless:
@@ -71,7 +80,7 @@ def mean_(
             lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
             lost.copy_(residual)
     added = residual if lost is None else lost
-    collective.sum_(values, peers, codec, residual=added, lost=lost, seed=seed)
+    collective.sum_(values, peers, codec, residual=added, lost=lost, seed=seed, flags=flags)
     if residual is None or lost is residual:
         return
     if lost is None:

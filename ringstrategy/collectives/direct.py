@@ -35,6 +35,11 @@ class Direct(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
+    def carries_flags(self, peers: Peers) -> bool:
+        """See `Collective.carries_flags`."""
+        del peers
+        return True
+
     def sum_(
         self,
         values: Tensor,
@@ -44,36 +49,52 @@ class Direct(Collective):
         residual: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
+        flags: Tensor | None = None,
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or values.numel() == 0:
+        if size == 1 or (values.numel() == 0 and flags is None):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
-        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank, flags=flags)
         each = range(pieces.count)
         places = list(product(range(size), each))  # (whom a wire goes to or comes from, k)
         leaving = dict(zip(places, pieces.leaving(peers, "direct.leaving", len(places)), strict=True))
         filling = dict(zip(places, pieces.arriving(peers, "direct.filling", len(places)), strict=True))
         in_turn = pieces.count > 1 and pieces.stride >= _LONG
+        spread = filling  # where sums arrive: if those are expected, not where parts do
+        if not in_turn and not pieces.in_place:
+            spread = dict(zip(places, pieces.arriving(peers, "direct.spread", len(places)), strict=True))
         pairs = peers.pairs()
         batches = [[pair] for pair in pairs] if in_turn else [pairs]
         mail = _Mail(peers, _WINDOW if in_turn else None)
+
+        def part(k: int, source: int) -> Tensor:
+            return pieces.part_of_sum(rank, k, filling[source, k])
+
+        def landing(k: int, source: int) -> Tensor:
+            return pieces.landing(source, k, spread[source, k])
+
+        if not in_turn:  # short messages: let all land at once
+            for arriving in (part, landing):
+                for k in each:
+                    for _, source in pairs:
+                        peers.expect(source, arriving(k, source))
 
         # Everyone's parts to their owners.
         for batch in batches:
             for k in each:
                 for target, source in batch:
-                    wire = pieces.encode(target, k, leaving[target, k])
-                    mail.swap(k, target, wire, source, pieces.wire(rank, k, filling[source, k]))
+                    wire = pieces.encode_part(target, k, leaving[target, k])
+                    mail.swap(k, target, wire, source, part(k, source))
 
         # The chunk that this rank owns: the whole sum, which begins to leave.
         sums = []
         for k in each:
             parts = mail.arrived(k)
-            sums.append(pieces.encode(rank, k, leaving[rank, k], [parts[peer] for peer in sorted(parts)]))
+            sums.append(pieces.encode_sum(rank, k, leaving[rank, k], [parts[peer] for peer in sorted(parts)]))
             for target, source in batches[0]:
-                mail.swap(k, target, sums[k], source, pieces.landing(source, k, filling[source, k]))
+                mail.swap(k, target, sums[k], source, landing(k, source))
             pieces.deliver_(rank, k, sums[k])
 
         # The owners' sums to everyone: those of a batch are delivered while those of the following are on the way.
@@ -81,7 +102,7 @@ class Direct(Collective):
             for k in each:
                 arrived = mail.arrived(k)
                 for target, source in following:
-                    mail.swap(k, target, sums[k], source, pieces.landing(source, k, filling[source, k]))
+                    mail.swap(k, target, sums[k], source, landing(k, source))
                 for source, wire in arrived.items():
                     pieces.deliver_(source, k, wire)
 

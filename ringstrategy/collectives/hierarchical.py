@@ -53,6 +53,10 @@ class Hierarchical(Collective):
             )
         check_segments(self.segments)
 
+    def carries_flags(self, peers: Peers) -> bool:
+        """See `Collective.carries_flags`: not through hosts."""
+        return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_flags(peers)
+
     def check(self, codec: Codec) -> None:
         """Whatever `between` can carry."""
         try:
@@ -72,13 +76,15 @@ class Hierarchical(Collective):
         residual: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
+        flags: Tensor | None = None,
     ) -> None:
         """See `Collective.sum_`."""
         rank, hosts = peers.rank, ranks_of_hosts(peers.hosts)
-        if values.numel() == 0:
-            return
         if len(hosts) == peers.size:
-            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed)
+            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags)
+            return
+        assert flags is None
+        if values.numel() == 0:
             return
         width = min(len(host) for host in hosts)
         [host] = [ranks for ranks in hosts if rank in ranks]

@@ -25,8 +25,10 @@ class Native(Collective):
         residual: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
+        flags: Tensor | None = None,
     ) -> None:
         """See `Collective.sum_`."""
+        assert flags is None
         if peers.size == 1 or values.numel() == 0:
             return
         dtype = codec.summable(values.dtype)

@@ -23,6 +23,7 @@ class Pieces:
         lost: receives what this rank's encodes lose, in parameter space; None: nobody wants to know.
         seed: everyone's.
         rank: whose encodes these are.
+        flags: ride behind the first piece of each chunk while it is a part of the sum; see `Collective.sum_`.
 
     Attributes:
         count: pieces of each chunk.
@@ -40,14 +41,16 @@ class Pieces:
         lost: Tensor | None,
         seed: int,
         rank: int,
+        flags: Tensor | None = None,
     ) -> None:
         self._values, self._codec, self._residual, self._lost = values, codec, residual, lost
+        self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
         self._seed, self._own_seed = seed, codec.own_seed(seed, rank)
         self._chunks = chunks
         self.count = len(chunks[0])
         self.in_place = codec.raw(values) is not None
         longest = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
-        self.stride = -(-longest // 16) * 16
+        self.stride = -(-(longest + self._flag_bytes) // 16) * 16
 
     def _edges(self, chunk: int, k: int) -> tuple[int, int]:
         return self._chunks[chunk % len(self._chunks)][k]
@@ -65,8 +68,8 @@ class Pieces:
         return self._wires(peers, name, count, self.stride)
 
     def leaving(self, peers: Peers, name: str, count: int) -> list[Tensor]:
-        """Memory for so many wires that are encoded; none is needed if the values' own bytes are the wire."""
-        return self._wires(peers, name, count, 0 if self.in_place else self.stride)
+        """Memory for so many wires that are encoded; none is needed if the values' own bytes are the message."""
+        return self._wires(peers, name, count, 0 if self.in_place and self._flags is None else self.stride)
 
     def _wires(self, peers: Peers, name: str, count: int, stride: int) -> list[Tensor]:
         whole = peers.scratch(name, count * stride, self._values.device)
@@ -76,6 +79,14 @@ class Pieces:
         """As much of `memory` as the piece's bytes need."""
         begin, end = self._edges(chunk, k)
         return memory[: self._codec.nbytes(end - begin, self._values.dtype)]
+
+    def part_of_sum(self, chunk: int, k: int, memory: Tensor) -> Tensor:
+        """As much of `memory` as what `encode_part` makes of the piece needs."""
+        return memory[: self.wire(chunk, k, memory).numel() + self._riding(k)]
+
+    def _riding(self, k: int) -> int:
+        """Bytes of flags behind a part of a sum."""
+        return self._flag_bytes if k == 0 else 0
 
     def raw(self, chunk: int, k: int) -> Tensor:
         """The piece's own bytes, where they are the wire."""
@@ -97,18 +108,30 @@ class Pieces:
         for wire in arrived:
             self._codec.decode(wire, self[chunk, k], add=True)
 
-    def encode(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
-        """The bytes of the piece plus what arrived, in that order of addition; once for each piece.
+    def encode_part(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
+        """The message to the next who adds to the piece: its bytes and flags, those that arrived included.
 
-        They are in `memory`, unless the values have them themselves.
+        It is in `memory`, unless the values have all of it themselves. Wires are added in their order.
         """
+        message = self.part_of_sum(chunk, k, memory)
+        wire = self.encode_sum(chunk, k, message, arrived)
+        if self._flags is None or k > 0:
+            return wire
+        if self.in_place:
+            message[: wire.numel()].copy_(wire)
+        message[wire.numel() :].copy_(self._flags)
+        return message
+
+    def encode_sum(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
+        """The bytes of the piece plus the parts of its sum that arrived; a piece is encoded once."""
+        wires = [self._without_flags(part, k) for part in arrived]
         if self.in_place:
             self.add_residual_(chunk, k)
-            self.add_(chunk, k, arrived)
+            self.add_(chunk, k, wires)
             return self.raw(chunk, k)
         wire, (begin, end) = self.wire(chunk, k, memory), self._edges(chunk, k)
         self._codec.hop(
-            arrived,
+            wires,
             self._values[begin:end],
             wire,
             residual=None if self._residual is None else self._residual[begin:end],
@@ -118,6 +141,14 @@ class Pieces:
             offset=begin,
         )
         return wire
+
+    def _without_flags(self, part: Tensor, k: int) -> Tensor:
+        """What arrived, its flags taken over."""
+        if self._flags is None or k > 0:
+            return part
+        edge = part.numel() - self._flag_bytes
+        self._flags.bitwise_or_(part[edge:])
+        return part[:edge]
 
     def deliver_(self, chunk: int, k: int, wire: Tensor) -> None:
         """The bytes of the sum become the piece's values."""

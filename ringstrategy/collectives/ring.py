@@ -11,6 +11,8 @@ from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
 from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.transport.base import Handle, Peers
 
+_EXPECTED = 1 << 25  # bytes of memory for receives that begin early
+
 
 @dataclass(frozen=True)
 class Ring(Collective):
@@ -35,6 +37,11 @@ class Ring(Collective):
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
 
+    def carries_flags(self, peers: Peers) -> bool:
+        """See `Collective.carries_flags`."""
+        del peers
+        return True
+
     def sum_(
         self,
         values: Tensor,
@@ -44,13 +51,14 @@ class Ring(Collective):
         residual: Tensor | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
+        flags: Tensor | None = None,
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or values.numel() == 0:
+        if size == 1 or (values.numel() == 0 and flags is None):
             return
         chunks = cut_chunks(values, size, self.segments, codec.block)
-        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank)
+        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank, flags=flags)
         each, link = range(pieces.count), _Link(peers, pieces)
 
         # Reduce-scatter.
@@ -58,13 +66,12 @@ class Ring(Collective):
         for chunk in range(rank, own, -1):
             for k in each:
                 arrived = [] if chunk == rank else [link.arrived(k)]
-                wire = pieces.encode(chunk, k, link.leaving[k], arrived)
-                link.pass_on(k, wire, pieces.wire(chunk - 1, k, link.filling[k]))
+                link.pass_on(k, pieces.encode_part(chunk, k, link.leaving[k], arrived))
 
         # The chunk that this rank owns: the whole sum.
         for k in each:
-            wire = pieces.encode(own, k, link.leaving[k], [link.arrived(k)])
-            link.pass_on(k, wire, pieces.landing(own - 1, k, link.filling[k]))
+            wire = pieces.encode_sum(own, k, link.leaving[k], [link.arrived(k)])
+            link.pass_on(k, wire)
             pieces.deliver_(own, k, wire)
 
         # All-gather.
@@ -72,28 +79,46 @@ class Ring(Collective):
         for chunk in range(own - 1, last - 1, -1):
             for k in each:
                 wire = link.arrived(k)
-                link.turn(k)
                 if chunk > last:
-                    link.pass_on(k, wire, pieces.landing(chunk - 1, k, link.filling[k]))
+                    link.pass_on(k, wire)
                 pieces.deliver_(chunk, k, wire)
 
 
 class _Link:
-    """To the rank after this one and from the one before: in each direction one piece of each segment is on the way.
+    """To the rank after this one and from the one before: of each segment one piece is on the way, each way.
 
-    Two wires a segment are enough: one leaves while the other fills. Each send is waited for before its memory is
-    written again, because a handle covers the send and the receive that were posted together.
+    Each hop passes a piece of chunk c on and receives one of chunk c - 1, beginning with the rank's own chunk. What
+    arrives fills memory of its own until all of it has been passed on: two wires a segment are enough, for one leaves
+    while the other fills, but with one for each hop all can be expected from the start. Each send is waited for before
+    its memory is written again, because a handle covers the send and the receive that were posted together.
     """
 
     def __init__(self, peers: Peers, pieces: Pieces) -> None:
-        self.leaving = pieces.leaving(peers, "ring.leaving", pieces.count)
-        self.filling = pieces.arriving(peers, "ring.filling", pieces.count)
-        self._peers = peers
+        self._peers, self._pieces = peers, pieces
         self._after, self._before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+        hops = 2 * (peers.size - 1)
+        expected = hops * pieces.count * pieces.stride <= _EXPECTED
+        slots = hops if expected else 2
+        self.leaving = pieces.leaving(peers, "ring.leaving", pieces.count)
+        self._filling = pieces.arriving(peers, "ring.filling", slots * pieces.count)
+        self._hops = [0] * pieces.count  # by segment: made so far
         self._under_way: dict[int, tuple[Handle, Tensor]] = {}  # by segment
+        if expected:
+            for hop in range(hops):
+                for k in range(pieces.count):
+                    peers.expect(self._before, self._arriving(hop, k))
 
-    def pass_on(self, k: int, wire: Tensor, arriving: Tensor) -> None:
+    def _arriving(self, hop: int, k: int) -> Tensor:
+        memory = self._filling[(hop * self._pieces.count + k) % len(self._filling)]
+        chunk = self._peers.rank - 1 - hop
+        if hop < self._peers.size - 1:
+            return self._pieces.part_of_sum(chunk, k, memory)
+        return self._pieces.landing(chunk, k, memory)
+
+    def pass_on(self, k: int, wire: Tensor) -> None:
         """Send `wire` to the next rank, and receive what the one before passes on."""
+        arriving = self._arriving(self._hops[k], k)
+        self._hops[k] += 1
         self._under_way[k] = self._peers.swap(self._after, wire, self._before, arriving), arriving
 
     def arrived(self, k: int) -> Tensor:
@@ -101,7 +126,3 @@ class _Link:
         handle, arriving = self._under_way.pop(k)
         handle.wait()
         return arriving
-
-    def turn(self, k: int) -> None:
-        """What filled will leave."""
-        self.leaving[k], self.filling[k] = self.filling[k], self.leaving[k]

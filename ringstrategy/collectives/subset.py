@@ -31,6 +31,10 @@ class Subset(Peers):
             {self._members[peer]: tensor for peer, tensor in recvs.items()},
         )
 
+    def expect(self, source: int, arriving: Tensor) -> None:
+        """See `Peers.expect`."""
+        self._everyone.expect(self._members[source], arriving)
+
     def all_reduce_(self, values: Tensor) -> None:
         """Not without a process group of their own."""
         raise NotImplementedError("some ranks cannot use the backend's all-reduce: pass between=Ring() or Direct()")

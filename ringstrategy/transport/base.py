@@ -76,6 +76,13 @@ class Peers(ABC):
         Every rank posts one static schedule: the i-th send from a to b meets the i-th receive at b from a.
         """
 
+    def expect(self, source: int, arriving: Tensor) -> None:
+        """The next receive from `source` that is not expected yet will be posted with exactly this memory.
+
+        Where a receive may wait for a message of which nobody knows when it leaves, it begins now: a message that is
+        expected lands at once, while any other waits until both ends have asked for it.
+        """
+
     def swap(self, target: int, leaving: Tensor, source: int, arriving: Tensor) -> Handle:
         """`post` one send and one receive. Empty messages are not sent, because both ends know their size."""
         return self.post({target: leaving} if leaving.numel() else {}, {source: arriving} if arriving.numel() else {})

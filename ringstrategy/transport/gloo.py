@@ -55,6 +55,7 @@ class GlooPeers(Peers):
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken = False
+        self._expected: dict[tuple[int, int], dist.Work] = {}  # by source and address
         self._timed = timed
         self._control = _Control(self)
 
@@ -72,13 +73,23 @@ class GlooPeers(Peers):
         """Start; receives first, so that bytes land in place."""
         return self.post_tagged(sends, recvs, 0)
 
+    def expect(self, source: int, arriving: Tensor) -> None:
+        """Start to receive."""
+        if arriving.numel():
+            try:
+                work = self._start(dist.irecv, arriving, source)
+            except RuntimeError as error:
+                raise TransportError(source, error) from error
+            self._expected[source, arriving.data_ptr()] = work
+
     def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
         """`post` messages that only match messages with the same tag."""
         works: list[tuple[int, dist.Work]] = []
         peer = None
         try:
             for peer, tensor in recvs.items():
-                works.append((peer, self._start(partial(dist.irecv, tag=tag), tensor, peer)))
+                work = self._expected.pop((peer, tensor.data_ptr()), None) if self._expected else None
+                works.append((peer, work or self._start(partial(dist.irecv, tag=tag), tensor, peer)))
             for peer, tensor in sends.items():
                 works.append((peer, self._start(partial(dist.isend, tag=tag), tensor, peer)))
         except RuntimeError as error:

@@ -65,6 +65,9 @@ class StagedPeers(GlooPeers):
         self._stream = torch.cuda.Stream(device)
         self._pool: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}
 
+    def expect(self, source: int, arriving: Tensor) -> None:
+        """Nothing: it arrives in memory that is taken when it is received."""
+
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Copy to the host, wait for that copy (in the communication thread alone), start."""
         staging = _Staging(self._pool, self._stream)

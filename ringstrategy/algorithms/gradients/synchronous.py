@@ -358,8 +358,8 @@ class _Pass:
         self._begin = time.perf_counter()
         self.launched_at: list[float] = []  # seconds after this pass began
         self._tickets: list[Waitable] = []
+        self._used = torch.empty(0, dtype=torch.uint8, device="cpu")  # of all slots: by this rank, in the end by any
         self._collect: Callable[[], Tensor] | None = None
-        self._used_anywhere: Tensor | None = None
         # Frozen parameters may differ from pass to pass (a GAN's toggling), but not from rank to rank.
         trained = {s.name: s.trains for b in buckets for s in b.slots if not s.gone}
         said = f"{plan_text}\n{step} " + "".join("01"[is_trained] for is_trained in trained.values())
@@ -397,10 +397,14 @@ class _Pass:
         self._launched += 1
         self.launched_at.append(time.perf_counter() - self._begin)
         last = self._launched == len(self.active)
-        if last:
-            # Everyone tells everyone what it used, beside the last bucket, which hides it.
+        flags = None
+        if last:  # everyone tells everyone what it used: with the last bucket, or in messages that it hides
             used = [s.parameter.grad is not None and s.trains for b in self.active for s in b.slots]
-            self._control(lambda: self._post_used(used))
+            self._used = torch.tensor(used, dtype=torch.uint8, device="cpu")
+            if bucket.carries_flags(self._peers, self._collective):
+                flags = self._used
+            else:
+                self._control(self._post_used)
         bucket.pack(self._peers.size, self._scale)
         self._packed.append(bucket)
         self._tickets.append(
@@ -410,32 +414,32 @@ class _Pass:
                 self._agreed,
                 derive_seed(0, self._step, bucket.index),
                 f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
+                flags,
             )
         )
-        if last:
-            self._told = self._control(self._collect_used)
+        if last and flags is None:
+            self._tickets.append(self._control(self._collect_used))
 
     def _control(self, work: Callable[[], None]) -> Waitable:
         return self._peers.control.submit(work, f"at step {self._step}, after its last bucket")
 
-    def _post_used(self, used: list[bool]) -> None:
-        self._collect = all_gather(self._peers.control, torch.tensor(used, dtype=torch.uint8, device="cpu"))
+    def _post_used(self) -> None:
+        self._collect = all_gather(self._peers.control, self._used)
 
     def _collect_used(self) -> None:
         assert self._collect is not None
-        self._used_anywhere = self._collect().amax(0)
+        self._used = self._collect().amax(0)
 
     def finish(self) -> None:
         """Launch the remaining buckets, wait, and make the means the gradients."""
         with self._lock:
             while self._launched < len(self.active):
                 self._launch()
-        self._peers.finish([self._agreed, *self._tickets, *([self._told] if self.active else [])])
+        self._peers.finish([self._agreed, *self._tickets])
         place = {s.parameter: i for i, s in enumerate(s for b in self.active for s in b.slots)}
 
         def used(slot: Slot) -> bool:
-            assert self._used_anywhere is not None
-            return bool(self._used_anywhere[place[slot.parameter]])
+            return bool(self._used[place[slot.parameter]])
 
         for bucket in self.active:
             bucket.unpack(used)
