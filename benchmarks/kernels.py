@@ -105,7 +105,7 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
         cases.extend(Case(work, way, nbytes, run, result) for way, run in ways.items())
 
     for name, codec in _CODECS.items():
-        fmt, size = of(codec.arithmetic()), codec.nbytes(n, values.dtype)
+        fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         encode(other, payload, fmt)
         add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, wire, fmt, lost=lost))

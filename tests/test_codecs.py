@@ -521,7 +521,7 @@ def test_a_non_finite_block_of_another_dtype(codec: Codec, dtype: torch.dtype) -
 def test_a_non_finite_block_has_the_documented_bytes(codec: Blocked) -> None:
     values = data(40 * codec.block)  # many, so that vector instructions write them
     values[::7] = math.nan
-    heads = 40 * codec.arithmetic().header_bytes
+    heads = 40 * codec.arithmetic.header_bytes
     scales = encoded(codec, values)[heads - 80 : heads].view(torch.int16)
     assert scales.eq(0x7FC0).all()
 

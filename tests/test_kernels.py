@@ -129,7 +129,7 @@ def by_codec(codec, values, seed=0):
 def by_kernel(codec, values, **options):
     wire = message(codec, values.numel(), values.dtype)
     lost, decoded = torch.full_like(values, 77.0), torch.empty_like(values)
-    fmt = formats.of(codec.arithmetic())
+    fmt = formats.of(codec.arithmetic)
     encode(values, wire, fmt, lost=lost, **options)
     decode(wire, decoded, fmt)
     return wire.cpu(), lost.cpu(), decoded.cpu()
@@ -138,7 +138,7 @@ def by_kernel(codec, values, **options):
 def parts(codec, wire, numel):
     """Scales and minima (None without) as float32, and the codes' bytes."""
     blocks = -(-numel // codec.block)
-    minima = wire[: 4 * blocks].view(torch.float32) if codec.arithmetic().has_minima else None
+    minima = wire[: 4 * blocks].view(torch.float32) if codec.arithmetic.has_minima else None
     begin = 0 if minima is None else 4 * blocks
     scales = wire[begin : begin + 2 * blocks].view(torch.bfloat16).float()
     return scales, minima, wire[begin + 2 * blocks :]
@@ -183,7 +183,7 @@ def test_summed_scales_agree_to_rounding(codec):
             continue
         step = scales_.repeat_interleave(codec.block)[: values.numel()] * 2
         neighbour = (decoded - decoded_).abs() > step / 2
-        assert not (codec.arithmetic().bits == 1 and neighbour.any()), "a sign needs no sum"
+        assert not (codec.arithmetic.bits == 1 and neighbour.any()), "a sign needs no sum"
         assert neighbour.float().mean() < 0.01
         off = (decoded - decoded_).abs() - neighbour * step * (1 + 2.0**-7)
         assert (off.nan_to_num() <= decoded_.abs().nan_to_num() * 2.0**-7).all()
@@ -212,9 +212,9 @@ def test_lost_may_be_absent_or_the_values_themselves(codec):
     values = heavy_tailed(2 * codec.block + 3)
     wire, lost, _ = by_kernel(codec, values)
     again = message(codec, values.numel())
-    encode(values, again, formats.of(codec.arithmetic()))
+    encode(values, again, formats.of(codec.arithmetic))
     assert_same(again, wire)
-    encode(values, again, formats.of(codec.arithmetic()), lost=values)
+    encode(values, again, formats.of(codec.arithmetic), lost=values)
     assert_same(again, wire)
     assert_same(values, lost)
 
@@ -224,7 +224,7 @@ def test_any_bytes_decode_as_by_the_codec(codec):
     numel = 5 * codec.block + 13
     wire = random_message(codec, numel, seed=1)
     out, expected = torch.empty(numel, device=DEVICE), torch.empty(numel)
-    decode(wire, out, formats.of(codec.arithmetic()))
+    decode(wire, out, formats.of(codec.arithmetic))
     codec.decode(wire.cpu(), expected)
     assert_same(out, expected)
 
@@ -236,7 +236,7 @@ def test_decode_writes_and_adds(codec, dtype):
     wire, _, _ = by_kernel(codec, values)
     decoded = torch.empty(values.numel())
     codec.decode(wire, decoded)
-    fmt, wire = formats.of(codec.arithmetic()), wire.to(DEVICE)
+    fmt, wire = formats.of(codec.arithmetic), wire.to(DEVICE)
     out = values.clone()
     decode(wire, out, fmt, add=True)
     assert_same(out, (values.cpu().float() + decoded).to(dtype))
@@ -247,7 +247,7 @@ def test_decode_writes_and_adds(codec, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("codec", SOME, ids=str)
 def test_a_relay_is_a_decode_and_an_encode(codec, dtype):
-    fmt = formats.of(codec.arithmetic())
+    fmt = formats.of(codec.arithmetic)
     for numel in (codec.block + 1, sizes(codec.block)[-1]) if dtype == torch.float32 else (3 * codec.block + 5,):
         values, wire_in = heavy_tailed(numel, 1, dtype), by_kernel(codec, heavy_tailed(numel, 2))[0].to(DEVICE)
         if numel == codec.block + 1:
@@ -264,7 +264,7 @@ def test_a_relay_is_a_decode_and_an_encode(codec, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("codec", SOME, ids=str)
 def test_a_reduce_adds_in_order(codec, dtype):
-    fmt = formats.of(codec.arithmetic())
+    fmt = formats.of(codec.arithmetic)
     numel = 2 * codec.block + 3
     values = heavy_tailed(numel, 1, dtype)
     wires = [by_kernel(codec, heavy_tailed(numel, seed) * 10.0 ** (seed - 3))[0].to(DEVICE) for seed in range(2, 5)]
@@ -282,7 +282,7 @@ def test_a_reduce_adds_in_order(codec, dtype):
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
 def test_stochastic_rounding(codec):
     values = heavy_tailed(3 * codec.block + 3)
-    fmt, numel = formats.of(codec.arithmetic()), values.numel()
+    fmt, numel = formats.of(codec.arithmetic), values.numel()
     wire, lost, _ = by_kernel(codec, values, seed=2**61 + 5)
     assert_same(by_kernel(codec, values, seed=2**61 + 5)[0], wire)
     assert not torch.equal(by_kernel(codec, values, seed=2**61 + 6)[0], wire)
@@ -314,7 +314,7 @@ def test_stochastic_rounding(codec):
 
 def test_a_block_too_large_is_refused_with_words():
     with pytest.raises(ValueError, match="choose such a block"):
-        formats.of(BlockInt(8, block=8200).arithmetic())
+        formats.of(BlockInt(8, block=8200).arithmetic)
 
 
 def test_the_largest_block():
@@ -502,8 +502,8 @@ def test_more_values_than_32_bits_count():
     values = torch.zeros(numel, device=DEVICE)
     values[-300:] = heavy_tailed(300)
     wire = message(codec, numel)
-    encode(values, wire, formats.of(codec.arithmetic()), lost=values)
-    decode(wire, values, formats.of(codec.arithmetic()), add=True)
+    encode(values, wire, formats.of(codec.arithmetic), lost=values)
+    decode(wire, values, formats.of(codec.arithmetic), add=True)
     assert not values[:-512].any()
     assert torch.allclose(values[-300:].cpu(), heavy_tailed(300).cpu(), rtol=0, atol=1e-6)
 

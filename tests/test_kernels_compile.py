@@ -77,7 +77,7 @@ def compiled(target, kernel, case, monkeypatch):
     options = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
     signs = F32 if case == "rotated" else None
     codec = CODECS.get(re.sub(" (of|losing) .*", "", case))
-    fmt = codec and of(codec.arithmetic())
+    fmt = codec and of(codec.arithmetic)
     lost = None if case.endswith("losing nothing") else F32
     n = 1 if case.endswith("of one value") else N
     kind = getattr(torch, case.split()[-1]) if "float16" in case else F32

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,13 +34,14 @@ class BlockFloat8(Blocked):
         if self.format not in _DTYPES:
             raise ValueError(f"format is 'e4m3' or 'e5m2', got {self.format!r}")
 
+    @cached_property
     def arithmetic(self) -> Arithmetic:
         """See `Blocked.arithmetic`."""
         return Arithmetic(self.format, self.block, 8, 1 / torch.finfo(_DTYPES[self.format]).max)
 
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
         """See `Blocked.quantize`."""
-        scale = bounding_scale(blocks.abs().amax(1, keepdim=True), self.arithmetic())
+        scale = bounding_scale(blocks.abs().amax(1, keepdim=True), self.arithmetic)
         return (blocks * (1 / scale)).to(_DTYPES[self.format]).view(torch.uint8), scale, None
 
     def numbers(self, codes: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -41,6 +42,7 @@ class BlockInt(Blocked):
         if self.scale not in ("absmax", "minmax"):
             raise ValueError(f"scale is 'absmax' or 'minmax', got {self.scale!r}")
 
+    @cached_property
     def arithmetic(self) -> Arithmetic:
         """See `Blocked.arithmetic`. Whole numbers around 0; with minmax from 0 up."""
         half, stochastic = 1 << (self.bits - 1), self.rounding == "stochastic"
@@ -53,7 +55,7 @@ class BlockInt(Blocked):
 
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `Blocked.quantize`."""
-        how, largest, least = self.arithmetic(), blocks.abs().amax(1, keepdim=True), None
+        how, largest, least = self.arithmetic, blocks.abs().amax(1, keepdim=True), None
         if self.scale == "absmax":
             scale = bounding_scale(largest, how)
             levels = blocks * (1 / scale)

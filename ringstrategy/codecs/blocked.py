@@ -23,6 +23,7 @@ class Blocked(Codec):
     block: int
     needs_kernels = True
 
+    @property
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
         """This codec as the engines know it."""
@@ -43,7 +44,7 @@ class Blocked(Codec):
 
     def numbers(self, codes: Tensor) -> Tensor:
         """What codes stand for in units of the scale, without the least value: uint8 to float32."""
-        how = self.arithmetic()
+        how = self.arithmetic
         return codes.float() * how.spacing + how.bias
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
@@ -52,7 +53,7 @@ class Blocked(Codec):
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """Bytes on the wire."""
-        return self.arithmetic().nbytes(numel)
+        return self.arithmetic.nbytes(numel)
 
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0

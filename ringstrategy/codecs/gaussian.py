@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Gaussian(Blocked):
         check_bits(self.bits, 1, 7)
         check_block(self.block)
 
+    @cached_property
     def arithmetic(self) -> Arithmetic:
         """See `Blocked.arithmetic`."""
         factor = GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2)
@@ -40,7 +42,7 @@ class Gaussian(Blocked):
 
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
         """See `Blocked.quantize`."""
-        how, half = self.arithmetic(), 1 << (self.bits - 1)
+        how, half = self.arithmetic, 1 << (self.bits - 1)
         step = mean_magnitude(blocks) * how.factor
         tiny = step < how.smallest
         scaled = torch.where(tiny, 0.0, blocks * (1 / step))

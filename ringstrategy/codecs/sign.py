@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ class Sign(Blocked):
     def __post_init__(self) -> None:
         check_block(self.block)
 
+    @cached_property
     def arithmetic(self) -> Arithmetic:
         """See `Blocked.arithmetic`."""
         return Arithmetic("sign", self.block, 1, 1.0, spacing=2, bias=-1)

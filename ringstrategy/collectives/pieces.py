@@ -49,7 +49,8 @@ class Pieces:
         self._chunks = chunks
         self.count = len(chunks[0])
         self.in_place = codec.raw(values) is not None
-        longest = max(codec.nbytes(end - begin, values.dtype) for chunk in chunks for begin, end in chunk)
+        self._nbytes = [[codec.nbytes(end - begin, values.dtype) for begin, end in chunk] for chunk in chunks]
+        longest = max(map(max, self._nbytes))
         self.stride = -(-(longest + self._flag_bytes) // 16) * 16
 
     def _edges(self, chunk: int, k: int) -> tuple[int, int]:
@@ -77,12 +78,11 @@ class Pieces:
 
     def wire(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """As much of `memory` as the piece's bytes need."""
-        begin, end = self._edges(chunk, k)
-        return memory[: self._codec.nbytes(end - begin, self._values.dtype)]
+        return memory[: self._nbytes[chunk % len(self._nbytes)][k]]
 
     def part_of_sum(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """As much of `memory` as what `encode_part` makes of the piece needs."""
-        return memory[: self.wire(chunk, k, memory).numel() + self._riding(k)]
+        return memory[: self._nbytes[chunk % len(self._nbytes)][k] + self._riding(k)]
 
     def _riding(self, k: int) -> int:
         """Bytes of flags behind a part of a sum."""

@@ -253,7 +253,7 @@ def _lose(dtype: torch.dtype) -> Callable[..., None] | None:
 def _known(form: BlockFormat) -> cpu.Format:
     from ringstrategy.kernels import cpu
 
-    how = form.arithmetic()
+    how = form.arithmetic
     table: tuple[float, ...] = ()
     if how.kind in ("e4m3", "e5m2"):
         table = tuple(form.numbers(torch.arange(256, dtype=torch.uint8, device="cpu")).tolist())

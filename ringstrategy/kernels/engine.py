@@ -112,7 +112,7 @@ class _Triton:
         from ringstrategy.kernels.triton import encode as kernels
         from ringstrategy.kernels.triton.formats import of
 
-        known = of(form.arithmetic())
+        known = of(form.arithmetic)
         if not wires:
             kernels.encode(values, wire, known, lost=lost, seed=seed, offset=offset)
         elif len(wires) == 1:  # needs no table of addresses
@@ -126,7 +126,7 @@ class _Triton:
         from ringstrategy.kernels.triton.decode import decode
         from ringstrategy.kernels.triton.formats import of
 
-        decode(wire, out, of(form.arithmetic()), add=add)
+        decode(wire, out, of(form.arithmetic), add=add)
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
         """See `Engine.rotate_`."""

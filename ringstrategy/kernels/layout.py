@@ -71,6 +71,7 @@ class BlockFormat(Protocol):
     def block(self) -> int:
         """Values that share headers, a multiple of 8."""
 
+    @property
     def arithmetic(self) -> Arithmetic:
         """Its format."""
 

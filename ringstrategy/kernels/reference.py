@@ -26,7 +26,7 @@ def encode(
     offset: int = 0,
 ) -> None:
     """See `Engine.encode`. Sums are float32; what is lost has all the digits of the values."""
-    how, total = form.arithmetic(), values.float()
+    how, total = form.arithmetic, values.float()
     for arrived in wires:
         total = total + _decoded(arrived, values.numel(), form)
     for run in _runs(wire, values.numel(), how):
@@ -52,7 +52,7 @@ def decode(wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool = False) -
 
 def _decoded(wire: Tensor, numel: int, form: BlockFormat) -> Tensor:
     """The values in a message, float32 (numel,)."""
-    how, values = form.arithmetic(), torch.empty(numel, dtype=torch.float32, device="cpu")
+    how, values = form.arithmetic, torch.empty(numel, dtype=torch.float32, device="cpu")
     for run in _runs(wire, numel, how):
         blocks = form.numbers(unpack(run.packed, how.bits)[:, : run.length]) * run.scale.float()
         if run.least is not None:
