@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import harness
+from benchmarks import cpu, harness
 from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
@@ -150,13 +150,17 @@ class _Steps:
         notes.append("compute alone: forward {:.4f} s, backward {:.4f} s, optimizer {:.4f} s".format(*alone))
         named = {name: planned[name] for name in cases if name in planned}
         predictions = self.predict(named, alone) if named else {}
+        spent = {name: training.cpu_seconds(options.warmup) for name, training in trainings.items()}
+        notes.append(f"CPU ms a step and rank ({'; '.join(cpu.PARTS)}):")
+        notes += [f"  {name}: {'; '.join(f'{1e3 * each:.1f}' for each in of.values())}" for name, of in spent.items()]
         if dist.get_rank() == 0:
             kind = "prediction" if options.predict else "training"
             shown = [case for name, case in cases.items() if not options.predict or name in predictions]
 
             def more(case: Case) -> dict[str, Any]:
+                row: dict[str, Any] = {"cpu_seconds": spent[case.name]}
                 said = predictions.get(case.name)
-                return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
+                return row if said is None else {**row, "predicted_seconds": said, "deviation": said / case.median - 1}
 
             harness.report(kind, self.task.described(self.initial), shown, options, notes, more)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import collectives
+from benchmarks.cpu import PARTS
 from benchmarks.report import accuracy, frame, page, plots, targets
 from benchmarks.rows import CAMPAIGN, steps
 from ringstrategy import Direct, Ring
@@ -302,7 +303,7 @@ def test_the_pages_are_what_the_rows_say() -> None:
 def test_without_rows_the_page_says_what_is_missing(tmp_path: Path) -> None:
     rows = frame.load(tmp_path)
     text = page.text(rows, "pictures")
-    assert text.count("Not measured yet: `python -m benchmarks ") == 11
+    assert text.count("Not measured yet: `python -m benchmarks ") == 12
     assert "![" not in text
     plots.draw(rows, tmp_path / "pictures")
     assert list((tmp_path / "pictures").iterdir()) == []
@@ -319,6 +320,8 @@ def test_each_family_has_its_part_and_its_picture(tmp_path: Path) -> None:
     write(tmp_path, "collectives/some", *sizes)
     of = {"benchmark": "training", "baseline": "ddp", "size": "byte GPT of 10.9 M parameters, batch 1"}
     write(tmp_path, "training/some", row("ddp", 10.0, **of), row("ring_int8", 5.0, **of, waited_seconds=2.0))
+    spent = {"cpu_seconds": dict(zip(PARTS, (0.03, 0.05, 0.008, 0.011, 0.007, 0.031), strict=True))}
+    write(tmp_path, "training/cpu", row("ring_int8", 5.0, **{**of, "size": "MLP"}, rate="1gbit", **spent))
     write(tmp_path, "scaling/some", *(scaling_row("ring int8", hosts, hosts / 4) for hosts in (2, 3, 4)))
     write(tmp_path, "race/some", racer("ddp", 4.0), racer("ring_int8", 2.0))
     rows = frame.load(tmp_path)
@@ -330,6 +333,7 @@ def test_each_family_has_its_part_and_its_picture(tmp_path: Path) -> None:
     assert "| `gloo fp32` | 10.00 s |" in text
     assert "| `ring int8` | 4.00x (36 %) |" in text
     assert "| `ring_int8` | 2.00x (18 %) |" in text
+    assert "| `ring_int8` | 30 | 50 | 8 | 11 | 7 | 31 | 137 |" in text
     full = page.tables(rows)
     said = "2.500 s | 2.500 s - 2.500 s | 4.00x gloo fp32 | 0.900 s | 36 % | 0.001 | 0.0011 | 1.0e-02 | yes"
     assert f"| ring int8 | {said} |" in full["all-reduce"]

@@ -12,6 +12,7 @@ import jinja2
 import pandas as pd
 
 from benchmarks.cells import CELLS, Cell, seconds, shown, times
+from benchmarks.cpu import PARTS
 from benchmarks.report.frame import SETTING, growth, races
 from benchmarks.report.markdown import Line, matrix, of_lines, origin, sources, table
 from benchmarks.report.targets import LOSS, VERDICT, losses, verdicts
@@ -36,14 +37,22 @@ def text(rows: pd.DataFrame, figures: str) -> str:
     environment.filters |= {"matrix": _matrix, "racers": _racers, "origin": origin}
     known: dict[str, Any] = {
         "of": lambda query: rows.query(query, engine="python"),
-        "having": lambda found, case: found.groupby(SETTING).filter(lambda setting: case in set(setting.case)),
+        "having": having,
         "full": lambda name: f"[All cases, with spread, bytes and error](../benchmarks/results/tables/{name}.md)",
-        **{made.__name__.strip("_"): made(rows) for made in (_targets, _losses, _race, _hosts, _slow_rank, _codecs)},
+        **{
+            made.__name__.strip("_"): made(rows)
+            for made in (_targets, _losses, _race, _hosts, _slow_rank, _cpu, _codecs)
+        },
     }
     template = environment.from_string(Path(__file__).with_name("page.md.jinja").read_text())
     page = re.sub(r"\n{3,}", "\n\n", template.render(figures=figures, **known)).rstrip() + "\n"
     contents = " ·\n".join(f"[{title}](#{_anchor(title)})" for title in re.findall(r"^## (.*)$", page, re.M))
     return page.replace("CONTENTS", contents, 1)
+
+
+def having(found: pd.DataFrame, case: str) -> pd.DataFrame:
+    """The settings in which this case was measured."""
+    return found.groupby(SETTING).filter(lambda setting: case in set(setting.case)) if len(found) else found
 
 
 def _anchor(title: str) -> str:
@@ -156,6 +165,25 @@ def _slow_rank(rows: pd.DataFrame) -> str:
         f"One rank computes {first.slowdown:g} times as long. {first['size']}, {first.network}, {first.steps} steps."
     )
     return f"{where}\n\n{of_lines(found, columns)}\n\n{sources(found)}"
+
+
+def _cpu(rows: pd.DataFrame) -> str:
+    """Milliseconds of CPU of a step, by what they were for, where several ranks share the cores."""
+    if "cpu_seconds" not in rows:
+        return ""
+    found = rows[(rows.benchmark == "training") & rows.cpu_seconds.map(bool)].drop_duplicates([*SETTING, "case"])
+    found = having(found, "ring_int8").query("rate == '1gbit'")
+
+    def part(name: str, line: Line) -> str:
+        return shown(line.cpu_seconds[name], "{:.0f}", 1e3)
+
+    tables = []
+    for (size, network), each in found.groupby(["size", "network"], sort=False):
+        columns: dict[str, Cell] = {f"{size}, {network}": lambda line: f"`{line.case}`"}
+        columns |= {name: partial(part, name) for name in PARTS}
+        columns["all"] = lambda line: shown(sum(line.cpu_seconds.values()), "{:.0f}", 1e3)
+        tables.append(of_lines(each, columns))
+    return "\n\n".join([*tables, sources(found)]) if tables else ""
 
 
 def _codecs(rows: pd.DataFrame) -> str:
