@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Collective(ABC):
-    """A frozen dataclass of its options. Each rank encodes each element at most once."""
+    """A frozen dataclass of its options. Each rank encodes each element at most once.
+
+    Attributes:
+        tagged: do all its messages go through `Peers.post`?
+    """
+
+    tagged: ClassVar[bool] = True
 
     @abstractmethod
     def sum_(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ringstrategy.errors import PlanMismatchError
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import Peers, Waitable, Word
 
 INDENT = "  "  # of a line that says what a parameter is
 BUCKET = "bucket "  # begins a line that sums up those below it
@@ -44,23 +43,29 @@ def all_gather_floats(peers: Peers, values: Sequence[float]) -> list[list[float]
     return gathered[0].view(torch.float64).tolist()
 
 
-def agree(peers: Peers, text: str, details: Callable[[], str] | None = None) -> None:
-    """Raise PlanMismatchError on every rank unless `text` is the same on all; it names the ranks and the difference.
+def agree(peers: Peers, word: Word) -> None:
+    """Raise PlanMismatchError on every rank unless all say the same; it names the ranks and the difference."""
+    table = all_gather(peers, torch.frombuffer(bytearray(word.digest), dtype=torch.uint8))()
+    if any(not torch.equal(said, table[0]) for said in table):
+        raise mismatch(dict(enumerate(_texts(peers, word.details()))))
 
-    Args:
-        peers: the ranks that compare.
-        text: lines of the form "name: value" where something has a name.
-        details: returns a longer text for the error message, if the short ones differ.
+
+def agree_beside(peers: Peers, word: Word, *, tagged: bool, where: str) -> Waitable:
+    """`agree` before the exchanges that are submitted next.
+
+    Over transports whose messages can carry it, and if the exchanges are `tagged`, it costs no message.
     """
-    digest = hashlib.sha256(text.encode()).digest()
-    table = all_gather(peers, torch.frombuffer(bytearray(digest), dtype=torch.uint8))()
-    differing = [rank for rank in range(peers.size) if not torch.equal(table[rank], table[0])]
-    if not differing:
-        return
-    texts = _texts(peers, text if details is None else details())
-    raise PlanMismatchError(
+    agreed = peers.only_with(word, tagged=tagged, where=where)
+    return peers.control.submit(lambda: agree(peers.control, word), where) if agreed is None else agreed
+
+
+def mismatch(texts: Mapping[int, str]) -> PlanMismatchError:
+    """The error for ranks that differ, by the text of each; it quotes the first difference from the lowest rank."""
+    first = min(texts)
+    differing = [rank for rank, text in texts.items() if text != texts[first]]
+    return PlanMismatchError(
         "the ranks differ, so nothing can be averaged: "
-        + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[0])}" for rank in differing)
+        + "; ".join(f"rank {rank} has {_difference(texts[rank], texts[first], first)}" for rank in differing)
         + ". Give every rank the same model, optimizers, strategy arguments and version of ringstrategy, and log what "
         "a scheduler monitors with sync_dist=True"
     )
@@ -77,7 +82,8 @@ def _texts(peers: Peers, text: str) -> list[str]:
 
 def compare_plans(peers: Peers, text: str) -> None:
     """Call `agree` on the communication thread, and wait for it."""
-    peers.control.submit(lambda: agree(peers.control, text), "while the ranks compare plans").wait()
+    word = Word(text, lambda: text)
+    peers.control.submit(lambda: agree(peers.control, word), "while the ranks compare plans").wait()
 
 
 def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: Iterable[str]) -> None:
@@ -91,8 +97,8 @@ def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: It
         compare_plans(peers, "\n".join(lines))
 
 
-def _difference(text: str, reference: str) -> str:
-    """Quote a line that only one text has, and the line of the same name in the other.
+def _difference(text: str, reference: str, rank: int) -> str:
+    """Quote a line that only one text has, and the line of the same name in the other, which is that `rank`'s.
 
     If parameters differ, quote them: the lines about buckets then differ too, but say less.
     """
@@ -105,12 +111,12 @@ def _difference(text: str, reference: str) -> str:
             only_mine, only_theirs = parameters
     if not only_mine:
         if not only_theirs:
-            return "another order than rank 0"
+            return f"another order than rank {rank}"
         hint = " (is it frozen there?)" if only_theirs[0].startswith(INDENT) else ""
-        return f"nothing{hint} where rank 0 has '{only_theirs[0].strip()}'"
+        return f"nothing{hint} where rank {rank} has '{only_theirs[0].strip()}'"
     name = only_mine[0].partition(":")[0]
     same_name = [line for line in only_theirs if line.partition(":")[0] == name]
     if not same_name and not name.startswith(INDENT):
         same_name = only_theirs
     other = f"'{same_name[0].strip()}'" if same_name else "nothing of that name"
-    return f"'{only_mine[0].strip()}' where rank 0 has {other}"
+    return f"'{only_mine[0].strip()}' where rank {rank} has {other}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,23 @@ class Waitable(Protocol):
 
     def wait(self) -> None:
         """Return when the task is done (over NCCL: when the current stream will wait for it); raise its error."""
+
+
+class Word(NamedTuple):
+    """What the ranks of an exchange must agree on.
+
+    Attributes:
+        said: lines of the form "name: value" where something has a name.
+        details: returns a longer text for the error message, if what was said differs.
+    """
+
+    said: str
+    details: Callable[[], str]
+
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of what was said."""
+        return hashlib.sha256(self.said.encode()).digest()
 
 
 class TransportError(RuntimeError):
@@ -75,6 +93,15 @@ class Peers(ABC):
 
         Every rank posts one static schedule: the i-th send from a to b meets the i-th receive at b from a.
         """
+
+    def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
+        """In what is submitted next exchange only with ranks that say the same, without a message.
+
+        Messages of ranks that differ never meet, so that those ranks wait, until they find out why: a PlanMismatchError
+        on all of them. None: they do meet, because the exchanges are not `tagged` or this transport cannot do it.
+        """
+        del word, tagged, where
+        return None
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """The next receive from `source` that is not expected yet will be posted with exactly this memory.

@@ -13,15 +13,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
-from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable
+from ringstrategy.transport.agree import mismatch
+from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task, Ticket, Worker
 
 _CLOSE_SECONDS = 30.0
 _CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out which rank was lost
-_CONTROL_TAG = 1  # small messages cannot meet values, wherever a rank is that has fewer batches
+_CONTROL_TAG = 1  # more than that of values
 _NOBODYS_TAG = 1 << 20
+_FIRST_WORD, _WORDS = 1 << 21, 1 << 29  # tags of exchanges in which all ranks say the same: two for each word
 
 
 class _GlooHandle:
@@ -57,6 +59,8 @@ class GlooPeers(Peers):
         self._broken = False
         self._expected: dict[tuple[int, int], dist.Work] = {}  # by source and address
         self._timed = timed
+        self._tag = 0
+        self._word: Word | None = None
         self._control = _Control(self)
 
     @property
@@ -71,13 +75,33 @@ class GlooPeers(Peers):
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start; receives first, so that bytes land in place."""
-        return self.post_tagged(sends, recvs, 0)
+        return self.post_tagged(sends, recvs, self._tag)
+
+    def post_control(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """`post` small messages, which cannot meet values, wherever a rank is that has fewer batches."""
+        return self.post_tagged(sends, recvs, self._tag + _CONTROL_TAG)
+
+    def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
+        """See `Peers.only_with`: what is said is in the tags, and compared in the store if it takes a second."""
+        self._word = word
+
+        def speak() -> None:
+            self._tag = _FIRST_WORD + 2 * (int.from_bytes(word.digest[:8], "little") % _WORDS)
+
+        return self.submit(speak, where) if tagged else None
+
+    def _mismatch(self) -> PlanMismatchError | None:
+        """The error to raise if other ranks say something else."""
+        if self._word is None:
+            return None
+        texts = self._lifeline.differing(self._word.digest.hex(), self._word.details)
+        return mismatch(texts) if texts else None
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """Start to receive."""
         if arriving.numel():
             try:
-                work = self._start(dist.irecv, arriving, source)
+                work = self._start(partial(dist.irecv, tag=self._tag), arriving, source)
             except RuntimeError as error:
                 raise TransportError(source, error) from error
             self._expected[source, arriving.data_ptr()] = work
@@ -126,7 +150,7 @@ class GlooPeers(Peers):
                     self.stats.communication_seconds += time.perf_counter() - begin
 
         def look_around() -> None:
-            lost = self._lifeline.news(where)
+            lost = self._mismatch() or self._lifeline.news(where)
             if lost is not None:
                 self._disconnect()
                 raise lost
@@ -138,6 +162,10 @@ class GlooPeers(Peers):
         if isinstance(error, PeerLostError | PlanMismatchError):
             return error
         peer, cause = (error.peer, error.error) if isinstance(error, TransportError) else (None, error)
+        differs = self._mismatch()  # then they have disconnected
+        if differs is not None:
+            self._disconnect()
+            return differs
         self._lifeline.witness()
         self._disconnect()
         return self._lifeline.explain(cause, peer, where)
@@ -183,7 +211,7 @@ class _Control(Peers):
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """See `Peers.post`."""
-        return GlooPeers.post_tagged(self._peers, sends, recvs, _CONTROL_TAG)
+        return self._peers.post_control(sends, recvs)
 
     def all_reduce_(self, values: Tensor) -> None:
         """See `Peers.all_reduce_`."""

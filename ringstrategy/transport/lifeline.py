@@ -91,6 +91,10 @@ class _Store:
         """None if nobody has written it."""
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
 
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        """As `read`, in one go."""
+        return self._ask(lambda: [self._store.get(key).decode() if self._store.check([key]) else None for key in keys])
+
     def has(self, keys: list[str]) -> bool:
         return self._ask(lambda: self._store.check(keys))
 
@@ -366,6 +370,32 @@ class Lifeline:
         return (
             f"rank {self._rank} waits for batch {self._batches + 1}" if now > self._doubted_at + DOUBT_SECONDS else None
         )
+
+    # What ranks say
+
+    def differing(self, digest: str, details: Callable[[], str]) -> dict[int, str]:
+        """The texts of the ranks that have come to this exchange and waited, if they do not say the same; else none.
+
+        Call it now and then while waiting in an exchange of which all ranks must say the same `digest`. A rank that
+        has not come yet is only late.
+        """
+        try:
+            keys = [f"word/{self._exchanges}/{rank}" for rank in range(len(self.hosts))]
+            self._store.set(keys[self._rank], digest)
+            said = self._store.read_all(keys)
+            if all(word in (None, digest) for word in said):
+                return {}
+            self._store.set(f"{keys[self._rank]}/text", details())
+            deadline = time.monotonic() + GRACE_SECONDS
+            while True:  # they look once a second
+                texts = self._store.read_all([f"{key}/text" for key in keys])
+                if None not in texts or time.monotonic() > deadline:
+                    break
+                time.sleep(_POLL_SECONDS)
+        except StoreSilentError:
+            return {}
+        known = {rank: text for rank, text in enumerate(texts) if text is not None}
+        return known if len(set(known.values())) > 1 else {}
 
     # Which rank was lost
 

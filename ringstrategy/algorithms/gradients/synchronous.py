@@ -24,8 +24,8 @@ from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.transport.agree import INDENT, agree, all_gather, compare_changes, compare_plans
-from ringstrategy.transport.base import Peers, Waitable
+from ringstrategy.transport.agree import INDENT, agree_beside, all_gather, compare_changes, compare_plans
+from ringstrategy.transport.base import Peers, Waitable, Word
 
 _PATIENCE = 20
 _UNKNOWN = (
@@ -369,7 +369,8 @@ class _Pass:
             return "\n".join([plan_text, f"step {step}", *lines])
 
         where = f"at step {step}, before its first bucket"
-        self._agreed = peers.control.submit(lambda: agree(peers.control, said, details), where)
+        tagged = collective.tagged and bool(self.active)
+        self._agreed = agree_beside(peers, Word(said, details), tagged=tagged, where=where)
 
     def ready(self, parameter: Parameter, bucket: Bucket) -> None:
         """The gradient of `parameter` is complete, or will not come."""
