@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import Toy
+from fakes import FakePeers, Toy, on_all_ranks
 from pool import Pool
 from torch import Tensor, nn
 
@@ -812,3 +812,23 @@ def _complex() -> None:
 
 def test_a_codec_that_cannot_carry_a_dtype_says_so(ranks: Pool) -> None:
     ranks(2, _complex)
+
+
+def test_how_many_cores_encode(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("ringstrategy.algorithms.gradients.allreduce.use_threads", asked.append)
+    monkeypatch.setattr("ringstrategy.algorithms.gradients.allreduce.free_cores", lambda ranks: 100 + ranks)
+
+    def set_up(peers: FakePeers) -> None:
+        algorithm = AllReduce(BlockInt(8), codec_threads=[None, 1, 3][peers.rank])  # ranks may differ
+        algorithm.setup(dict(torch.nn.Linear(3, 2).named_parameters()), peers)
+        algorithm.close()
+
+    on_all_ranks(3, set_up, hosts=["a", "b", "a"])
+    assert sorted(asked) == [1, 3, 102]
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2"])
+def test_a_bad_number_of_cores_is_refused(bad: Any) -> None:
+    with pytest.raises(ValueError, match="codec_threads is how many cores"):
+        AllReduce(codec_threads=bad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Sign, TopK
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import cast, compiled, reference, sparse
 from ringstrategy.kernels.layout import SparseFormat
+from ringstrategy.kernels.threads import free_cores, use_threads
 
 ROOT = Path(__file__).parents[1]
 ENGINE = compiled.Compiled()
@@ -298,18 +300,24 @@ def test_a_sparse_block_that_is_not_finite_has_the_documented_bytes(engine, pois
             assert places.tolist() == [[0, 1, 2, 3], [12, 13, 14, 15]]
 
 
-@pytest.mark.parametrize("codec", [TopK(5, 64), TopK(5, 300), RandomK(8, 64), Cast("fp16"), Cast("bf16")], ids=str)
+THREADED = [
+    *(TopK(5, 64), TopK(5, 300), RandomK(8, 64), Cast("fp16"), Cast("bf16"), BlockInt(8), Sign(), Gaussian(3)),
+    *(BlockInt(5, scale="minmax"), BlockInt(4, rounding="stochastic"), BlockFloat8(), Rotated(Gaussian(4))),
+]
+
+
+@pytest.mark.parametrize("codec", THREADED, ids=str)
 def test_many_threads_give_the_same_bytes(codec: Codec) -> None:
     given, made = hard(300_007, 64), []
     for threads in (1, 3):
-        compiled.use_threads(threads)
+        use_threads(threads)
         try:
             wire = torch.empty(codec.nbytes(given.numel(), torch.float32), dtype=torch.uint8)
             lost, out = values(given.numel(), 1), values(given.numel(), 2)
-            codec.encode(given, wire, lost=lost, seed=3)
+            codec.hop([], given.clone(), wire, residual=lost, lost=lost, seed=3, own_seed=4)
             codec.decode(wire, out, add=True)
         finally:
-            compiled.use_threads(1)
+            use_threads(1)
         made.append((wire, bits(lost), bits(out.nan_to_num(nan=0.5))))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
@@ -368,3 +376,87 @@ def test_without_numba_one_warning_and_the_same_bytes() -> None:
     assert done.stdout.startswith("1 Numba does not work here (")
     assert "pip install --upgrade numba" in done.stdout
     assert done.stdout.split()[-1] == str(wire.sum().item())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+@pytest.mark.parametrize("busy", [1, 5])
+def test_cores_that_computing_leaves_free(ranks: int, busy: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(12)), raising=False)
+    monkeypatch.setattr("torch.get_num_threads", lambda: busy)
+    assert free_cores(ranks) == max(1, 12 // ranks - busy)
+
+
+HOPS: list[Codec] = [
+    *(BlockInt(8), BlockInt(3, block=24), BlockInt(5, scale="minmax"), BlockInt(4, rounding="stochastic")),
+    *(BlockFloat8(), Sign(), Gaussian(2), Rotated(Gaussian(4)), Rotated(Gaussian(1, 512)), Rotated(Sign())),
+]
+
+
+@pytest.mark.parametrize("codec", HOPS, ids=str)
+@pytest.mark.parametrize("numel", [9, 1024, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("fed", [torch.float32, torch.bfloat16, None], ids=["residual", "narrow residual", "unfed"])
+def test_a_hop_in_one_pass_is_what_its_parts_are(
+    codec: Codec, numel: int, dtype: torch.dtype, fed: torch.dtype | None
+) -> None:
+    given = values(numel).to(dtype)
+    for count in (0, 1, 3):
+        arrived = [torch.empty(codec.nbytes(numel, dtype), dtype=torch.uint8) for _ in range(count)]
+        for seed, message in enumerate(arrived, start=1):
+            Codec.hop(codec, [], values(numel, seed), message, seed=5, own_seed=seed)
+        made = []
+        for hop in (codec.hop, partial(Codec.hop, codec)):
+            wire = torch.empty(codec.nbytes(numel, dtype), dtype=torch.uint8)
+            rest = None if fed is None else values(numel, 9).to(dtype if fed == torch.float32 else fed)
+            lost = rest if rest is not None and rest.dtype == dtype else torch.zeros(numel, dtype=dtype)
+            hop(arrived, given.clone(), wire, residual=rest, lost=lost, seed=5, own_seed=6, offset=2 * codec.block)
+            made.append((wire, lost.double()))
+        (wire, lost), (wire_, lost_) = made
+        assert (wire != wire_).double().mean() < 0.004, "of scales that are sums the last bit"
+        assert torch.allclose(decoded(codec, wire), decoded(codec, wire_), rtol=0.01, atol=decoded(codec, wire).std())
+        near = (lost - lost_).abs() <= 1e-5 * lost_.abs().max() + 0.02 * lost_.abs()
+        assert near.double().mean() > 0.98, "but for what lies on the edge of two levels"
+
+
+def decoded(codec: Codec, wire: Tensor) -> Tensor:
+    numel = next(n for n in (9, 1024, 5000) if codec.nbytes(n, torch.float32) == wire.numel())
+    out = torch.empty(numel)
+    codec.deliver(wire, out, seed=5)
+    parts = torch.empty(numel)
+    Codec.deliver(codec, wire, parts, seed=5)
+    assert torch.allclose(out, parts, rtol=1e-4, atol=1e-5 * parts.abs().max().item())
+    return out
+
+
+@pytest.mark.parametrize("codec", HOPS, ids=str)
+def test_a_hop_leaves_what_a_broken_block_lost(codec: Codec) -> None:
+    given, lost = torch.ones(4 * codec.block), torch.full((4 * codec.block,), 7.0)
+    given[codec.block + 1] = math.inf
+    wire = torch.empty(codec.nbytes(given.numel(), torch.float32), dtype=torch.uint8)
+    codec.hop([], given, wire, residual=lost, lost=lost, seed=1, own_seed=2)
+    broken = lost[codec.block : 2 * codec.block]
+    assert torch.allclose(broken, torch.full_like(broken, 7.0), rtol=1e-5)
+    out = torch.empty_like(given)
+    codec.deliver(wire, out, seed=1)
+    assert out[codec.block : 2 * codec.block].isnan().all()
+    assert out[: codec.block].isfinite().all()
+
+
+@pytest.mark.parametrize("codec", [*HOPS, TopK(5, 64), RandomK(8, 64), Cast("fp16")], ids=str)
+def test_a_message_that_does_not_fit_is_refused_before_it_is_read(codec: Codec) -> None:
+    given, whole = torch.zeros(1000), codec.nbytes(1000, torch.float32)
+    wire = torch.empty(whole, dtype=torch.uint8)
+    bad = [
+        torch.empty(whole - 1, dtype=torch.uint8),
+        torch.empty(whole, dtype=torch.int8),
+        torch.empty(2 * whole, dtype=torch.uint8)[::2],
+    ]
+    for each in bad:
+        for call in (
+            lambda: codec.hop([each], given.clone(), wire, seed=0, own_seed=0),  # noqa: B023
+            lambda: codec.hop([], given.clone(), each, seed=0, own_seed=0),  # noqa: B023
+            lambda: codec.decode(each, given.clone(), add=True),  # noqa: B023
+            lambda: codec.deliver(each, given.clone(), seed=0),  # noqa: B023
+        ):
+            with pytest.raises((AssertionError, ValueError, RuntimeError)):
+                call()

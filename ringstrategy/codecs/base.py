@@ -153,9 +153,9 @@ class Codec(ABC):
         """Raise unless `wire` can hold just `values`, which can be carried: a peer's bytes are read only after this."""
         self.check(values.dtype)
         nbytes = self.nbytes(values.numel(), values.dtype)
-        if wire.dtype != torch.uint8 or wire.shape != (nbytes,):
+        if wire.dtype != torch.uint8 or wire.shape != (nbytes,) or not wire.is_contiguous():
             raise ValueError(
-                f"{self} needs a flat uint8 tensor of {nbytes} bytes for {values.numel()} values, "
+                f"{self} needs a flat, contiguous uint8 tensor of {nbytes} bytes for {values.numel()} values, "
                 f"got {wire.dtype} of shape {tuple(wire.shape)}; size it with nbytes()"
             )
 

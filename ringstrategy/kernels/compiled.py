@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +15,13 @@ from torch import Tensor
 
 from ringstrategy.kernels import cast, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, SparseFormat
+from ringstrategy.kernels.threads import in_parts
 
 if TYPE_CHECKING:
     from ringstrategy.kernels import cpu, cpu_sparse
 
 _log = logging.getLogger(__name__)
 _ANNOUNCED_SECONDS = 1.0
-_WORTHWHILE = 1 << 16  # values of each thread: several times the work that handing it over is
 _NO_NOISE = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
 _NO_MESSAGES = np.empty(0, np.uint64)
@@ -56,18 +54,19 @@ class Compiled:
         if values.dtype != torch.float32:
             self._encode_others(values, wires, wire, form, lost, seed, offset)
             return
+        assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
         noise = form.noise(seed, offset, values.numel())
         hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
         given = (
             _array(values),
-            _NO_VALUES if residual is None else _array(residual),
+            _NO_VALUES if residual is None else _array(residual.to(values.dtype)),
             _NO_VALUES if signs is None else _array(signs / 16),
             np.array([arrived.data_ptr() for arrived in wires], np.uint64) if wires else _NO_MESSAGES,
             _array(wire),
             _NO_VALUES if lost is None else _array(lost),
         )
         how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
-        _in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
+        in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
 
     def _encode_others(
         self,
@@ -104,10 +103,10 @@ class Compiled:
             out.add_(decoded) if add else out.copy_(decoded)
         elif signs is None:
             given = _array(wire), _array(out), add
-            _in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+            in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
         else:
             turned = _array(wire), _array(out), add, _array(signs / 16)
-            _in_parts(form.block, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
+            in_parts(form.block, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
@@ -135,7 +134,7 @@ class Compiled:
             return
         left = _NO_VALUES if lost is None else _array(lost)
         given = _array(values).view(np.int32), *_message(kept, places), left
-        _in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last))
+        in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last))
 
     def decode_sparse(
         self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False
@@ -146,7 +145,7 @@ class Compiled:
             sparse.decode(kept, places, out, form, add=add)
             return
         given = *_message(kept, places), _array(out), add
-        _in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+        in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
 
     def warm_up_sparse(self, form: SparseFormat) -> None:
         """See `Engine.warm_up_sparse`."""
@@ -159,7 +158,7 @@ class Compiled:
             cast.lose(values, rounded, lost)
             return
         given = _array(values), _array(rounded.view(torch.int16)), _array(lost)
-        _in_parts(1, values.numel(), lambda first, last: kernel(*given, first, last))
+        in_parts(1, values.numel(), lambda first, last: kernel(*given, first, last))
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
@@ -280,36 +279,3 @@ def _message(kept: Tensor, places: Tensor) -> tuple[Any, Any]:
     """A sparse message's parts, flat: bits of bfloat16 as int16, and places without a sign."""
     at = _array(places.view(-1))
     return _array(kept.view(torch.int16).view(-1)), at.view(np.uint16) if at.dtype == np.int16 else at
-
-
-# Threads
-
-_threads = 1
-
-
-def use_threads(count: int) -> None:
-    """Encode and decode on so many cores at once, whoever calls in this process; the bytes are the same."""
-    global _threads
-    _threads = count
-
-
-def _in_parts(block: int, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
-    """Do the work for all blocks of so many values, a run of them on each thread."""
-    blocks = -(-numel // block)
-    parts = max(1, min(_threads, numel // _WORTHWHILE))
-    edges = [np.uint64(blocks * part // parts) for part in range(parts + 1)]
-    under_way = [_pool().submit(work, edges[part], edges[part + 1]) for part in range(1, parts)]
-    try:
-        work(edges[0], edges[1])
-    finally:
-        wait(under_way)
-    for part in under_way:
-        part.result()
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ringstrategy-codec")
-
-
-os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not follow

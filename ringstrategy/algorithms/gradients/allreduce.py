@@ -15,6 +15,8 @@ from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
+from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.transport.base import Peers
 
 _RESIDUAL_DTYPES = {None: None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16}
 
@@ -34,6 +36,9 @@ class AllReduce(Synchronous):
         residual_dtype: of the residual. None: the dtype of sums (float32 for 16-bit gradients). `torch.bfloat16` or its
             name: half the memory, rounded to nearest even with 8 significant bits, so that each step loses up to 1/512
             of each residual; and one more buffer of a bucket's size while it is exchanged.
+        codec_threads: how many cores encode and decode a long piece at once on a CPU, with the same bytes. None: the
+            cores that this process may use, shared with the other ranks of its host, less torch's threads; at least 1.
+            Ranks may differ. It holds for the whole process: the last one that was set up counts.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class AllReduce(Synchronous):
         find_unused_parameters: bool = False,
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
+        codec_threads: int | None = None,
     ) -> None:
         super().__init__(collective, bucket_mb, find_unused_parameters, local)
         self.codec = Identity() if codec is None else codec
@@ -57,20 +63,32 @@ class AllReduce(Synchronous):
             raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
         if residual_dtype not in _RESIDUAL_DTYPES:
             raise ValueError(f"residual_dtype is None, torch.bfloat16 or 'bfloat16', got {residual_dtype!r}")
+        if codec_threads is not None and (type(codec_threads) is not int or codec_threads < 1):
+            raise ValueError(
+                "codec_threads is how many cores encode and decode: a whole number >= 1, or None for those that are "
+                f"free, got {codec_threads!r}"
+            )
         for each in (self.codec,) if isinstance(self.codec, Codec) else getattr(self.codec, "codecs", ()):
             self.collective.check(each)
         self.error_feedback = error_feedback
         self.delivers = False  # lossless codecs get residuals too, and deliver what is loaded into them
         self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
+        self.codec_threads = codec_threads
 
     def __repr__(self) -> str:
-        """The arguments."""
+        """The arguments in which ranks must not differ."""
         return (
             f"AllReduce(codec={described(self.codec)}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
             f"local={described(self.local)}, residual_dtype={self.residual_dtype})"
         )
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        ranks = peers.hosts.count(peers.hosts[peers.rank])
+        use_threads(free_cores(ranks) if self.codec_threads is None else self.codec_threads)
+        super().setup(parameters, peers, sparse=sparse)
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""

@@ -1,0 +1,50 @@
+"""On how many cores of a CPU kernels run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+
+import numpy as np
+import torch
+
+_WORTHWHILE = 1 << 16  # values of each thread: several times the work that handing it over is
+_threads = 1
+
+
+def free_cores(ranks: int) -> int:
+    """Cores for one of so many ranks of this host, less those that torch computes on; at least 1."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not on every system
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return max(1, cores // ranks - torch.get_num_threads())
+
+
+def use_threads(count: int) -> None:
+    """Run long pieces of work on so many cores at once, whoever calls in this process; the bytes are the same."""
+    global _threads
+    _threads = count
+
+
+def in_parts(block: int, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
+    """Do the work for all blocks of so many values, a run [first, last) of them on each thread."""
+    blocks = -(-numel // block)
+    parts = max(1, min(_threads, numel // _WORTHWHILE))
+    edges = [np.uint64(blocks * part // parts) for part in range(parts + 1)]
+    under_way = [_pool().submit(work, edges[part], edges[part + 1]) for part in range(1, parts)]
+    try:
+        work(edges[0], edges[1])
+    finally:
+        wait(under_way)
+    for part in under_way:
+        part.result()
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="ringstrategy-codec")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not follow
