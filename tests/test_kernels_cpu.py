@@ -416,6 +416,12 @@ def test_a_hop_in_one_pass_is_what_its_parts_are(
         assert torch.allclose(decoded(codec, wire), decoded(codec, wire_), rtol=0.01, atol=decoded(codec, wire).std())
         near = (lost - lost_).abs() <= 1e-5 * lost_.abs().max() + 0.02 * lost_.abs()
         assert near.double().mean() > 0.98, "but for what lies on the edge of two levels"
+        sum_, there = torch.empty_like(given), values(numel, 8).to(dtype)
+        codec.deliver(wire, sum_, seed=5)
+        added = there.clone()
+        codec.deliver(wire, added, seed=5, add=True)
+        rounding = 0.0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        assert ((added - (there + sum_)).abs() <= rounding * (there.abs() + sum_.abs())).all()
 
 
 def decoded(codec: Codec, wire: Tensor) -> Tensor:

@@ -113,10 +113,13 @@ class Codec(ABC):
         if lost is not None:
             self.restore_(lost, seed)
 
-    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
-        """Write the sum in `wire` to `out`, as it is outside the collective."""
-        self.decode(wire, out)
-        self.restore_(out, seed)
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
+        """Write the sum in `wire` to `out`, or add it to that, as it is outside the collective."""
+        decoded = torch.empty_like(out) if add else out
+        self.decode(wire, decoded)
+        self.restore_(decoded, seed)
+        if add:
+            out.add_(decoded)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """Transform a run of whole blocks before it is encoded (a rotation): linear, the same on all ranks.

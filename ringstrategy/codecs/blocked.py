@@ -107,11 +107,11 @@ class Blocked(Codec):
             values, arrived, wire, self, residual=residual, signs=signs, lost=lost, seed=own_seed, offset=offset
         )
 
-    def deliver(self, wire: Tensor, out: Tensor, *, signs: Tensor | None = None, seed: int) -> None:
+    def deliver(self, wire: Tensor, out: Tensor, *, signs: Tensor | None = None, seed: int, add: bool = False) -> None:
         """See `Codec.deliver`; with the `signs` of a rotation if this codec `fuses` it."""
         del seed
         self.check_wire(wire, out)
-        engine(out.device).decode(wire, out, self, signs=signs, add=False)
+        engine(out.device).decode(wire, out, self, signs=signs, add=add)
 
     def fuses(self, values: Tensor) -> bool:
         """Can such values be rotated, and a residual added, in the same pass as they are encoded or decoded?"""

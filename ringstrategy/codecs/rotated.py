@@ -117,12 +117,12 @@ class Rotated(Codec):
         else:
             super().hop(arrived, values, wire, **how)
 
-    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
         """See `Codec.deliver`."""
         if isinstance(self.codec, Blocked) and self.codec.fuses(out):
-            self.codec.deliver(wire, out, signs=signs(seed, out.device), seed=seed)
+            self.codec.deliver(wire, out, signs=signs(seed, out.device), seed=seed, add=add)
         else:
-            super().deliver(wire, out, seed=seed)
+            super().deliver(wire, out, seed=seed, add=add)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""

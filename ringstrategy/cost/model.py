@@ -229,8 +229,8 @@ class _Timed(Codec):
         others = max(0, len(arrived) - 1) * self._cost.add.seconds(numel)
         self._clock.work(others + (self._cost.relay if arrived else self._cost.encode).seconds(numel))
 
-    def deliver(self, wire: Tensor, out: Tensor, *, seed: int) -> None:
-        self._clock.work(self._cost.decode.seconds(out.numel()))
+    def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
+        self._clock.work((self._cost.add if add else self._cost.decode).seconds(out.numel()))
 
 
 def exchange_cost(

@@ -75,16 +75,15 @@ class Choco(Decentralized):
         """What others do not yet know."""
         difference = piece.scratch("unknown", piece.values.dtype)
         torch.sub(piece.values, piece.of(_memory(piece, None)), out=difference)
-        self.codec.prepare_(difference, piece.seed)
-        self.encode(piece, difference, wire)
+        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
+        self.codec.hop([], difference, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
         return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
         """The copy, which follows."""
-        change = piece.scratch("change", piece.values.dtype)
-        self.codec.decode(wire, change)
-        self.codec.restore_(change, piece.seed)
-        return piece.of(_memory(piece, whose)).add_(change)
+        copy = piece.of(_memory(piece, whose))
+        self.codec.deliver(wire, copy, seed=piece.seed, add=True)
+        return copy
 
 
 def _copy(whose: int | None) -> str:
