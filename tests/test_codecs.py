@@ -215,7 +215,7 @@ def test_a_peers_bytes_are_never_trusted(codec: Codec, numel: int, seed: int) ->
     assert memory[32 + numel :].eq(7).all()
     codec.decode(wire, memory[32 : 32 + numel], add=True)
     for wrong in (wire.new_zeros(size + 1), wire.new_zeros(abs(size - 1)), wire.new_zeros(1, size)):
-        with pytest.raises(ValueError, match=r"flat uint8 tensor of \d+ bytes for \d+ values"):
+        with pytest.raises(ValueError, match=r"flat, contiguous uint8 tensor of \d+ bytes for \d+ values"):
             codec.decode(wrong, memory[32 : 32 + numel])
         with pytest.raises(ValueError, match="nbytes"):
             codec.encode(memory[32 : 32 + numel], wrong)

@@ -66,7 +66,7 @@ class Compiled:
             _NO_VALUES if lost is None else _array(lost),
         )
         how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
-        in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last, *how))
+        _run(kernels.encode, form.block, values.numel(), given, how)
 
     def _encode_others(
         self,
@@ -102,11 +102,10 @@ class Compiled:
             self.decode(wire, decoded, form)
             out.add_(decoded) if add else out.copy_(decoded)
         elif signs is None:
-            given = _array(wire), _array(out), add
-            in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+            _run(kernels.decode, form.block, out.numel(), (_array(wire), _array(out), add))
         else:
-            turned = _array(wire), _array(out), add, _array(signs / 16)
-            in_parts(form.block, out.numel(), lambda first, last: kernels.decode_turned(*turned, first, last))
+            given = _array(wire), _array(out), add, _array(signs / 16)
+            _run(kernels.decode_turned, form.block, out.numel(), given)
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
@@ -134,7 +133,7 @@ class Compiled:
             return
         left = _NO_VALUES if lost is None else _array(lost)
         given = _array(values).view(np.int32), *_message(kept, places), left
-        in_parts(form.block, values.numel(), lambda first, last: kernels.encode(*given, first, last))
+        _run(kernels.encode, form.block, values.numel(), given)
 
     def decode_sparse(
         self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False
@@ -145,7 +144,7 @@ class Compiled:
             sparse.decode(kept, places, out, form, add=add)
             return
         given = *_message(kept, places), _array(out), add
-        in_parts(form.block, out.numel(), lambda first, last: kernels.decode(*given, first, last))
+        _run(kernels.decode, form.block, out.numel(), given)
 
     def warm_up_sparse(self, form: SparseFormat) -> None:
         """See `Engine.warm_up_sparse`."""
@@ -158,10 +157,15 @@ class Compiled:
             cast.lose(values, rounded, lost)
             return
         given = _array(values), _array(rounded.view(torch.int16)), _array(lost)
-        in_parts(1, values.numel(), lambda first, last: kernel(*given, first, last))
+        _run(kernel, 1, values.numel(), given)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
+
+
+def _run(kernel: Callable[..., None], block: int, numel: int, given: Sequence[Any], how: Sequence[Any] = ()) -> None:
+    """A kernel for all blocks of so many values, on several cores if they are many."""
+    in_parts(block, numel, lambda first, last: kernel(*given, np.uint64(first), np.uint64(last), *how))
 
 
 def _announced(make: Callable[[], Any]) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
-import numpy as np
 import torch
 
 _WORTHWHILE = 1 << 16  # values of each thread: several times the work that handing it over is
@@ -27,11 +26,11 @@ def use_threads(count: int) -> None:
     _threads = count
 
 
-def in_parts(block: int, numel: int, work: Callable[[np.uint64, np.uint64], None]) -> None:
+def in_parts(block: int, numel: int, work: Callable[[int, int], None]) -> None:
     """Do the work for all blocks of so many values, a run [first, last) of them on each thread."""
     blocks = -(-numel // block)
     parts = max(1, min(_threads, numel // _WORTHWHILE))
-    edges = [np.uint64(blocks * part // parts) for part in range(parts + 1)]
+    edges = [blocks * part // parts for part in range(parts + 1)]
     under_way = [_pool().submit(work, edges[part], edges[part + 1]) for part in range(1, parts)]
     try:
         work(edges[0], edges[1])

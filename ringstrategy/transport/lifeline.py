@@ -392,7 +392,7 @@ class Lifeline:
                 if None not in texts or time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_SECONDS)
-        except StoreSilentError:
+        except RuntimeError:  # the store is silent, or went away with its host: then that is the error
             return {}
         known = {rank: text for rank, text in enumerate(texts) if text is not None}
         return known if len(set(known.values())) > 1 else {}
