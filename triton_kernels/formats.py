@@ -314,18 +314,16 @@ def _from_sign(code, scale, minimum, FORMAT: tl.constexpr):
 @triton.jit
 def _to_gaussian(
     tiles, exists, length, seed, place, FORMAT: tl.constexpr
-):  # u = clamp(floor(v)) + 2^(bits-1), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
+):  # u = floor(clamp(v + 2^(bits-1))), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
     distance = mean_magnitude(tiles, length) * FORMAT.form.factor
     tiny = distance < FORMAT.form.smallest
     inverse = tl.div_rn(1.0, tl.where(tiny, 1.0, distance))
     v = _scaled(tiles, tl.where(tiny, 0.0, inverse))
-    near = rounded(v, 0, 0, False)
     codes = ()
     squares = ()
     products = ()
     for t in tl.static_range(len(tiles)):
-        floor = near[t] - (near[t].to(tl.float32) > v[t]).to(tl.int32)
-        code = tl.minimum(tl.maximum(floor + FORMAT.form.zero, 0), (1 << FORMAT.bits) - 1)
+        code = tl.minimum(tl.maximum(v[t] + FORMAT.form.zero, 0.0), (1 << FORMAT.bits) - 1.0).to(tl.int32)
         codes = codes + (code,)
         squares = squares + (v[t] * v[t],)
         products = products + (v[t] * _number(code, FORMAT),)

@@ -46,7 +46,7 @@ class Gaussian(Blocked):
         step = mean_magnitude(blocks) * how.factor
         tiny = step < how.smallest
         scaled = torch.where(tiny, 0.0, blocks * (1 / step))
-        codes = (scaled.floor().clamp(-half, half - 1) + half).to(torch.uint8)
+        codes = (scaled + half).clamp(0, 2 * half - 1).to(torch.uint8)  # down to whole numbers
         along = (scaled * self.numbers(codes)).sum(1, keepdim=True)
         scale = (step * (scaled.square().sum(1, keepdim=True) / along)).bfloat16().float()
         return codes, torch.where(step < how.too_large, torch.where(tiny, 0.0, scale), torch.nan), None

@@ -198,13 +198,20 @@ def _rounded_up(value, word, real):
 
 
 @_inline
+def _fold(lanes, left):
+    """Add the upper half of the lanes to the lower; of a constant length, so a few vector instructions."""
+    for j in range(left):
+        lanes[j] += lanes[left + j]
+
+
+@_inline
 def _total(lanes):
-    left = _LANES // _U(2)
-    while left > _U(0):
-        for j in range(left):
-            lanes[j] += lanes[left + j]
-        left //= _U(2)
-    return lanes[0]
+    _fold(lanes, _U(32))
+    _fold(lanes, _U(16))
+    _fold(lanes, _U(8))
+    _fold(lanes, _U(4))
+    _fold(lanes, _U(2))
+    return lanes[0] + lanes[1]
 
 
 @_inline
@@ -222,12 +229,6 @@ def _sum_of_magnitudes(values, length, lanes):
 
 
 @_inline
-def _floor(value):
-    whole = np.float32(np.int32(value))
-    return whole - np.float32(whole > value)
-
-
-@_inline
 def _to_gaussian(values, length, inverse, half, small, lanes, more):
     """The codes of a block, the product of what they stand for and the values, and that of the values with themselves;
     all in units of the step.
@@ -235,20 +236,20 @@ def _to_gaussian(values, length, inverse, half, small, lanes, more):
     for j in range(_LANES):
         lanes[j] = np.float32(0)
         more[j] = np.float32(0)
-    highest = half - np.float32(0.5)
+    highest, lowest = half + half - np.float32(1), np.float32(1) - half - half
     whole = length // _LANES * _LANES
     for i in range(_U(0), whole, _LANES):
         for j in range(_LANES):
             value = values[i + j] * inverse
-            level = _floor(min(max(value, -half), highest))
-            small[i + j] = np.uint8(np.int32(level + half))
-            lanes[j] += (level * np.float32(2) + np.float32(1)) * value
+            code = np.int32(min(max(value + half, np.float32(0)), highest))
+            small[i + j] = np.uint8(code)
+            lanes[j] += (np.float32(code) * np.float32(2) + lowest) * value
             more[j] += value * value
     for j in range(length - whole):
         value = values[whole + j] * inverse
-        level = _floor(min(max(value, -half), highest))
-        small[whole + j] = np.uint8(np.int32(level + half))
-        lanes[j] += (level * np.float32(2) + np.float32(1)) * value
+        code = np.int32(min(max(value + half, np.float32(0)), highest))
+        small[whole + j] = np.uint8(code)
+        lanes[j] += (np.float32(code) * np.float32(2) + lowest) * value
         more[j] += value * value
     return _total(lanes), _total(more)
 
