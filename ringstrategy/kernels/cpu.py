@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from ringstrategy.kernels.jit import inline as _inline
 from ringstrategy.kernels.jit import kernel as _kernel
+from ringstrategy.kernels.layout import ROTATED
 
 KINDS = ("int", "minmax", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
 _MINMAX, _E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 6)
@@ -29,7 +30,8 @@ _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded t
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _NAN = np.uint16(0x7FC0)  # as bfloat16
 _LANES = _U(64)  # partial sums: several vectors of them, for each waits for its own last addition
-_ROTATED = _U(256)
+_ROTATED = _U(ROTATED)
+_VECTOR = 16  # float32 values of an instruction, before LLVM splits it to the processor's width
 
 
 def _to_pointer(typing, address):
@@ -128,31 +130,63 @@ def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, s
         _spread(small, _U(0), _U(8), padded, spacing, bias, scale, least, has_least, add, out, begin, length)
 
 
-@_inline
-def _butterfly(values, half):
-    """One stage of the transform of 256 values; of its stride, a constant, LLVM makes shuffles."""
-    for begin in range(_U(0), _ROTATED, _U(2) * half):
-        for j in range(half):
-            one, other = values[begin + j], values[begin + half + j]
-            values[begin + j] = one + other
-            values[begin + half + j] = one - other
+def _to_hadamard(typing, values, begin):
+    """Multiply 256 values, from a place on in a contiguous float32 array, by Sylvester's matrix, in place.
+
+    Eight stages of additions in registers, written as instructions of 16 lanes: LLVM splits them to the processor's
+    width, but finds no such shuffles itself. The strides ascend, as the reference's do, so that all bits are the same.
+    """
+    del typing
+
+    def generate(context, builder, signature, arguments):
+        vector = ir.VectorType(ir.FloatType(), _VECTOR)
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        places = [
+            builder.bitcast(builder.gep(data, [builder.add(arguments[1], arguments[1].type(at))]), vector.as_pointer())
+            for at in range(0, ROTATED, _VECTOR)
+        ]
+        rows = [builder.load(place, align=4) for place in places]
+        stride = 1
+        while stride < _VECTOR:  # within a vector: each lane plus its partner, the upper one's own value subtracted
+            partners = ir.Constant(ir.VectorType(ir.IntType(32), _VECTOR), [i ^ stride for i in range(_VECTOR)])
+            own = ir.Constant(vector, [-1.0 if i & stride else 1.0 for i in range(_VECTOR)])
+            rows = [
+                builder.fadd(
+                    builder.shuffle_vector(row, row, partners),
+                    builder.fmul(row, own, flags=("contract",)),  # exact, so it may be one instruction with the sum
+                    flags=("contract",),
+                )
+                for row in rows
+            ]
+            stride *= 2
+        while stride < ROTATED:  # between vectors
+            step = stride // _VECTOR
+            pairs = [(rows[i & ~step], rows[i | step]) for i in range(len(rows))]
+            rows = [
+                builder.fsub(one, other) if i & step else builder.fadd(one, other)
+                for i, (one, other) in enumerate(pairs)
+            ]
+            stride *= 2
+        for row, place in zip(rows, places, strict=True):
+            builder.store(row, place, align=4)
+        return context.get_dummy_value()
+
+    return numba.types.void(values, begin), generate
+
+
+_hadamard: Any = intrinsic(_to_hadamard)
 
 
 @_inline
-def _spin(values, begin, flips, before, after, turned):
+def _spin(values, begin, flips, before, after):
     """Multiply 256 values by a Hadamard matrix; by the `flips` before and after, or not."""
-    for i in range(_ROTATED):
-        turned[i] = values[begin + i] * flips[i] if before else values[begin + i]
-    _butterfly(turned, _U(128))
-    _butterfly(turned, _U(64))
-    _butterfly(turned, _U(32))
-    _butterfly(turned, _U(16))
-    _butterfly(turned, _U(8))
-    _butterfly(turned, _U(4))
-    _butterfly(turned, _U(2))
-    _butterfly(turned, _U(1))
-    for i in range(_ROTATED):
-        values[begin + i] = turned[i] * flips[i] if after else turned[i]
+    if before:
+        for i in range(_ROTATED):
+            values[begin + i] *= flips[i]
+    _hadamard(values, begin)
+    if after:
+        for i in range(_ROTATED):
+            values[begin + i] *= flips[i]
 
 
 @_inline
@@ -286,9 +320,8 @@ def _to_float8(value, bits, exponents):
 @_kernel
 def rotate(values, flips, inverse):
     """See `Engine.rotate_`; `flips`: the signs / 16."""
-    turned = np.empty(_ROTATED, np.float32)
     for begin in range(_U(0), _U(len(values)) // _ROTATED * _ROTATED, _ROTATED):
-        _spin(values, begin, flips, not inverse, inverse, turned)
+        _spin(values, begin, flips, not inverse, inverse)
 
 
 class Format(NamedTuple):
@@ -358,7 +391,6 @@ def kernels(form: Format) -> Kernels:
     def decode_turned(message, out, add, flips, first, last):
         """As `decode`, of values that were rotated: they are turned back by `flips`, the signs / 16."""
         small, word, x = np.empty(block, np.uint8), np.empty(1, np.uint32), np.empty(block, np.float32)
-        turned = np.empty(_ROTATED, np.float32)
         real, numel, nothing = word.view(np.float32), _U(len(out)), _U(0)
         scales, codes = _begins(numel, block, has_least)
         for b in range(first, last):
@@ -368,7 +400,7 @@ def kernels(form: Format) -> Kernels:
             at, length = codes + begin * bits // _U(8), min(block, numel - begin)
             _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length)
             for each in range(length // _ROTATED):
-                _spin(x, each * _ROTATED, flips, False, True, turned)
+                _spin(x, each * _ROTATED, flips, False, True)
             if add:
                 for i in range(length):
                     out[begin + i] += x[i]
@@ -385,7 +417,6 @@ def kernels(form: Format) -> Kernels:
         may be empty, and `residual` and `lost` one array. `hashes`, `xors`, `odds`, `place`: of the noise, or empty.
         """
         x, levels = np.empty(block, np.float32), np.empty(block, np.float32)
-        turned = np.empty(_ROTATED, np.float32)
         keys, small = np.empty(block, np.int32), np.empty(block, np.uint8)
         lanes, more, word = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32), np.empty(1, np.uint32)
         x_bits, level_bits, real = x.view(np.int32), levels.view(np.int32), word.view(np.float32)
@@ -403,7 +434,7 @@ def kernels(form: Format) -> Kernels:
                     x[i] = values[begin + i]
             if len(flips):
                 for each in range(length // _ROTATED):
-                    _spin(x, each * _ROTATED, flips, True, False, turned)
+                    _spin(x, each * _ROTATED, flips, True, False)
             for address in received:
                 arrived = numba.carray(_pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
                 scale = _scale(arrived, scales + _U(2) * b, word, real)
@@ -511,7 +542,7 @@ def kernels(form: Format) -> Kernels:
                         x[i] -= (np.float32(small[i]) * spacing + bias) * scale
                 if len(flips):
                     for each in range(length // _ROTATED):
-                        _spin(x, each * _ROTATED, flips, False, True, turned)
+                        _spin(x, each * _ROTATED, flips, False, True)
                 for i in range(length):
                     lost[begin + i] = x[i]
 
