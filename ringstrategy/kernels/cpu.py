@@ -130,63 +130,58 @@ def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, s
         _spread(small, _U(0), _U(8), padded, spacing, bias, scale, least, has_least, add, out, begin, length)
 
 
-def _to_hadamard(typing, values, begin):
-    """Multiply 256 values, from a place on in a contiguous float32 array, by Sylvester's matrix, in place.
+def _hadamard(flips_last):
+    """A function that multiplies 256 values of an array, from a place on, by Sylvester's matrix and by `flips`, in place.
 
     Eight stages of additions in registers, written as instructions of 16 lanes: LLVM splits them to the processor's
     width, but finds no such shuffles itself. The strides ascend, as the reference's do, so that all bits are the same.
     """
-    del typing
 
-    def generate(context, builder, signature, arguments):
-        vector = ir.VectorType(ir.FloatType(), _VECTOR)
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        places = [
-            builder.bitcast(builder.gep(data, [builder.add(arguments[1], arguments[1].type(at))]), vector.as_pointer())
-            for at in range(0, ROTATED, _VECTOR)
-        ]
-        rows = [builder.load(place, align=4) for place in places]
-        stride = 1
-        while stride < _VECTOR:  # within a vector: each lane plus its partner, the upper one's own value subtracted
-            partners = ir.Constant(ir.VectorType(ir.IntType(32), _VECTOR), [i ^ stride for i in range(_VECTOR)])
-            own = ir.Constant(vector, [-1.0 if i & stride else 1.0 for i in range(_VECTOR)])
-            rows = [
-                builder.fadd(
-                    builder.shuffle_vector(row, row, partners),
-                    builder.fmul(row, own, flags=("contract",)),  # exact, so it may be one instruction with the sum
-                    flags=("contract",),
+    def turn(typing, values, begin, flips):
+        del typing
+
+        def generate(context, builder, signature, arguments):
+            vector = ir.VectorType(ir.FloatType(), _VECTOR)
+
+            def rows_of(argument, begin):  # of a contiguous float32 array
+                data = context.make_array(signature.args[argument])(context, builder, arguments[argument]).data
+                places = (builder.add(begin, begin.type(at)) for at in range(0, ROTATED, _VECTOR))
+                return [builder.bitcast(builder.gep(data, [place]), vector.as_pointer()) for place in places]
+
+            def flipped(rows):
+                signs = [builder.load(place, align=4) for place in rows_of(2, arguments[1].type(0))]
+                return [builder.fmul(row, each) for row, each in zip(rows, signs, strict=True)]
+
+            def within(stride, row):  # each lane's partner plus itself, or minus if it is the upper one
+                partners = ir.Constant(ir.VectorType(ir.IntType(32), _VECTOR), [i ^ stride for i in range(_VECTOR)])
+                own = ir.Constant(vector, [-1.0 if i & stride else 1.0 for i in range(_VECTOR)])
+                exact = ("contract",)  # as is this product: it may be one instruction with the sum
+                return builder.fadd(
+                    builder.shuffle_vector(row, row, partners), builder.fmul(row, own, flags=exact), flags=exact
                 )
-                for row in rows
-            ]
-            stride *= 2
-        while stride < ROTATED:  # between vectors
-            step = stride // _VECTOR
-            pairs = [(rows[i & ~step], rows[i | step]) for i in range(len(rows))]
-            rows = [
-                builder.fsub(one, other) if i & step else builder.fadd(one, other)
-                for i, (one, other) in enumerate(pairs)
-            ]
-            stride *= 2
-        for row, place in zip(rows, places, strict=True):
-            builder.store(row, place, align=4)
-        return context.get_dummy_value()
 
-    return numba.types.void(values, begin), generate
+            def between(step, rows, i):
+                return (builder.fsub if i & step else builder.fadd)(rows[i & ~step], rows[i | step])
+
+            places = rows_of(0, arguments[1])
+            rows = [builder.load(place, align=4) for place in places]
+            rows = rows if flips_last else flipped(rows)
+            for stride in (1, 2, 4, 8):
+                rows = [within(stride, row) for row in rows]
+            for step in (1, 2, 4, 8):
+                rows = [between(step, rows, i) for i in range(len(rows))]
+            rows = flipped(rows) if flips_last else rows
+            for row, place in zip(rows, places, strict=True):
+                builder.store(row, place, align=4)
+            return context.get_dummy_value()
+
+        return numba.types.void(values, begin, flips), generate
+
+    return intrinsic(turn)
 
 
-_hadamard: Any = intrinsic(_to_hadamard)
-
-
-@_inline
-def _spin(values, begin, flips, before, after):
-    """Multiply 256 values by a Hadamard matrix; by the `flips` before and after, or not."""
-    if before:
-        for i in range(_ROTATED):
-            values[begin + i] *= flips[i]
-    _hadamard(values, begin)
-    if after:
-        for i in range(_ROTATED):
-            values[begin + i] *= flips[i]
+_turn: Any = _hadamard(flips_last=False)
+_turn_back: Any = _hadamard(flips_last=True)
 
 
 @_inline
@@ -321,7 +316,10 @@ def _to_float8(value, bits, exponents):
 def rotate(values, flips, inverse):
     """See `Engine.rotate_`; `flips`: the signs / 16."""
     for begin in range(_U(0), _U(len(values)) // _ROTATED * _ROTATED, _ROTATED):
-        _spin(values, begin, flips, not inverse, inverse)
+        if inverse:
+            _turn_back(values, begin, flips)
+        else:
+            _turn(values, begin, flips)
 
 
 class Format(NamedTuple):
@@ -398,15 +396,20 @@ def kernels(form: Format) -> Kernels:
             scale = _scale(message, scales + _U(2) * b, word, real)
             least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
             at, length = codes + begin * bits // _U(8), min(block, numel - begin)
-            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length)
-            for each in range(length // _ROTATED):
-                _spin(x, each * _ROTATED, flips, False, True)
             if add:
+                _decode(
+                    message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length
+                )
+                for each in range(length // _ROTATED):
+                    _turn_back(x, each * _ROTATED, flips)
                 for i in range(length):
                     out[begin + i] += x[i]
             else:
-                for i in range(length):
-                    out[begin + i] = x[i]
+                _decode(
+                    message, at, bits, spacing, bias, table, scale, least, has_least, small, False, out, begin, length
+                )
+                for each in range(length // _ROTATED):
+                    _turn_back(out, begin + each * _ROTATED, flips)
 
     @_kernel
     def encode(values, residual, flips, received, message, lost, first, last, hashes, xors, odds, place):
@@ -434,7 +437,7 @@ def kernels(form: Format) -> Kernels:
                     x[i] = values[begin + i]
             if len(flips):
                 for each in range(length // _ROTATED):
-                    _spin(x, each * _ROTATED, flips, True, False)
+                    _turn(x, each * _ROTATED, flips)
             for address in received:
                 arrived = numba.carray(_pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
                 scale = _scale(arrived, scales + _U(2) * b, word, real)
@@ -542,7 +545,7 @@ def kernels(form: Format) -> Kernels:
                         x[i] -= (np.float32(small[i]) * spacing + bias) * scale
                 if len(flips):
                     for each in range(length // _ROTATED):
-                        _spin(x, each * _ROTATED, flips, False, True)
+                        _turn_back(x, each * _ROTATED, flips)
                 for i in range(length):
                     lost[begin + i] = x[i]
 
