@@ -131,7 +131,7 @@ def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, s
 
 
 def _hadamard(flips_last):
-    """A function that multiplies 256 values of an array, from a place on, by Sylvester's matrix and by `flips`, in place.
+    """A function that multiplies 256 values of an array by Sylvester's matrix and by `flips`, in place.
 
     Eight stages of additions in registers, written as instructions of 16 lanes: LLVM splits them to the processor's
     width, but finds no such shuffles itself. The strides ascend, as the reference's do, so that all bits are the same.
