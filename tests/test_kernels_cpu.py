@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import subprocess
 import sys
 from functools import partial
@@ -378,6 +379,60 @@ def test_without_numba_one_warning_and_the_same_bytes() -> None:
     assert done.stdout.startswith("1 Numba does not work here (")
     assert "pip install --upgrade numba" in done.stdout
     assert done.stdout.split()[-1] == str(wire.sum().item())
+
+
+COMPILED = """
+import sys, warnings
+warnings.simplefilter("error")
+import torch
+from numba.core import caching
+if "unwritable" in sys.argv:
+    def refuse(self):
+        raise PermissionError("as of a folder of somebody else")
+    caching._CacheLocator.ensure_cache_path = refuse
+from ringstrategy.codecs import BlockInt
+codec, values = BlockInt(3, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
+wire = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
+codec.encode(values, wire)
+from ringstrategy.kernels.compiled import _kernels
+hits = getattr(_kernels(codec).encode.stats, "cache_hits", {})
+print(sum(hits.values()), wire.sum().item())
+"""
+
+
+def start_compiling(cache: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A process that encodes 1000 values by kernels that are or are not in this cache."""
+    told = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-c", COMPILED, *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def printed(process: subprocess.Popen[str]) -> tuple[int, int]:
+    """What was found in the cache, and the sum of the bytes."""
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    hits, total = map(int, out.split())
+    return hits, total
+
+
+def expected_sum() -> int:
+    codec, given = BlockInt(3, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    wire = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
+    reference.encode(given, (), wire, codec)
+    return int(wire.sum())
+
+
+@pytest.mark.slow
+def test_ranks_compile_at_the_same_time_and_the_next_run_finds_it_on_disk(tmp_path: Path) -> None:
+    together = [start_compiling(tmp_path) for _ in range(3)]
+    assert [total for _, total in map(printed, together)] == [expected_sum()] * 3
+    assert printed(start_compiling(tmp_path)) == (1, expected_sum())
+
+
+@pytest.mark.slow
+def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path: Path) -> None:
+    assert printed(start_compiling(tmp_path, "unwritable")) == (0, expected_sum())
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])

@@ -112,7 +112,7 @@ class Exchange:
             own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
             difference = piece.scratch("difference", correction.dtype)
             for peer, weight in weights.items():
-                difference.copy_(algorithm.read(piece, peer, arriving[peer])).sub_(own)
+                torch.sub(algorithm.read(piece, peer, arriving[peer]), own, out=difference)
                 correction.add_(difference, alpha=algorithm.gain * weight)
             if surplus:
                 correction.add_(own, alpha=algorithm.gain * surplus)
