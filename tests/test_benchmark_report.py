@@ -137,11 +137,11 @@ def test_targets_are_met_missed_or_not_measured(tmp_path: Path) -> None:
     )
     assert verdict(tmp_path, "fp32 ring", "100 Mbit/s")["met"] is False
     assert verdict(tmp_path, "fp32 ring", "1 Gbit/s")["met"] is None
-    assert verdict(tmp_path, "int8 beside gloo")["met"] is True
-    four_bits = verdict(tmp_path, "int4 absmax")
+    assert verdict(tmp_path, "int8 beside gloo", "100 Mbit/s")["met"] is True
+    four_bits = verdict(tmp_path, "int4 absmax", "100 Mbit/s")
     assert four_bits["met"] is True
     assert four_bits["measured"] == "7.69x (`direct int4`)"
-    assert verdict(tmp_path, "sign beside gloo")["met"] is None, "its ranks differ"
+    assert verdict(tmp_path, "sign beside gloo", "100 Mbit/s")["met"] is None, "its ranks differ"
     text = page.text(frame.load(tmp_path), "pictures")
     assert "| int8 beside gloo in fp32 | at least 3.95x | 1 of 1 | - |" in text
     lost = "0 of 2 | 96 MB of fp32, 4 hosts, 100 Mbit/s: 0.999x (`ring identity`); 1 Gbit/s: not measured yet |"
@@ -170,7 +170,7 @@ def test_targets_of_training(tmp_path: Path) -> None:
     assert verdict(tmp_path, "gossip at an interval", "100 Mbit/s")["met"] is True, "every 4 was not to hide it"
     auto = verdict(tmp_path, "ring_auto", "100 Mbit/s")
     assert (auto["met"], auto["measured"]) == (True, "0.980x")
-    assert verdict(tmp_path, "1 Gbit/s: `ring_int8` beside")["met"] is None
+    assert verdict(tmp_path, "1 Gbit/s: `ring_int8` beside DDP, 2 hosts")["met"] is None
     rows[6] = row("ring_auto", 1.1, **of)
     rows[8] = row("gossip every 7", 0.99, steps=7, **of)
     write(tmp_path, "training/some", *rows, *(each | {"hosts": 2, "rate": "1gbit"} for each in rows))
