@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fakes import FakePeers, on_all_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pool import Pool, RankFailed
@@ -42,6 +43,7 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -347,6 +349,20 @@ def test_cutting_into_pieces_changes_no_bit(ranks: Pool, algorithm: Decentralize
     whole, pieces = (ranks(3, run, algorithm, 5, True, piece) for piece in (1 << 21, 16))
     for rank in range(3):
         np.testing.assert_array_equal(whole[rank][0], pieces[rank][0])
+
+
+def test_differences_of_narrow_values_keep_their_digits() -> None:
+    given = [1.0, 2.0**-10, -300.0]
+
+    def mixed(peers: FakePeers) -> list[float]:
+        vector = Vector(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
+        exchange.Exchange().mix(Gossip(), vector, peers, 0, 0)
+        return vector.correction.tolist()
+
+    weights = [RingGraph().weights(rank, 3, 0) for rank in range(3)]
+    for rank, (correction,) in enumerate(on_all_ranks(3, mixed)):
+        exact = sum(weight * (given[peer] - given[rank]) for peer, weight in weights[rank].items())
+        assert correction == pytest.approx(exact, rel=1e-6)
 
 
 def _kinds(algorithm: Decentralized) -> dict[str, list[float]]:

@@ -386,37 +386,39 @@ import sys, warnings
 warnings.simplefilter("error")
 import torch
 from numba.core import caching
-if "unwritable" in sys.argv:
-    def refuse(self):
-        raise PermissionError("as of a folder of somebody else")
+bits, trouble = int(sys.argv[1]), sys.argv[2]
+def refuse(self, *given):
+    raise PermissionError("as of a folder of somebody else, or a full disk")
+if trouble == "unwritable":
     caching._CacheLocator.ensure_cache_path = refuse
+if trouble == "full":
+    caching.IndexDataCacheFile.save = refuse
 from ringstrategy.codecs import BlockInt
-codec, values = BlockInt(3, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
+from ringstrategy.kernels.compiled import _kernels
+codec, values = BlockInt(bits, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
 wire = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
 codec.encode(values, wire)
-from ringstrategy.kernels.compiled import _kernels
-hits = getattr(_kernels(codec).encode.stats, "cache_hits", {})
-print(sum(hits.values()), wire.sum().item())
+print(int(_kernels(codec).encode.was_on_disk), wire.sum().item())
 """
 
 
-def start_compiling(cache: Path, *arguments: str) -> subprocess.Popen[str]:
+def start_compiling(cache: Path, bits: int = 3, trouble: str = "none") -> subprocess.Popen[str]:
     """A process that encodes 1000 values by kernels that are or are not in this cache."""
     told = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
-    command = [sys.executable, "-c", COMPILED, *arguments]
+    command = [sys.executable, "-c", COMPILED, str(bits), trouble]
     return subprocess.Popen(command, cwd=ROOT, env=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def printed(process: subprocess.Popen[str]) -> tuple[int, int]:
-    """What was found in the cache, and the sum of the bytes."""
+    """Whether the kernel was in the cache, and the sum of the bytes."""
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    hits, total = map(int, out.split())
-    return hits, total
+    found, total = map(int, out.split())
+    return found, total
 
 
-def expected_sum() -> int:
-    codec, given = BlockInt(3, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
+def expected_sum(bits: int = 3) -> int:
+    codec, given = BlockInt(bits, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
     wire = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
     reference.encode(given, (), wire, codec)
     return int(wire.sum())
@@ -424,15 +426,22 @@ def expected_sum() -> int:
 
 @pytest.mark.slow
 def test_ranks_compile_at_the_same_time_and_the_next_run_finds_it_on_disk(tmp_path: Path) -> None:
-    together = [start_compiling(tmp_path) for _ in range(3)]
-    assert [total for _, total in map(printed, together)] == [expected_sum()] * 3
-    assert printed(start_compiling(tmp_path)) == (1, expected_sum())
+    together = [start_compiling(tmp_path, bits) for bits in (3, 3, 5)]
+    assert [total for _, total in map(printed, together)] == [expected_sum(bits) for bits in (3, 3, 5)]
+    for bits in (3, 5):
+        assert printed(start_compiling(tmp_path, bits)) == (1, expected_sum(bits))
+    indices = [file for file in tmp_path.rglob("*.nbi") if "encode" in file.name]
+    assert len(indices) == 2, "of one index two processes would make one entry"
+    for file in tmp_path.rglob("*.nb?"):
+        file.write_bytes(file.read_bytes()[:40])
+    assert printed(start_compiling(tmp_path)) == (0, expected_sum()), "damaged, it is compiled anew"
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path: Path) -> None:
-    assert printed(start_compiling(tmp_path, "unwritable")) == (0, expected_sum())
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize("trouble", ["unwritable", "full"])
+def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path: Path, trouble: str) -> None:
+    assert printed(start_compiling(tmp_path, trouble=trouble)) == (0, expected_sum())
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, PlanMismatchError, PowerSGD, RingStrategy, SmallExact
 from ringstrategy.algorithms import Algorithm
+from ringstrategy.kernels import threads
 from ringstrategy.names import STRATEGIES
 from ringstrategy.session import Session
 from ringstrategy.session.optimizer_steps import OptimizerSteps
@@ -33,6 +35,7 @@ from ringstrategy.session.optimizer_steps import OptimizerSteps
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
 Model = nn.Sequential
+CORES = "ringstrategy.session.session.free_cores"
 
 
 def model(seed: int = 0) -> Model:
@@ -191,6 +194,17 @@ def _resumes(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_session_goes_on_bit_for_bit(ranks: Pool, family: str) -> None:
     ranks(2, _resumes, family)
+
+
+def _cores(algorithm: Algorithm) -> int:
+    threads.use_threads(99)  # what an earlier training left
+    with process_group(), mock.patch(CORES, lambda ranks: 10 * ranks), opened(model(), algorithm):
+        return threads._threads
+
+
+def test_each_session_says_on_how_many_cores_codecs_run(ranks: Pool) -> None:
+    for algorithm, cores in ((AllReduce(BlockInt(8)), 20), (Auto(), 20), (AllReduce(codec_threads=3), 3)):
+        assert ranks(2, _cores, algorithm) == [cores] * 2
 
 
 def _refuses() -> None:

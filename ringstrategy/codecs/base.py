@@ -115,11 +115,14 @@ class Codec(ABC):
 
     def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
         """Write the sum in `wire` to `out`, or add it to that, as it is outside the collective."""
-        decoded = torch.empty_like(out) if add else out
+        if not add or type(self).restore_ is Codec.restore_:  # nothing to turn back before it is added
+            self.decode(wire, out, add=add)
+            self.restore_(out, seed)
+            return
+        decoded = torch.empty_like(out)
         self.decode(wire, decoded)
         self.restore_(decoded, seed)
-        if add:
-            out.add_(decoded)
+        out.add_(decoded)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """Transform a run of whole blocks before it is encoded (a rotation): linear, the same on all ranks.

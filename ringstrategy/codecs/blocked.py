@@ -17,7 +17,8 @@ class Blocked(Codec):
     """Each block of `block` values becomes a bfloat16 scale, perhaps its least value, and one code a value.
 
     A subclass says which `Arithmetic` this is, and writes it down in torch: how blocks are quantized, and what codes
-    stand for. On CUDA tensors the Triton kernels do the same, on a CPU those of Numba where it works.
+    stand for. It overrides nothing else: collectives call `hop` and `deliver`, which an engine may do in one pass. On
+    CUDA tensors the Triton kernels do the same, on a CPU those of Numba where it works.
     """
 
     block: int
@@ -33,7 +34,7 @@ class Blocked(Codec):
         """Codes, scales and least values of blocks, float32 (blocks, length).
 
         Args:
-            blocks: of one length, and their own.
+            blocks: of one length; they stay as they are.
             seed: of this encode.
             place: of the first value in its bucket.
 
@@ -109,7 +110,9 @@ class Blocked(Codec):
 
     def deliver(self, wire: Tensor, out: Tensor, *, signs: Tensor | None = None, seed: int, add: bool = False) -> None:
         """See `Codec.deliver`; with the `signs` of a rotation if this codec `fuses` it."""
-        del seed
+        if not self.fuses(out):
+            super().deliver(wire, out, seed=seed, add=add)
+            return
         self.check_wire(wire, out)
         engine(out.device).decode(wire, out, self, signs=signs, add=add)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,13 +19,12 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 
 class Collective(ABC):
-    """A frozen dataclass of its options. Each rank encodes each element at most once.
+    """A frozen dataclass of its options. Each rank encodes each element at most once."""
 
-    Attributes:
-        tagged: do all its messages go through `Peers.post`?
-    """
-
-    tagged: ClassVar[bool] = True
+    @property
+    def tagged(self) -> bool:
+        """Do all its messages go through `Peers.post`? Then ranks that differ are found without further messages."""
+        return False
 
     @abstractmethod
     def sum_(

@@ -35,6 +35,11 @@ class Direct(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
+    @property
+    def tagged(self) -> bool:
+        """See `Collective.tagged`."""
+        return True
+
     def carries_flags(self, peers: Peers) -> bool:
         """See `Collective.carries_flags`."""
         del peers

@@ -57,6 +57,11 @@ class Hierarchical(Collective):
         """See `Collective.carries_flags`: not through hosts."""
         return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_flags(peers)
 
+    @property
+    def tagged(self) -> bool:
+        """See `Collective.tagged`."""
+        return self.between.tagged
+
     def check(self, codec: Codec) -> None:
         """Whatever `between` can carry."""
         try:

@@ -16,8 +16,6 @@ from ringstrategy.transport.base import Peers
 class Native(Collective):
     """gloo's or NCCL's all-reduce; with `Cast` it sums in the 16-bit dtype. Its bytes cannot be counted: None."""
 
-    tagged = False
-
     def sum_(
         self,
         values: Tensor,

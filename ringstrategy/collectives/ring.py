@@ -32,6 +32,11 @@ class Ring(Collective):
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
+    @property
+    def tagged(self) -> bool:
+        """See `Collective.tagged`."""
+        return True
+
     def check(self, codec: Codec) -> None:
         """Partial sums are encoded again at each hop."""
         if not codec.hop_by_hop:

@@ -101,11 +101,9 @@ class Compiled:
             decoded = torch.empty_like(out, dtype=torch.float32)
             self.decode(wire, decoded, form)
             out.add_(decoded) if add else out.copy_(decoded)
-        elif signs is None:
-            _run(kernels.decode, form.block, out.numel(), (_array(wire), _array(out), add))
         else:
-            given = _array(wire), _array(out), add, _array(signs / 16)
-            _run(kernels.decode_turned, form.block, out.numel(), given)
+            given = _array(wire), _array(out), add, _NO_VALUES if signs is None else _array(signs / 16)
+            _run(kernels.decode, form.block, out.numel(), given)
 
     def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
@@ -203,8 +201,7 @@ def _kernels(form: BlockFormat) -> cpu.Kernels | None:
         message, keys = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         given = values, values, values, _NO_MESSAGES, message, values, nothing, nothing, keys, keys, keys, nothing
         made.encode(*given)
-        made.decode(message, values, False, nothing, nothing)
-        made.decode_turned(message, values, False, values, nothing, nothing)
+        made.decode(message, values, False, values, nothing, nothing)
         return made
 
     made: cpu.Kernels | None = _announced(make)

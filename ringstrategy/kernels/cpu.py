@@ -312,7 +312,7 @@ def _to_float8(value, bits, exponents):
     return np.uint8(code | ((bits >> 24) & 0x80))
 
 
-@_kernel
+@_kernel()
 def rotate(values, flips, inverse):
     """See `Engine.rotate_`; `flips`: the signs / 16."""
     for begin in range(_U(0), _U(len(values)) // _ROTATED * _ROTATED, _ROTATED):
@@ -357,7 +357,6 @@ class Kernels(NamedTuple):
 
     encode: Callable[..., None]
     decode: Callable[..., None]
-    decode_turned: Callable[..., None]
 
 
 @cache
@@ -369,25 +368,13 @@ def kernels(form: Format) -> Kernels:
     half = np.float32(_U(1) << (bits - _U(1)))
     code_of_zero = np.uint8(0) if kind in (_MINMAX, _E4M3, _E5M2) else np.uint8(half)
 
-    @_kernel
-    def decode(message, out, add, first, last):
+    @_kernel(form)
+    def decode(message, out, add, flips, first, last):
         """Write the values of the blocks [first, last) of a message to their places in `out`, or add them to it.
 
-        The message: float32 least values if the codec has them, bfloat16 scales, codes.
+        The message: float32 least values if the codec has them, bfloat16 scales, codes. `flips`: the signs / 16 of a
+        rotation by which values are turned back, or empty.
         """
-        small, word = np.empty(block, np.uint8), np.empty(1, np.uint32)
-        real, numel = word.view(np.float32), _U(len(out))
-        scales, codes = _begins(numel, block, has_least)
-        for b in range(first, last):
-            begin = b * block
-            scale = _scale(message, scales + _U(2) * b, word, real)
-            least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
-            at, length = codes + begin * bits // _U(8), min(block, numel - begin)
-            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, add, out, begin, length)
-
-    @_kernel
-    def decode_turned(message, out, add, flips, first, last):
-        """As `decode`, of values that were rotated: they are turned back by `flips`, the signs / 16."""
         small, word, x = np.empty(block, np.uint8), np.empty(1, np.uint32), np.empty(block, np.float32)
         real, numel, nothing = word.view(np.float32), _U(len(out)), _U(0)
         scales, codes = _begins(numel, block, has_least)
@@ -396,7 +383,7 @@ def kernels(form: Format) -> Kernels:
             scale = _scale(message, scales + _U(2) * b, word, real)
             least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
             at, length = codes + begin * bits // _U(8), min(block, numel - begin)
-            if add:
+            if add and len(flips):
                 _decode(
                     message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length
                 )
@@ -404,14 +391,13 @@ def kernels(form: Format) -> Kernels:
                     _turn_back(x, each * _ROTATED, flips)
                 for i in range(length):
                     out[begin + i] += x[i]
-            else:
-                _decode(
-                    message, at, bits, spacing, bias, table, scale, least, has_least, small, False, out, begin, length
-                )
+                continue
+            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, add, out, begin, length)
+            if len(flips):
                 for each in range(length // _ROTATED):
                     _turn_back(out, begin + each * _ROTATED, flips)
 
-    @_kernel
+    @_kernel(form)
     def encode(values, residual, flips, received, message, lost, first, last, hashes, xors, odds, place):
         """Write the blocks [first, last) of a message: `values` + `residual`, turned by `flips`, + what was `received`;
         and to `lost` what that loses.
@@ -549,4 +535,4 @@ def kernels(form: Format) -> Kernels:
                 for i in range(length):
                     lost[begin + i] = x[i]
 
-    return Kernels(encode, decode, decode_turned)
+    return Kernels(encode, decode)

@@ -24,7 +24,7 @@ def _of_float16(bits):
     return -magnitude if bits < 0 else magnitude
 
 
-@kernel
+@kernel()
 def lose_float16(values, rounded, lost, first, last):
     """Write `values - rounded`, where that is finite, to [first, last) of `lost`; `rounded`: int16, bits."""
     for i in range(first, last):
@@ -32,7 +32,7 @@ def lose_float16(values, rounded, lost, first, last):
         lost[i] = rest if abs(rest) < np.float32(np.inf) else lost[i]
 
 
-@kernel
+@kernel()
 def lose_bfloat16(values, rounded, lost, first, last):
     """See `lose_float16`."""
     for i in range(first, last):

@@ -73,7 +73,7 @@ def kernels(form: SparseFormat) -> Kernels:
     padding = words * _WORD
     lift = _U(-(1 << 15) % form.block)  # makes of an int16 plus 2**15 what it is modulo the block
 
-    @kernel
+    @kernel(form)
     def encode(values, kept, places, lost, first, last):
         """Write the blocks [first, last) of a message, and to `lost`, which may be empty, what that loses.
 
@@ -139,7 +139,7 @@ def kernels(form: SparseFormat) -> Kernels:
                 if len(lost) and at[j] < length:
                     lost[begin + at[j]] -= real(np.int32(rounded << 16))
 
-    @kernel
+    @kernel(form)
     def decode(kept, places, out, add, first, last):
         """Write the values of the blocks [first, last) of a message to `out`, or add them to it. See `encode`.
 

@@ -2,28 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numba
 from llvmlite import ir
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+_log = logging.getLogger(__name__)
 
 
 def inline(function: Callable[..., Any]) -> Any:
-    """Compiled as a part of the kernels that call it.
-
-    It stands in the same file as they do: what Numba keeps on disk is as old as that file.
-    """
+    """Compiled as a part of the kernels that call it."""
     return numba.njit(forceinline=True, error_model="numpy")(function)
 
 
-def kernel(function: Callable[..., Any]) -> Any:
-    """Compiled when it is first called, and kept on disk where a folder can be written to."""
-    try:
-        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # neither the package's folder nor the user's
-        return numba.njit(nogil=True, error_model="numpy")(function)
+def kernel(*known: object) -> Callable[[Callable[..., Any]], Kernel]:
+    """Compile a function for what it knows from the function around it, such as a format."""
+    return lambda function: Kernel(function, known)
+
+
+class Kernel:
+    """A function that is compiled when it is first called, and kept on disk where that is possible.
+
+    Numba gives all functions of one name and line one index, which processes that save at the same time can spoil for
+    each other, and knows nothing of other files that a kernel is made of. So here the name on disk depends on all that
+    the kernel depends on. Whatever is wrong with the disk (full, read-only, damaged), it is then compiled in memory.
+
+    Args:
+        function: the first call is one without values.
+        known: what it is compiled for, beside the processor; its `repr` says it all.
+    """
+
+    def __init__(self, function: Callable[..., Any], known: object) -> None:
+        self._function = function
+        processor = cpu_target.target_context.codegen().magic_tuple()
+        everything = repr((_sources(), processor, known)).encode()
+        function.__qualname__ += "_" + hashlib.sha256(everything).hexdigest()[:16]
+        self._compiled: Any = None
+
+    def __call__(self, *given: Any) -> None:
+        """Run it; without the GIL."""
+        if self._compiled is None:
+            self._compile(given)
+        else:
+            self._compiled(*given)
+
+    @property
+    def was_on_disk(self) -> bool:
+        """Did the first call read it?"""
+        return self._compiled is not None and bool(sum(self._compiled.stats.cache_hits.values()))
+
+    def _compile(self, given: Sequence[Any]) -> None:
+        try:
+            compiled = _compiled(self._function, cache=True)
+            compiled(*given)
+        except Exception as error:  # of a cache any can come; if it is not the cache's, it comes again
+            compiled = _compiled(self._function, cache=False)
+            compiled(*given)
+            _log.info("compiled codecs cannot be kept on disk for the next time: %s", str(error).splitlines()[0])
+        self._compiled = compiled
+
+
+def _compiled(function: Callable[..., Any], *, cache: bool) -> Any:
+    return numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of all that kernels are made of."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _to_real(typing, bits):

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.kernels.sample import sample
+from ringstrategy.kernels.threads import free_cores, use_threads
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
 from ringstrategy.session.optimizers import options, rates, stepped_by
@@ -105,6 +106,7 @@ class Session:
         if "gloo" in dist.get_backend():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)
+        use_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)

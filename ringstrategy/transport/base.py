@@ -95,10 +95,11 @@ class Peers(ABC):
         """
 
     def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
-        """In what is submitted next exchange only with ranks that say the same, without a message.
+        """Tasks that are submitted from now on exchange messages only with ranks that said the same word.
 
-        Messages of ranks that differ never meet, so that those ranks wait, until they find out why: a PlanMismatchError
-        on all of them. None: they do meet, because the exchanges are not `tagged` or this transport cannot do it.
+        It sends nothing. Messages of ranks that differ never meet, so those ranks wait until they find out why: a
+        PlanMismatchError on all of them. None: they do meet, because the exchanges are not `tagged` or this transport
+        cannot do it.
         """
         del word, tagged, where
         return None

@@ -95,6 +95,10 @@ class _Store:
         """As `read`, in one go."""
         return self._ask(lambda: [self._store.get(key).decode() if self._store.check([key]) else None for key in keys])
 
+    def forget(self, key: str) -> None:
+        """Whether or not it is there."""
+        self._ask(lambda: self._store.delete_key(key))
+
     def has(self, keys: list[str]) -> bool:
         return self._ask(lambda: self._store.check(keys))
 
@@ -146,6 +150,7 @@ class Lifeline:
         self._place: _Place | None = None  # where this rank is, unless within a batch
         self._doubted_at: float | None = None  # since when another rank seems to wait elsewhere
         self._asked_at = 0.0  # last
+        self._word_at: str | None = None  # key of what was said last
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
@@ -380,15 +385,19 @@ class Lifeline:
         has not come yet is only late.
         """
         try:
-            keys = [f"word/{self._exchanges}/{rank}" for rank in range(len(self.hosts))]
-            self._store.set(keys[self._rank], digest)
-            said = self._store.read_all(keys)
-            if all(word in (None, digest) for word in said):
+            place = f"word/{self._exchanges}"
+            if self._word_at not in (None, place):
+                self._store.forget(self._word_at)
+            self._word_at = place
+            differs = f"{place}/differs"
+            if self._store.first(place, digest) == digest and not self._store.has([differs]):
                 return {}
-            self._store.set(f"{keys[self._rank]}/text", details())
+            keys = [f"{place}/{rank}" for rank in range(len(self.hosts))]
+            self._store.set(differs, "1")
+            self._store.set(keys[self._rank], details())
             deadline = time.monotonic() + GRACE_SECONDS
             while True:  # they look once a second
-                texts = self._store.read_all([f"{key}/text" for key in keys])
+                texts = self._store.read_all(keys)
                 if None not in texts or time.monotonic() > deadline:
                     break
                 time.sleep(_POLL_SECONDS)

@@ -15,7 +15,7 @@ from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
-from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.kernels.threads import use_threads
 from ringstrategy.transport.base import Peers
 
 _RESIDUAL_DTYPES = {None: None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16}
@@ -86,8 +86,8 @@ class AllReduce(Synchronous):
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
-        ranks = peers.hosts.count(peers.hosts[peers.rank])
-        use_threads(free_cores(ranks) if self.codec_threads is None else self.codec_threads)
+        if self.codec_threads is not None:  # else `Session` has decided
+            use_threads(self.codec_threads)
         super().setup(parameters, peers, sparse=sparse)
 
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:

@@ -112,7 +112,7 @@ class Exchange:
             own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
             difference = piece.scratch("difference", correction.dtype)
             for peer, weight in weights.items():
-                torch.sub(algorithm.read(piece, peer, arriving[peer]), own, out=difference)
+                difference.copy_(algorithm.read(piece, peer, arriving[peer])).sub_(own)  # in its own dtype
                 correction.add_(difference, alpha=algorithm.gain * weight)
             if surplus:
                 correction.add_(own, alpha=algorithm.gain * surplus)
