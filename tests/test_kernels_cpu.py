@@ -17,7 +17,7 @@ from torch import Tensor
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import cast, compiled, reference, sparse
+from ringstrategy.kernels import cast, compiled, cpu_cast, jit, reference, sparse
 from ringstrategy.kernels.layout import SparseFormat
 from ringstrategy.kernels.threads import free_cores, use_threads
 
@@ -350,6 +350,39 @@ def test_what_a_cast_loses_is_the_references(dtype: torch.dtype, numel: int) -> 
         results.append(bits(lost))
         assert torch.equal(lost[~rounded.isfinite()], values(numel, 1)[~rounded.isfinite()])
     assert torch.equal(*results)
+
+
+FRESH: list[Codec] = [  # of formats that no other test has
+    BlockInt(8, block=40),
+    BlockFloat8("e4m3", block=40),
+    Sign(block=40),
+    Rotated(Gaussian(3, block=1280)),
+    TopK(3, block=40),
+    RandomK(4, block=40),
+    Cast("fp16"),
+    Cast("bf16"),
+]
+
+
+@pytest.mark.filterwarnings("error")  # else what cannot be compiled goes to the reference
+@pytest.mark.parametrize("codec", FRESH, ids=str)
+def test_after_warming_up_nothing_is_compiled(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kernel in (cpu_cast.lose_float16, cpu_cast.lose_bfloat16):
+        monkeypatch.setattr(kernel, "_compiled", None)
+    compiled._lose.cache_clear()
+    codec.warm_up(torch.device("cpu"))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step waits for a compiler")
+
+    monkeypatch.setattr(jit.Kernel, "_compile", refuse)
+    given, lost = torch.randn(2560), torch.zeros(2560)
+    wire = torch.empty(codec.nbytes(2560, torch.float32), dtype=torch.uint8)
+    codec.hop([], given.clone(), wire, residual=lost, lost=lost, seed=1, own_seed=2)
+    assert lost.any()
+    codec.hop([wire.clone()], given.clone(), wire, seed=1, own_seed=2)
+    for add in (False, True):
+        codec.deliver(wire, given, seed=1, add=add)
 
 
 WITHOUT = """

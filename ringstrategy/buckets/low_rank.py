@@ -32,6 +32,7 @@ class LowRankBucket(Bucket):
     def __init__(self, dense: DenseBucket, rank: int, codec: Codec) -> None:
         super().__init__(dense.index, dense.slots, dense.residual)
         self._dense, self._rank, self._codec = dense, rank, codec
+        codec.warm_up(dense.buffer.device)
         shapes = [matrix_shape(slot.parameter) for slot in self.slots]
         buffer = dense.buffer
         self._shapes = shapes

@@ -45,6 +45,10 @@ class Cast(Codec):
         if lost is not None:
             engine(values.device).lose(values, rounded, lost)
 
+    def warm_up(self, device: torch.device) -> None:
+        """See `Codec.warm_up`."""
+        engine(device).warm_up_cast(self.dtype)
+
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""
         self.check_wire(wire, out)

@@ -157,6 +157,10 @@ class Compiled:
         given = _array(values), _array(rounded.view(torch.int16)), _array(lost)
         _run(kernel, 1, values.numel(), given)
 
+    def warm_up_cast(self, dtype: torch.dtype) -> None:
+        """See `Engine.warm_up_cast`."""
+        _lose(dtype)
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
 

@@ -87,6 +87,9 @@ class Engine(Protocol):
     def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
         """Write `values - rounded`, float16 or bfloat16, to `lost` wherever that is finite. All are (n,)."""
 
+    def warm_up_cast(self, dtype: torch.dtype) -> None:
+        """Do what the first `lose` of values rounded to this dtype would wait for."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
@@ -157,6 +160,9 @@ class _Triton:
     def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
         """In torch; see `Engine.lose`."""
         cast.lose(values, rounded, lost)
+
+    def warm_up_cast(self, dtype: torch.dtype) -> None:
+        """Nothing."""
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""
