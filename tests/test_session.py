@@ -199,7 +199,12 @@ def test_a_saved_session_goes_on_bit_for_bit(ranks: Pool, family: str) -> None:
 def _cores(algorithm: Algorithm) -> int:
     threads.use_threads(99)  # what an earlier training left
     with process_group(), mock.patch(CORES, lambda ranks: 10 * ranks), opened(model(), algorithm):
-        return threads._threads
+        count = threads._threads
+        values, wire = torch.randn(1 << 18), torch.empty(BlockInt(8).nbytes(1 << 18, torch.float32), dtype=torch.uint8)
+        BlockInt(8).encode(values, wire)
+        assert any(thread.name.startswith("ringstrategy-codec") for thread in threading.enumerate())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ringstrategy")]
+    return count
 
 
 def test_each_session_says_on_how_many_cores_codecs_run(ranks: Pool) -> None:

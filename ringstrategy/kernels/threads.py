@@ -21,9 +21,15 @@ def free_cores(ranks: int) -> int:
 
 
 def use_threads(count: int) -> None:
-    """Run long pieces of work on so many cores at once, whoever calls in this process; the bytes are the same."""
+    """Run long pieces of work on so many cores at once, whoever calls in this process; the bytes are the same.
+
+    With 1 no further thread is left.
+    """
     global _threads
     _threads = count
+    if count == 1 and _pool.cache_info().currsize:
+        _pool().shutdown()
+        _pool.cache_clear()
 
 
 def in_parts(block: int, numel: int, work: Callable[[int, int], None]) -> None:

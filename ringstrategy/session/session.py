@@ -144,6 +144,7 @@ class Session:
         peers, self._peers, watch, self._watch = self._peers, None, self._watch, None
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             if peers is not None:
+                ends.callback(use_threads, 1)
                 ends.callback(peers.close)
             ends.callback(self.algorithm.close)
             for watching in (self._new_parts, self._steps, watch):
