@@ -431,7 +431,7 @@ from ringstrategy.kernels.compiled import _kernels
 codec, values = BlockInt(bits, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))
 wire = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
 codec.encode(values, wire)
-print(int(_kernels(codec).encode.was_on_disk), wire.sum().item())
+print(sum(_kernels(codec).encode._compiled.stats.cache_hits.values()), wire.sum().item())
 """
 
 

@@ -53,11 +53,6 @@ class Kernel:
         else:
             self._compiled(*given)
 
-    @property
-    def was_on_disk(self) -> bool:
-        """Did the first call read it?"""
-        return self._compiled is not None and bool(sum(self._compiled.stats.cache_hits.values()))
-
     def _compile(self, given: Sequence[Any]) -> None:
         try:
             compiled = _compiled(self._function, cache=True)

@@ -121,13 +121,9 @@ class Decentralized(ParameterAlgorithm):
         raw = self.codec.raw(piece.values)
         if raw is not None:
             return raw
-        self.encode(piece, piece.values, wire)
+        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)  # this rank's own noise
+        self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
         return wire
-
-    def encode(self, piece: Piece, values: Tensor, wire: Tensor) -> None:
-        """Encode with the codec, and with this rank's own noise."""
-        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
-        self.codec.encode(values, wire, seed=own_seed, offset=piece.begin)
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
         """The values that all ranks decode from these bytes; `whose`: their rank, None: this one. Once a wire."""
