@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Sign,
         TopK,
     )
-    from ringstrategy.collectives import Collective, Direct, Hierarchical, Native, Ring
+    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
     from ringstrategy.errors import PeerLostError, PlanMismatchError
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor
     from ringstrategy.integrations.lightning.strategy import RingStrategy
@@ -51,7 +51,7 @@ _HOMES = {
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
     ),
-    "collectives": ("Collective", "Direct", "Hierarchical", "Native", "Ring"),
+    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring"),
     "errors": ("PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor",),
     "integrations.lightning.strategy": ("RingStrategy",),
@@ -65,6 +65,7 @@ __all__ = [
     "Auto",
     "BlockFloat8",
     "BlockInt",
+    "BySize",
     "Cast",
     "Choco",
     "Codec",

@@ -27,8 +27,10 @@ from ringstrategy import (
     Native,
     PlanMismatchError,
     Ring,
+    SmallExact,
     Stats,
 )
+from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.collectives import mean_
 from ringstrategy.collectives.base import SMALLEST_SEGMENT
 from ringstrategy.transport import connect
@@ -66,6 +68,7 @@ def start(algorithm: AllReduce, module: nn.Module, **kwargs: Any) -> tuple[Any, 
         dist.init_process_group("gloo", timeout=MINUTE)
     stats = Stats()
     peers = connect(torch.device("cpu"), MINUTE, stats)
+    dist.barrier()  # one that fails closes its connections, which the others may still be making
     try:
         algorithm.setup(dict(module.named_parameters()), peers, **kwargs)
     except BaseException:
@@ -235,6 +238,45 @@ def test_buckets_launch_in_index_order_not_in_order_of_readiness(ranks: Pool) ->
     (first, first_ready), (second, second_ready) = ranks(2, _launches)
     assert first_ready != second_ready
     assert first == second == [f"at step 0, in bucket {index} of 10" for index in range(10)]
+
+
+def _riding(rides: bool) -> tuple[list[str], list[Tensor]]:
+    """Three steps: the launches of each, the last mean gradients and residuals."""
+    shapes = {"a": (100, 40), "bias": (10,), "norm": (11,), "z": (200, 40)}
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
+    algorithm = AllReduce(SmallExact(BlockInt(8)), error_feedback=True, bucket_mb=0.03)
+    peers, _ = start(algorithm, module)
+    submit, launched = peers.submit, []
+    peers.submit = lambda work, where: (launched.append(where), submit(work, where))[1]
+    with pytest.MonkeyPatch.context() as patch:
+        if not rides:
+            patch.setattr(DenseBucket, "rides", lambda *_: False)
+        for step in range(3):
+            module.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + peers.rank)
+            weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            backward(algorithm, sum((weights[name] * p).sum() for name, p in module.items()))
+            algorithm.after_step(set(module.parameters()))
+    mean = weights["bias"].clone()
+    dist.all_reduce(mean)
+    assert module["bias"].grad is not None
+    assert torch.allclose(module["bias"].grad, mean / peers.size, atol=1e-6)
+    kept = [p.grad.clone() for p in module.values() if p.grad is not None] + [
+        left.clone() for _, left in algorithm.residuals()
+    ]
+    assert any(left.any() for _, left in algorithm.residuals())
+    algorithm.close()
+    peers.close()
+    return [where for where in launched if "in bucket" in where], kept
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_small_bucket_travels_in_the_messages_of_the_next_with_the_same_outcome(ranks: Pool, size: int) -> None:
+    for together, apart in zip(ranks(size, _riding, True), ranks(size, _riding, False), strict=True):
+        assert together[0] == [f"at step {step}, in bucket {index} of 3" for step in range(3) for index in (0, 2)]
+        assert len(apart[0]) == 9
+        assert len(together[1]) == 6
+        assert all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True))
 
 
 # Accumulation and repeated backwards

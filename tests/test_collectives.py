@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fakes import FakePeers, Toy, on_all_ranks
@@ -21,11 +23,11 @@ from ringstrategy.codecs import (
     TopK,
     derive_seed,
 )
-from ringstrategy.collectives import Collective, Direct, Native, Ring, mean_
-from ringstrategy.collectives.base import cut, cut_chunks
+from ringstrategy.collectives import BySize, Collective, Direct, Native, Ring, mean_
+from ringstrategy.collectives.base import Summand, cut, cut_chunks
 
 SIZES = [1, 2, 3, 4, 5, 8]
-COLLECTIVES = [Ring(1), Ring(), Ring(7), Direct(1), Direct(3), Native()]
+COLLECTIVES = [Ring(1), Ring(), Ring(7), Direct(1), Direct(3), BySize(below=3000), Native()]
 BOUNDS: dict[Codec, float] = {  # worst element, of the largest
     Identity(): 1e-6,
     Cast("float16"): 2e-3,
@@ -221,7 +223,7 @@ def test_flags_of_any_rank_reach_all_and_change_no_value(
         monkeypatch.setattr("ringstrategy.collectives.ring._EXPECTED", 0)
 
     def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
-        assert collective.carries_flags(peers)
+        assert collective.carries_more(peers)
         values, flags = data(peers.rank, numel) / peers.size, torch.zeros(11, dtype=torch.uint8)
         flags[[peers.rank, 9]] = torch.tensor([1, 0x10 << peers.rank % 4], dtype=torch.uint8)
         mean_(values, peers, collective, codec, seed=3, flags=flags)
@@ -234,6 +236,81 @@ def test_flags_of_any_rank_reach_all_and_change_no_value(
         for (values, flags), plain in zip(on_all_ranks(size, one), without, strict=True):
             assert torch.equal(flags, expected)
             assert torch.equal(values, plain)
+
+
+@pytest.mark.parametrize("collective", [Ring(), Direct(), Direct(3), BySize(below=3000)], ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 700, 30_000])
+@pytest.mark.parametrize("early", [True, False])
+def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
+    early: bool, numel: int, collective: Collective, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not early:
+        monkeypatch.setattr("ringstrategy.collectives.ring._EXPECTED", 0)
+    codecs = [BlockInt(8), Identity(), Rotated(Gaussian(4))]
+    sizes = [numel, 515, 1]
+    dtypes = [torch.float32, torch.float64, torch.float32]
+    residual_dtypes = [torch.float32, torch.float64, torch.bfloat16]
+    alone = collective
+    if isinstance(collective, BySize):  # riders go the way of what carries them
+        alone = collective.chosen(BlockInt(8).nbytes(numel, torch.float32))
+    assert isinstance(alone, Ring | Direct)
+    alone = replace(alone, segments=1)
+
+    def summands(rank: int) -> list[Summand]:
+        return [
+            Summand(data(rank + 10 * i, n, dtype), codec, data(rank + 50 + i, n, residual_dtype) / 8, seed=i)
+            for i, (n, dtype, codec, residual_dtype) in enumerate(
+                zip(sizes, dtypes, codecs, residual_dtypes, strict=True)
+            )
+        ]
+
+    def go(peers: FakePeers, together: bool) -> tuple[list[Summand], list[torch.Tensor], int]:
+        first, *others = every = summands(peers.rank)
+        flags = torch.zeros(3, dtype=torch.uint8)
+        flags[peers.rank % 3] = 1
+        before = len(peers.network.posts[peers.rank])
+        for one, way in [(first, collective), *((other, alone) for other in others if not together)]:
+            mean_(
+                one.values,
+                peers,
+                way,
+                one.codec,
+                residual=one.residual,
+                seed=one.seed,
+                flags=flags if one is first else None,
+                riders=others if together and one is first else (),
+            )
+        posts = len(peers.network.posts[peers.rank]) - before
+        return [one.values for one in every], [*(one.residual for one in every), flags], posts  # type: ignore[return-value]
+
+    for size in (1, 2, 3, 5):
+        together = on_all_ranks(size, lambda peers: go(peers, True))
+        apart = on_all_ranks(size, lambda peers: go(peers, False))
+        main = [averaged_posts(size, numel, collective)] if numel else []
+        for (values, kept, posts), (expected, left, _) in zip(together, apart, strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
+            assert all(torch.equal(one, other) for one, other in zip(kept, left, strict=True))
+            assert not main or posts == main[0]
+
+
+def averaged_posts(size: int, numel: int, collective: Collective) -> int:
+    def one(peers: FakePeers) -> int:
+        mean_(data(peers.rank, numel), peers, collective, BlockInt(8))
+        return len(peers.network.posts[peers.rank])
+
+    [posts] = set(on_all_ranks(size, one))
+    return posts
+
+
+@pytest.mark.parametrize("numel", [1000, 1025])
+def test_what_is_short_goes_direct_and_what_is_long_over_the_ring(numel: int) -> None:
+    collective = BySize(below=BlockInt(8).nbytes(1025, torch.float32))
+
+    def targets(peers: FakePeers) -> set[int]:
+        collective.sum_(data(peers.rank, numel), peers, BlockInt(8))
+        return {target for post in peers.network.posts[peers.rank] for target in post.targets}
+
+    assert [len(to) for to in on_all_ranks(4, targets)] == [1 if numel == 1025 else 3] * 4
 
 
 @pytest.mark.parametrize("codec", [Identity(), BlockInt(8)], ids=str)

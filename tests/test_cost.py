@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from ringstrategy import (
     AllReduce,
     BlockInt,
+    BySize,
     Codec,
     Collective,
     Direct,
@@ -50,7 +51,7 @@ def machines(
 
 @pytest.mark.parametrize("size", [2, 3, 4, 7])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("collective", [Ring(), Ring(1), Direct()], ids=str)
+@pytest.mark.parametrize("collective", [Ring(), Ring(1), Direct(), BySize()], ids=str)
 def test_the_model_sends_the_bytes_that_the_collective_sends(collective: Collective, codec: Codec, size: int) -> None:
     if not codec.hop_by_hop and isinstance(collective, Ring):
         return
@@ -63,6 +64,23 @@ def test_the_model_sends_the_bytes_that_the_collective_sends(collective: Collect
 
     predicted = exchange_cost(machines("abcdefg"[:size]), collective, codec, numel)
     assert predicted.bytes_sent == on_all_ranks(size, sent)[0] > 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("latency", [20e-6, 200e-6, 20e-3])
+@pytest.mark.parametrize("gigabits", [0.1, 1, 25])
+def test_what_is_short_is_sooner_direct_than_over_the_ring(gigabits: float, latency: float, size: int) -> None:
+    link, work = Link(latency, 8e-9 / gigabits), Work(3e-6, 1e-10)
+    hosts = replace(
+        machines("a", CodecCost(work, work, work, work), link), hosts=tuple(map(str, range(size))), post=20e-6
+    )
+    for codec in CODECS[:2]:
+        edge = BySize().below // codec.nbytes(256, torch.float32) * 256  # with one block more they are long
+        for numel in (size * 256, edge // 4, edge - 256):
+            direct, ring, ours = (exchange_cost(hosts, way, codec, numel) for way in (Direct(), Ring(), BySize()))
+            assert ours == direct
+            assert direct.seconds < ring.seconds if size > 2 else direct.seconds == pytest.approx(ring.seconds, rel=0.02)
+        assert exchange_cost(hosts, BySize(), codec, edge + 256) == exchange_cost(hosts, Ring(), codec, edge + 256)
 
 
 @pytest.mark.parametrize("codec", CODECS[:3], ids=str)

@@ -1216,7 +1216,7 @@ def _at_rest(options: dict[str, Any], scaled: bool) -> float:
 )
 def test_memory_at_rest(ranks: Pool, options: dict[str, Any], scaled: bool, residuals_held: float) -> None:
     for held in ranks(2, _at_rest, options, scaled):
-        assert residuals_held <= held <= residuals_held + 2 / MODEL  # two buckets
+        assert residuals_held <= held <= residuals_held + 2.2 / MODEL  # two buckets, and flags and the like
 
 
 def peak(function: Callable[[], None]) -> float:

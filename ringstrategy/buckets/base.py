@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
-from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.transport.base import Peers, Waitable
 
 
@@ -88,6 +88,15 @@ class Bucket(ABC):
         del peers, collective
         return False
 
+    def rides(self, following: Bucket, small: int, peers: Peers, collective: Collective) -> bool:
+        """Can this bucket, of at most `small` bytes, travel in the messages of the one that is launched next?"""
+        del following, small, peers, collective
+        return False
+
+    def summand(self, seed: int) -> Summand:
+        """The gathered gradients, of a bucket that `rides`."""
+        raise NotImplementedError
+
     @abstractmethod
     def launch(
         self,
@@ -97,10 +106,12 @@ class Bucket(ABC):
         seed: int,
         where: str,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> Waitable:
         """Start the exchange of the gathered gradients, once the ranks have `agreed`.
 
-        `flags`, only of a bucket that `carries_flags`: see `Collective.sum_`.
+        `flags`, only of a bucket that `carries_flags`, and `riders`, the summands of buckets that ride with this one:
+        see `Collective.sum_`.
         """
 
     @abstractmethod

@@ -6,7 +6,7 @@ gradients are widened into a float32 buffer, since no sum is taken in 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from ringstrategy.buckets.aliases import references
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.kernels.engine import Engine, engine
 from ringstrategy.transport.agree import BUCKET, INDENT
 from ringstrategy.transport.base import Peers, Waitable
@@ -170,7 +170,18 @@ class DenseBucket(Bucket):
 
     def carries_flags(self, peers: Peers, collective: Collective) -> bool:
         """See `Bucket.carries_flags`."""
-        return self.buffer.device.type == "cpu" and collective.carries_flags(peers)
+        return self.buffer.device.type == "cpu" and collective.carries_more(peers)
+
+    def rides(self, following: Bucket, small: int, peers: Peers, collective: Collective) -> bool:
+        """See `Bucket.rides`. Not with a large one that is sent in place: it would have to be copied."""
+        if not isinstance(following, DenseBucket) or following.buffer.device != self.buffer.device:
+            return False
+        in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
+        return self.buffer.nbytes <= small and not in_place and collective.carries_more(peers)
+
+    def summand(self, seed: int) -> Summand:
+        """See `Bucket.summand`."""
+        return Summand(self.buffer, self.codec, self.residual, seed=seed)
 
     def launch(
         self,
@@ -180,12 +191,22 @@ class DenseBucket(Bucket):
         seed: int,
         where: str,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> Waitable:
         """See `Bucket.launch`."""
 
         def work() -> None:
             agreed.wait()
-            mean_(self.buffer, peers, collective, self.codec, residual=self.residual, seed=seed, flags=flags)
+            mean_(
+                self.buffer,
+                peers,
+                collective,
+                self.codec,
+                residual=self.residual,
+                seed=seed,
+                flags=flags,
+                riders=riders,
+            )
 
         return peers.submit(work, where)
 

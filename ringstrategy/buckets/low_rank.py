@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.factors import Factors, multiply, orthonormalise_, subtract
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.transport.base import Peers, Waitable
 
 
@@ -105,9 +105,11 @@ class LowRankBucket(Bucket):
         seed: int,
         where: str,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> Waitable:
         """See `Bucket.launch`."""
         assert flags is None
+        assert not riders
 
         def work() -> None:
             agreed.wait()

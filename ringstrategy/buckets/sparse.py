@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
-from ringstrategy.collectives.base import Collective, sums_dtype
+from ringstrategy.collectives.base import Collective, Summand, sums_dtype
 from ringstrategy.transport.agree import BUCKET, INDENT, all_gather
 from ringstrategy.transport.base import Peers, Waitable
 
@@ -61,9 +61,11 @@ class SparseBucket(Bucket):
         seed: int,
         where: str,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> Waitable:
         """How many rows each rank has, then the rows."""
         assert flags is None
+        assert not riders
         counts: list[Tensor] = []
 
         def count() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -16,6 +18,17 @@ from ringstrategy.transport.base import Peers
 SMALLEST_HALF = 1 << 18
 SMALLEST_SEGMENT = 1 << 21
 _WIDENED = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Summand:
+    """What this rank adds to a sum, and how that travels: arguments of `Collective.sum_`."""
+
+    values: Tensor
+    codec: Codec
+    residual: Tensor | None = None
+    lost: Tensor | None = None
+    seed: int = 0
 
 
 class Collective(ABC):
@@ -37,6 +50,7 @@ class Collective(ABC):
         lost: Tensor | None = None,
         seed: int = 0,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
 
@@ -45,13 +59,14 @@ class Collective(ABC):
         at each element that this rank encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is
         what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
         `seed` is the same on all ranks. `flags` (flat uint8 on the values' device, as many on all ranks) become the
-        bitwise or of all ranks' flags; only of a collective that `carries_flags`.
+        bitwise or of all ranks' flags. `riders` are summed as if each had a call of its own with one segment, but
+        in the same messages. Flags and riders only with a collective that `carries_more`.
 
         Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
         """
 
-    def carries_flags(self, peers: Peers) -> bool:
-        """Can a few bytes of each rank ride with the values to all others?"""
+    def carries_more(self, peers: Peers) -> bool:
+        """Can flags and riders travel with the values?"""
         del peers
         return False
 
@@ -68,6 +83,7 @@ def mean_(
     residual: Tensor | None = None,
     seed: int = 0,
     flags: Tensor | None = None,
+    riders: Sequence[Summand] = (),
 ) -> None:
     """Average over all peers, with error feedback (Seide et al. 2014; Karimireddy et al. 2019) at every encode.
 
@@ -77,21 +93,34 @@ def mean_(
             then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
         flags: see `Collective.sum_`.
+        riders: see `Collective.sum_`; their residuals are treated in the same way, and they have no `lost`.
     """
-    lost = None
-    if residual is not None and not codec.lossless:
-        lost = residual
-        if residual.dtype != values.dtype:
-            lost = peers.scratch("mean.lost", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
-            lost.copy_(residual)
-    added = residual if lost is None else lost
-    collective.sum_(values, peers, codec, residual=added, lost=lost, seed=seed, flags=flags)
-    if residual is None or lost is residual:
-        return
-    if lost is None:
-        residual.masked_fill_(values.isfinite(), 0)
-    else:
-        residual.copy_(lost)
+    first, *others = [
+        _with_feedback(one, peers, place)
+        for place, one in enumerate([Summand(values, codec, residual, seed=seed), *riders])
+    ]
+    collective.sum_(
+        values, peers, codec, residual=first.residual, lost=first.lost, seed=seed, flags=flags, riders=others
+    )
+    for one, given in zip([first, *others], [residual, *(rider.residual for rider in riders)], strict=True):
+        if given is None or one.lost is given:
+            continue
+        if one.lost is None:
+            given.masked_fill_(one.values.isfinite(), 0)
+        else:
+            given.copy_(one.lost)
+
+
+def _with_feedback(one: Summand, peers: Peers, place: int) -> Summand:
+    """What is summed, with memory for what its encode loses: the residual's own, if that has the values' dtype."""
+    values, residual = one.values, one.residual
+    if residual is None or one.codec.lossless:
+        return one
+    if residual.dtype == values.dtype:
+        return replace(one, lost=residual)
+    lost = peers.scratch(f"mean.lost.{place}", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
+    lost.copy_(residual)
+    return replace(one, residual=lost, lost=lost)
 
 
 def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
-from ringstrategy.collectives.pieces import Pieces
+from ringstrategy.collectives.base import Collective, Summand, check_segments
+from ringstrategy.collectives.pieces import cut_pieces
 from ringstrategy.transport.base import Handle, Peers
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
@@ -40,8 +41,8 @@ class Direct(Collective):
         """See `Collective.tagged`."""
         return True
 
-    def carries_flags(self, peers: Peers) -> bool:
-        """See `Collective.carries_flags`."""
+    def carries_more(self, peers: Peers) -> bool:
+        """See `Collective.carries_more`."""
         del peers
         return True
 
@@ -55,21 +56,23 @@ class Direct(Collective):
         lost: Tensor | None = None,
         seed: int = 0,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or (values.numel() == 0 and flags is None):
+        if size == 1 or (values.numel() == 0 and flags is None and not riders):
             return
-        chunks = cut_chunks(values, size, self.segments, codec.block)
-        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank, flags=flags)
+        summand = Summand(values, codec, residual, lost, seed)
+        pieces = cut_pieces(summand, peers, self.segments, flags=flags, riders=riders)
         each = range(pieces.count)
-        places = list(product(range(size), each))  # (whom a wire goes to or comes from, k)
-        leaving = dict(zip(places, pieces.leaving(peers, "direct.leaving", len(places)), strict=True))
-        filling = dict(zip(places, pieces.arriving(peers, "direct.filling", len(places)), strict=True))
+        places = list(product(range(size), each))  # (whom a wire goes to, k)
+        from_others = [(source, k) for source, k in places if source != rank]
+        leaving = dict(zip(places, pieces.leaving(peers, "leaving", len(places)), strict=True))
+        filling = dict(zip(from_others, pieces.arriving(peers, "filling", len(from_others)), strict=True))
         in_turn = pieces.count > 1 and pieces.stride >= _LONG
         spread = filling  # where sums arrive: if those are expected, not where parts do
         if not in_turn and not pieces.in_place:
-            spread = dict(zip(places, pieces.arriving(peers, "direct.spread", len(places)), strict=True))
+            spread = dict(zip(from_others, pieces.arriving(peers, "spread", len(from_others)), strict=True))
         pairs = peers.pairs()
         batches = [[pair] for pair in pairs] if in_turn else [pairs]
         mail = _Mail(peers, _WINDOW if in_turn else None)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, check_segments, cut, cut_chunks
+from ringstrategy.collectives.base import Collective, Summand, check_segments, cut, cut_chunks
+from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.native import Native
 from ringstrategy.collectives.pieces import Pieces
-from ringstrategy.collectives.ring import Ring
 from ringstrategy.collectives.subset import Subset
 from ringstrategy.transport.base import Peers
 
@@ -34,13 +34,13 @@ class Hierarchical(Collective):
     other bits.
 
     Args:
-        between: how a column travels between hosts: `Ring` or `Direct`.
+        between: how a column travels between hosts: `BySize`, `Ring` or `Direct`.
         segments: most pieces of a column: while one travels between hosts, others travel within them (over NCCL they
             take turns). More hide more of that, in smaller messages; more than two have at least 2 MB of values for
             each host.
     """
 
-    between: Collective = field(default_factory=Ring)
+    between: Collective = field(default_factory=BySize)
     segments: int = 4
 
     def __post_init__(self) -> None:
@@ -53,9 +53,9 @@ class Hierarchical(Collective):
             )
         check_segments(self.segments)
 
-    def carries_flags(self, peers: Peers) -> bool:
-        """See `Collective.carries_flags`: not through hosts."""
-        return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_flags(peers)
+    def carries_more(self, peers: Peers) -> bool:
+        """See `Collective.carries_more`: not through hosts."""
+        return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_more(peers)
 
     @property
     def tagged(self) -> bool:
@@ -82,13 +82,15 @@ class Hierarchical(Collective):
         lost: Tensor | None = None,
         seed: int = 0,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, hosts = peers.rank, ranks_of_hosts(peers.hosts)
         if len(hosts) == peers.size:
-            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags)
+            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
             return
         assert flags is None
+        assert not riders
         if values.numel() == 0:
             return
         width = min(len(host) for host in hosts)
@@ -96,7 +98,7 @@ class Hierarchical(Collective):
         own = host.index(rank)  # this rank's column, if there are so many
         columns = self._columns(values, width, len(hosts), codec.block)
         within = Identity() if codec.exact is None else codec.exact
-        pieces = Pieces(values, columns, within, residual=residual, lost=None, seed=seed, rank=rank)
+        pieces = Pieces(Summand(values, within, residual, seed=seed), columns, rank)
         each = range(pieces.count)
         owners = {column: host[column] for column in range(width) if column != own}
         others = [other for other in host if other != rank] if own < width else []  # they send this rank their parts

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective
+from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.transport.base import Peers
 
 
@@ -26,9 +27,11 @@ class Native(Collective):
         lost: Tensor | None = None,
         seed: int = 0,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         assert flags is None
+        assert not riders
         if peers.size == 1 or values.numel() == 0:
             return
         dtype = codec.summable(values.dtype)

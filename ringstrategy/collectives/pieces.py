@@ -6,8 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec
+from ringstrategy.collectives.base import Summand, cut_chunks
 from ringstrategy.transport.base import Peers
+
+_ALIGNED = 16  # bytes: so that each wire begins aligned for every dtype
 
 
 class Pieces:
@@ -16,14 +18,12 @@ class Pieces:
     `pieces[chunk, k]` are the values of the k-th piece of a chunk, a view; chunks are counted modulo their number.
 
     Args:
-        values: flat; of this rank before, the sum of all ranks after.
+        summand: of this rank before, the sum of all ranks after.
         chunks: each cut into the same number of pieces; of each piece where it begins and ends.
-        codec: how pieces travel.
-        residual: is added to each piece when it is first encoded or added to; None: nothing.
-        lost: receives what this rank's encodes lose, in parameter space; None: nobody wants to know.
-        seed: everyone's.
         rank: whose encodes these are.
         flags: ride behind the first piece of each chunk while it is a part of the sum; see `Collective.sum_`.
+        riders: each cut into as many chunks of one piece, which travels behind the first piece of the chunk.
+        rides: are these riders? Then their values lie in the middle of a message, never in place.
 
     Attributes:
         count: pieces of each chunk.
@@ -33,25 +33,33 @@ class Pieces:
 
     def __init__(
         self,
-        values: Tensor,
+        summand: Summand,
         chunks: Sequence[Sequence[tuple[int, int]]],
-        codec: Codec,
-        *,
-        residual: Tensor | None,
-        lost: Tensor | None,
-        seed: int,
         rank: int,
         flags: Tensor | None = None,
+        riders: Sequence[Pieces] = (),
+        *,
+        rides: bool = False,
     ) -> None:
-        self._values, self._codec, self._residual, self._lost = values, codec, residual, lost
+        self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
+        self._lost = summand.lost
         self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
-        self._seed, self._own_seed = seed, codec.own_seed(seed, rank)
+        self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
         self._chunks = chunks
         self.count = len(chunks[0])
-        self.in_place = codec.raw(values) is not None
-        self._nbytes = [[codec.nbytes(end - begin, values.dtype) for begin, end in chunk] for chunk in chunks]
-        longest = max(map(max, self._nbytes))
-        self.stride = -(-(longest + self._flag_bytes) // 16) * 16
+        self.in_place = self._codec.raw(self._values) is not None and not riders and not rides
+        dtype = self._values.dtype
+        self._nbytes = [[self._codec.nbytes(end - begin, dtype) for begin, end in chunk] for chunk in chunks]
+        self._riders: list[list[tuple[Pieces, int]]] = []  # by chunk: where their bytes begin in its first message
+        self._bytes_of_sum: list[list[int]] = []  # riders included
+        for place, (first, *others) in enumerate(self._nbytes):
+            riding, end = [], first
+            for rider in riders:
+                riding.append((rider, _aligned(end)))
+                end = _aligned(end) + rider._bytes_of_sum[place][0]
+            self._riders.append(riding)
+            self._bytes_of_sum.append([end, *others])
+        self.stride = _aligned(max(map(max, self._bytes_of_sum)) + self._flag_bytes)
 
     def _edges(self, chunk: int, k: int) -> tuple[int, int]:
         return self._chunks[chunk % len(self._chunks)][k]
@@ -77,16 +85,13 @@ class Pieces:
         return [whole[i * stride : (i + 1) * stride] for i in range(count)]
 
     def wire(self, chunk: int, k: int, memory: Tensor) -> Tensor:
-        """As much of `memory` as the piece's bytes need."""
-        return memory[: self._nbytes[chunk % len(self._nbytes)][k]]
+        """As much of `memory` as the bytes of the piece and its riders need."""
+        return memory[: self._bytes_of_sum[chunk % len(self._chunks)][k]]
 
     def part_of_sum(self, chunk: int, k: int, memory: Tensor) -> Tensor:
         """As much of `memory` as what `encode_part` makes of the piece needs."""
-        return memory[: self._nbytes[chunk % len(self._nbytes)][k] + self._riding(k)]
-
-    def _riding(self, k: int) -> int:
-        """Bytes of flags behind a part of a sum."""
-        return self._flag_bytes if k == 0 else 0
+        flags = self._flag_bytes if k == 0 else 0
+        return memory[: self._bytes_of_sum[chunk % len(self._chunks)][k] + flags]
 
     def raw(self, chunk: int, k: int) -> Tensor:
         """The piece's own bytes, where they are the wire."""
@@ -129,18 +134,28 @@ class Pieces:
             self.add_residual_(chunk, k)
             self.add_(chunk, k, wires)
             return self.raw(chunk, k)
-        wire, (begin, end) = self.wire(chunk, k, memory), self._edges(chunk, k)
+        begin, end = self._edges(chunk, k)
         self._codec.hop(
-            wires,
+            [self._own(chunk, k, wire) for wire in wires],
             self._values[begin:end],
-            wire,
+            self._own(chunk, k, memory),
             residual=None if self._residual is None else self._residual[begin:end],
             lost=None if self._lost is None else self._lost[begin:end],
             seed=self._seed,
             own_seed=self._own_seed,
             offset=begin,
         )
-        return wire
+        for rider, place in self._riding(chunk, k):
+            rider.encode_sum(chunk, 0, memory[place:], [wire[place:] for wire in wires])
+        return self.wire(chunk, k, memory)
+
+    def _own(self, chunk: int, k: int, message: Tensor) -> Tensor:
+        """What is the piece's own of a message."""
+        return message[: self._nbytes[chunk % len(self._chunks)][k]]
+
+    def _riding(self, chunk: int, k: int) -> Sequence[tuple[Pieces, int]]:
+        """The riders of a message, and where their bytes begin."""
+        return self._riders[chunk % len(self._chunks)] if k == 0 else ()
 
     def _without_flags(self, part: Tensor, k: int) -> Tensor:
         """What arrived, its flags taken over."""
@@ -152,5 +167,24 @@ class Pieces:
 
     def deliver_(self, chunk: int, k: int, wire: Tensor) -> None:
         """The bytes of the sum become the piece's values."""
-        if not self.in_place:
-            self._codec.deliver(wire, self[chunk, k], seed=self._seed)
+        if self.in_place:
+            return
+        self._codec.deliver(self._own(chunk, k, wire), self[chunk, k], seed=self._seed)
+        for rider, place in self._riding(chunk, k):
+            rider.deliver_(chunk, 0, wire[place:])
+
+
+def cut_pieces(
+    summand: Summand, peers: Peers, segments: int, *, flags: Tensor | None, riders: Sequence[Summand]
+) -> Pieces:
+    """One chunk for each rank, each in at most `segments` pieces; of the riders in one."""
+
+    def cut(one: Summand, segments: int) -> list[list[tuple[int, int]]]:
+        return cut_chunks(one.values, peers.size, segments, one.codec.block)
+
+    riding = [Pieces(rider, cut(rider, 1), peers.rank, rides=True) for rider in riders]
+    return Pieces(summand, cut(summand, segments), peers.rank, flags, riding)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, check_segments, cut_chunks
-from ringstrategy.collectives.pieces import Pieces
+from ringstrategy.collectives.base import Collective, Summand, check_segments
+from ringstrategy.collectives.pieces import Pieces, cut_pieces
 from ringstrategy.transport.base import Handle, Peers
 
 _EXPECTED = 1 << 25  # bytes of memory for receives that begin early
@@ -42,8 +43,8 @@ class Ring(Collective):
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
 
-    def carries_flags(self, peers: Peers) -> bool:
-        """See `Collective.carries_flags`."""
+    def carries_more(self, peers: Peers) -> bool:
+        """See `Collective.carries_more`."""
         del peers
         return True
 
@@ -57,13 +58,14 @@ class Ring(Collective):
         lost: Tensor | None = None,
         seed: int = 0,
         flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or (values.numel() == 0 and flags is None):
+        if size == 1 or (values.numel() == 0 and flags is None and not riders):
             return
-        chunks = cut_chunks(values, size, self.segments, codec.block)
-        pieces = Pieces(values, chunks, codec, residual=residual, lost=lost, seed=seed, rank=rank, flags=flags)
+        summand = Summand(values, codec, residual, lost, seed)
+        pieces = cut_pieces(summand, peers, self.segments, flags=flags, riders=riders)
         each, link = range(pieces.count), _Link(peers, pieces)
 
         # Reduce-scatter.
@@ -104,8 +106,8 @@ class _Link:
         hops = 2 * (peers.size - 1)
         expected = hops * pieces.count * pieces.stride <= _EXPECTED
         slots = hops if expected else 2
-        self.leaving = pieces.leaving(peers, "ring.leaving", pieces.count)
-        self._filling = pieces.arriving(peers, "ring.filling", slots * pieces.count)
+        self.leaving = pieces.leaving(peers, "leaving", pieces.count)
+        self._filling = pieces.arriving(peers, "filling", slots * pieces.count)
         self._hops = [0] * pieces.count  # by segment: made so far
         self._under_way: dict[int, tuple[Handle, Tensor]] = {}  # by segment
         if expected:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.by_size import BySize
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
@@ -262,6 +263,8 @@ def exchange_cost(
         pack=machines.pack.slower(slowed),
     )
     clock = _Clock(machines.wake if beside_computing else 0.0)
+    if isinstance(collective, BySize):
+        collective = collective.chosen(codec.nbytes(numel, dtype))
     rank, shared_by = _sends_most(machines.hosts, collective, codec)
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")

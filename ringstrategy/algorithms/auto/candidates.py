@@ -11,9 +11,9 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, sums_dtype
+from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
-from ringstrategy.collectives.ring import Ring
 from ringstrategy.cost.step import largest_wire
 
 _BUCKETS_MB = (25.0, 5.0, 100.0)
@@ -29,7 +29,7 @@ def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> lis
         hosts: for each rank which host it is on.
         common: further arguments of each `AllReduce`.
     """
-    collectives: list[Collective] = [Ring(), Direct(), Ring(segments=1)]
+    collectives: list[Collective] = [BySize(), Direct(), BySize(segments=1)]
     if 1 < len(set(hosts)) < len(hosts):
         collectives.insert(0, Hierarchical())
     made = []

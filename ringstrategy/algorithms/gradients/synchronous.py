@@ -19,11 +19,12 @@ from torch.utils.hooks import RemovableHandle
 from ringstrategy.algorithms.base import GradientAlgorithm
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
+from ringstrategy.buckets.plan import LEFTOVER
 from ringstrategy.buckets.residuals import may_read
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives.base import Collective
-from ringstrategy.collectives.ring import Ring
+from ringstrategy.collectives.base import Collective, Summand
+from ringstrategy.collectives.by_size import BySize
 from ringstrategy.transport.agree import INDENT, agree_beside, all_gather, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers, Waitable, Word
 
@@ -47,7 +48,7 @@ class Synchronous(GradientAlgorithm):
     no exchange has averaged must not be stepped: `before_step` raises.
 
     Args:
-        collective: how buckets travel.
+        collective: how buckets travel. None: `BySize()`, by which short ones go `Direct` and long ones over the `Ring`.
         bucket_mb: megabytes (2**20 bytes) of a bucket's buffer. Larger: fewer, longer messages, less overlap.
         find_unused_parameters: walk the graph before each backward, so that buckets with unused parameters need not
             wait for its end. The result is the same without; not for reentrant activation checkpointing.
@@ -63,7 +64,7 @@ class Synchronous(GradientAlgorithm):
     def __init__(
         self, collective: Collective | None, bucket_mb: float, find_unused_parameters: bool, local: Local | None
     ) -> None:
-        self.collective = Ring() if collective is None else collective
+        self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
             raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
         if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
@@ -205,7 +206,8 @@ class Synchronous(GradientAlgorithm):
             self._peers.lifeline.begin_exchange()
         self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
-        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale)
+        small = self._capacity // LEFTOVER
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, small)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:
@@ -346,7 +348,10 @@ class _Pass:
         collective: Collective,
         step: int,
         scale: Tensor | None,
+        small: int,
     ) -> None:
+        self._small = small  # bytes of a bucket that travels in the messages of the next
+        self._riding: list[Summand] = []
         self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
         waiting = {b: {s.parameter for s in b.slots if s.trains} for b in buckets}
@@ -408,16 +413,13 @@ class _Pass:
                 self._control(self._post_used)
         bucket.pack(self._peers.size, self._scale)
         self._packed.append(bucket)
-        self._tickets.append(
-            bucket.launch(
-                self._peers,
-                self._collective,
-                self._agreed,
-                derive_seed(0, self._step, bucket.index),
-                f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}",
-                flags,
-            )
-        )
+        seed = derive_seed(0, self._step, bucket.index)
+        if not last and bucket.rides(self.active[self._launched], self._small, self._peers, self._collective):
+            self._riding.append(bucket.summand(seed))
+            return
+        where = f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}"
+        riders, self._riding = self._riding, []
+        self._tickets.append(bucket.launch(self._peers, self._collective, self._agreed, seed, where, flags, riders))
         if last and flags is None:
             self._tickets.append(self._control(self._collect_used))
 
