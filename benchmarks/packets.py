@@ -61,7 +61,7 @@ class Seen(NamedTuple):
 
     data_packets: int = 0  # with payload, on the connections that are the case's own, as all but the last
     headers_alone: int = 0  # those of them that are nothing but headers of gloo
-    payload_bytes: int = 0  # in them: with gloo's headers, without TCP's
+    payload_bytes: int = 0  # in them: with gloo's headers and what TCP sent twice, without TCP's headers
     pure_acks: int = 0  # without payload
     late_acks: int = 0  # sent more than 30 ms after the data had come
     longest_ack_ns: int = 0  # from data to their ACK

@@ -51,7 +51,7 @@ class Row:
 
     data_packets: list[float] = field(default_factory=list)  # with payload, on connections for data; an entry a host
     headers_alone: list[float] = field(default_factory=list)  # those of them that are nothing but headers of gloo
-    payload_bytes: list[float] = field(default_factory=list)  # in them: with gloo's headers, without TCP's
+    payload_bytes: list[float] = field(default_factory=list)  # in them, with gloo's headers and repeats
     pure_acks: list[float] = field(default_factory=list)
     late_acks: list[int] = field(default_factory=list)  # sent more than 30 ms after the data had come, in all steps
     longest_ack_seconds: float | None = None  # from data to their ACK, of all hosts and steps
