@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "kernels", "overhead", "slow_rank", "time_to_accuracy"),
+    *("training", "collectives", "codecs", "kernels", "overhead", "slow_rank", "packets", "time_to_accuracy"),
     *("accuracy", "campaign", "report", "demo", "lab"),
 )
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -107,6 +109,11 @@ class Training:
         self.full = sum(shape.numel() for shape in self.shapes)
         self.phases: list[Phases] = []  # one a step
         self.cpu: list[dict[str, float]] = []  # seconds a step by `cpu.PARTS`, one a run
+
+    def take(self, steps: int) -> None:
+        """A run has so many steps from now on, or as many more as whole intervals take."""
+        whole = math.ceil(steps / self.interval) * self.interval
+        self.batches = list(islice(cycle(self.batches), whole))
 
     def must_send(self, hosts: int) -> float | None:
         """Bytes that have to leave each of the hosts in a step; None: nobody knows beforehand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -127,3 +128,17 @@ def _stacked(windows: Windows) -> tuple[Tensor, Tensor]:
 
 
 TASKS: dict[str, Callable[..., Task]] = {"mlp": mlp, "gpt": gpt, "cnn": cnn}
+
+
+def add_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """What a benchmark that trains one of them takes; `steps`: the default."""
+    add = parser.add_argument
+    add("--model", choices=TASKS, default="mlp")
+    add("--steps", type=int, default=steps, help="training steps in a row, each time a case has its turn")
+    add("--width", type=int, help="units or channels; default: mlp 2048, gpt and cnn 384")
+
+
+def asked(options: argparse.Namespace) -> Task:
+    """The task of those options. A ValueError if it cannot have that width."""
+    make = TASKS[options.model]
+    return make() if options.width is None else make(width=options.width)

@@ -27,12 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import cpu, harness
+from benchmarks import cpu, harness, tasks
 from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
-from benchmarks.tasks import TASKS, Task
 from ringstrategy import AllReduce
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.plan import candidates, machines, measured_codecs
@@ -64,25 +63,19 @@ def _at(name: str, interval: int, overlap: bool) -> Decentralized:
     return algorithm
 
 
-def _task(options: argparse.Namespace) -> Task:
-    make = TASKS[options.model]
-    return make() if options.width is None else make(width=options.width)
-
-
 class _Steps:
     """Training steps of one task."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.task = _task(options)
+        self.task = tasks.asked(options)
         self.initial = self.task.model(0)
         self.batches = self.task.batches(options.steps, 0)
         self.trainings: dict[str, Training] = {}
 
     def add(self, name: str, training: Training) -> None:
-        """With as many steps as whole intervals take."""
-        steps = math.ceil(self.options.steps / training.interval) * training.interval
-        training.batches = list(islice(cycle(self.batches), steps))
+        """It takes whole intervals, each time it has its turn."""
+        training.take(self.options.steps)
         self.trainings[name] = training
 
     def alone(self, steps: int) -> str:
@@ -210,7 +203,7 @@ def _measure_exchanges(options: argparse.Namespace) -> None:
 
     Ranks begin far apart, so that there is something to send; each goes on from where its last mixing left it.
     """
-    task, size = _task(options), dist.get_world_size()
+    task, size = tasks.asked(options), dist.get_world_size()
     own = task.model(1 + dist.get_rank())
     values = flat(own.parameters()).float()
     start, truth = values.clone(), torch.zeros(values.numel(), dtype=torch.float64)
@@ -256,7 +249,7 @@ def _rate(options: argparse.Namespace) -> float:
 
 
 def _check(options: argparse.Namespace) -> None:
-    _task(options)
+    tasks.asked(options)
     if options.predict:
         _rate(options)
 
@@ -273,10 +266,8 @@ def main(given: Sequence[str]) -> None:
     """The command."""
     # two rounds of warm-up: torch DDP lays its buckets out anew after the first step
     parser = harness.over_hosts("training", __doc__, warmup=2)
+    tasks.add_options(parser, steps=2)
     add = parser.add_argument
-    add("--model", choices=TASKS, default="mlp")
-    add("--steps", type=int, default=2, help="training steps in a row, each time a case has its turn")
-    add("--width", type=int, help="units or channels; default: mlp 2048, gpt and cnn 384")
     hidden = "also these names at the smallest interval that hides their exchange, with and without overlap"
     add("--overlap-of", type=_names, default=[], metavar="NAMES", help=hidden)
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
