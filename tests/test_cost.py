@@ -79,7 +79,9 @@ def test_what_is_short_is_sooner_direct_than_over_the_ring(gigabits: float, late
         for numel in (size * 256, edge // 4, edge - 256):
             direct, ring, ours = (exchange_cost(hosts, way, codec, numel) for way in (Direct(), Ring(), BySize()))
             assert ours == direct
-            assert direct.seconds < ring.seconds if size > 2 else direct.seconds == pytest.approx(ring.seconds, rel=0.02)
+            assert (
+                direct.seconds < ring.seconds if size > 2 else direct.seconds == pytest.approx(ring.seconds, rel=0.02)
+            )
         assert exchange_cost(hosts, BySize(), codec, edge + 256) == exchange_cost(hosts, Ring(), codec, edge + 256)
 
 

@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
-from ringstrategy import AllReduce, Cast, CommunicationMonitor, Ring, RingStrategy, Stats
+from ringstrategy import AllReduce, BySize, Cast, CommunicationMonitor, RingStrategy, Stats
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(120)
@@ -1121,13 +1121,13 @@ def test_teardown_leaves_no_thread_no_hook_and_no_child(ranks: Pool) -> None:
 
 
 def _never_communicates(check: Callable[[], None]) -> None:
-    honest = Ring.sum_
-    Ring.sum_ = lambda *_, **__: None  # type: ignore[assignment,method-assign]
+    honest = BySize.sum_
+    BySize.sum_ = lambda *_, **__: None  # type: ignore[assignment,method-assign]
     try:
         with pytest.raises(AssertionError):
             check()
     finally:
-        Ring.sum_ = honest  # type: ignore[method-assign]
+        BySize.sum_ = honest  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("check", [_train_by_names, _hooks_see_means, _manual, _gan, _second_fit, _slurm])
