@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 
@@ -17,6 +18,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # else the first trainer here takes all cores, for all later tests too
+    # Torch's store asks the name server for the name of each process that connects, and all ranks wait for the answer:
+    # 5 seconds if it gets lost. Nothing here needs a name server, or to be warned each time that there is none.
+    os.environ.update(RES_OPTIONS="attempts:0", TORCH_CPP_LOG_LEVEL="ERROR")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # started in the background by a shell: children would inherit it, and the tests of Ctrl-C with them
         signal.signal(signal.SIGINT, signal.default_int_handler)

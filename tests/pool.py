@@ -1,7 +1,8 @@
 """One pool of worker processes for all multi-process tests: a task is a function run on N ranks, a world of its own.
 
-Processes are forked from a server that has imported torch, lightning and ringstrategy once, and are reused: a task
-costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its pass.
+Processes are forked from a server that has imported torch, lightning, Numba and ringstrategy once, and are reused: a
+task costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its
+pass.
 
 Several pools may run at once, each in a pytest of its own: a world's port is held by its pool from the choice to the
 end, so no two worlds meet on one port. (They did when a port was looked for and let go again: the ranks of the world
@@ -25,6 +26,8 @@ from typing import Any
 LIMIT = 60.0  # seconds for one task
 LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
+_IMPORTED = ["ringstrategy.integrations.lightning.strategy", "ringstrategy.names", "pytest"]
+_IMPORTED += [f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_sparse")]  # with Numba
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS")
 
 
@@ -49,7 +52,7 @@ def reserve_port() -> socket.socket:
 class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["ringstrategy.integrations.lightning.strategy", "ringstrategy.names"])
+        self._context.set_forkserver_preload(_IMPORTED)
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
