@@ -265,7 +265,7 @@ def test_corrections_that_are_some_steps_late(ranks: Pool, late: int) -> None:
 
 
 def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
-    gain = 0.5 if size == 2 else 0.75  # times a weight it is 1/4, so that fused multiply-adds change no bit
+    gain = 0.7
     at_once = partial(Gossip, overlap=False)
     int8, int2 = (partial(Choco, codec=BlockInt(bits, block=16), gain=gain) for bits in (8, 2))
     sums = [directed(size), OnePeerExponential(), RandomMatching(5)]

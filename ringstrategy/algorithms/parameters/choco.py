@@ -71,10 +71,13 @@ class Choco(Decentralized):
             for whose in (None, *neighbours):
                 flat.memory[_copy(whose)] = mean.clone()
 
+    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
+        """That of the copies."""
+        return values
+
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
         """What others do not yet know."""
-        difference = piece.scratch("unknown", piece.values.dtype)
-        torch.sub(piece.values, piece.of(_memory(piece, None)), out=difference)
+        difference = piece.values - piece.of(_memory(piece, None))
         own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
         self.codec.hop([], difference, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
         return wire
