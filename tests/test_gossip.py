@@ -43,7 +43,7 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.group import Flat, Vector
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -265,7 +265,7 @@ def test_corrections_that_are_some_steps_late(ranks: Pool, late: int) -> None:
 
 
 def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[np.ndarray], GossipTwin], Topology]]:
-    gain = 0.5 if size == 2 else 0.75  # times a weight it is 1/4, so that fused multiply-adds change no bit
+    gain = 0.7
     at_once = partial(Gossip, overlap=False)
     int8, int2 = (partial(Choco, codec=BlockInt(bits, block=16), gain=gain) for bits in (8, 2))
     sums = [directed(size), OnePeerExponential(), RandomMatching(5)]
@@ -363,6 +363,21 @@ def test_differences_of_narrow_values_keep_their_digits() -> None:
     for rank, (correction,) in enumerate(on_all_ranks(3, mixed)):
         exact = sum(weight * (given[peer] - given[rank]) for peer, weight in weights[rank].items())
         assert correction == pytest.approx(exact, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_sum_is_gathered_in_one_pass(dtype: torch.dtype) -> None:
+    parameters = {
+        "flipped": nn.Parameter(torch.randn(3, 4).to(dtype).t()),
+        "one": nn.Parameter(torch.ones((), dtype=dtype)),
+    }
+    flat = Flat(parameters, torch.promote_types(dtype, torch.float32))
+    flat.gather()
+    known = torch.randn_like(flat.values)
+    less = flat.values - known
+    flat.gather_sum(known, -1.0)
+    assert torch.equal(flat.values, less)
+    assert flat.values.dtype == known.dtype
 
 
 def _kinds(algorithm: Decentralized) -> dict[str, list[float]]:

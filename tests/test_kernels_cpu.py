@@ -12,12 +12,14 @@ from typing import Literal
 
 import pytest
 import torch
-from torch import Tensor
+from fakes import on_all_ranks
+from torch import Tensor, nn
 
+from ringstrategy import Gossip
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import cast, compiled, cpu_cast, jit, reference, sparse
+from ringstrategy.kernels import cast, compiled, cpu_cast, jit, mix, reference, sparse
 from ringstrategy.kernels.layout import SparseFormat
 from ringstrategy.kernels.threads import free_cores, use_threads
 
@@ -352,6 +354,49 @@ def test_what_a_cast_loses_is_the_references(dtype: torch.dtype, numel: int) -> 
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1025, 300_007])
+def test_a_mixing_has_the_references_bits_whatever_the_number_of_neighbours_and_threads(
+    dtype: torch.dtype, numel: int
+) -> None:
+    own, *theirs = (values(numel, seed).clamp(-6e4, 6e4).to(dtype) for seed in range(4))
+    sums, weights = torch.promote_types(dtype, torch.float32), [0.3, 1 / 7, 0.21]
+    for count in range(4):
+        expected = torch.full((numel,), math.nan, dtype=sums)
+        mix.mix(own, theirs[:count], weights[:count], expected)
+        exact = sum((w * (v.double() - own.double()) for v, w in zip(theirs, weights[:count], strict=False)), 0 * own)
+        largest = max(each.double().abs().max() for each in (own, *theirs)) if numel else 0.0
+        assert ((expected - exact).abs() <= 8 * torch.finfo(sums).eps * largest).all()
+        assert count == 0 or numel < 2 or expected.any()
+        for threads in (1, 3):
+            memory = torch.full((numel + 2 * 64,), 77.0, dtype=sums)
+            out = memory[64:-64].fill_(math.nan)
+            use_threads(threads)
+            try:
+                ENGINE.mix(own, theirs[:count], weights[:count], out)
+            finally:
+                use_threads(1)
+            assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
+            assert unharmed(memory)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mixing_waits_for_no_compiler(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled._mix.cache_clear()
+    algorithm, parameter = Gossip(), nn.Parameter(torch.ones(5, dtype=dtype))
+    algorithm.setup({"weight": parameter}, on_all_ranks(1, lambda peers: peers)[0])
+    algorithm.bind({parameter})
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step waits for a compiler")
+
+    monkeypatch.setattr(jit.Kernel, "_compile", refuse)
+    out = torch.full((5,), math.nan)
+    ENGINE.mix(parameter.detach(), [torch.zeros(5, dtype=dtype)], [0.5], out)
+    assert out.tolist() == [-0.5] * 5
+
+
 FRESH: list[Codec] = [  # of formats that no other test has
     BlockInt(8, block=40),
     BlockFloat8("e4m3", block=40),
@@ -389,6 +434,7 @@ WITHOUT = """
 import sys, warnings
 sys.modules["numba"] = None
 import torch
+from ringstrategy import Gossip
 from ringstrategy.codecs import BlockInt, Cast, Identity, RandomK, TopK
 assert "numba" not in str(sorted(name for name in sys.modules if sys.modules[name] is not None))
 with warnings.catch_warnings(record=True) as said:
@@ -426,6 +472,7 @@ if trouble == "unwritable":
     caching._CacheLocator.ensure_cache_path = refuse
 if trouble == "full":
     caching.IndexDataCacheFile.save = refuse
+from ringstrategy import Gossip
 from ringstrategy.codecs import BlockInt
 from ringstrategy.kernels.compiled import _kernels
 codec, values = BlockInt(bits, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, reference, sparse
+from ringstrategy.kernels import cast, mix, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -161,6 +161,24 @@ class Compiled:
         """See `Engine.warm_up_cast`."""
         _lose(dtype)
 
+    def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """See `Engine.mix`; sums that are not float32 go to the reference."""
+        kernel = _mix(own.dtype) if out.dtype == torch.float32 else None
+        if kernel is None:
+            mix.mix(own, theirs, weights, out)
+            return
+        for each in (own, *theirs):
+            assert each.is_contiguous()
+            assert (each.dtype, each.shape) == (own.dtype, out.shape)
+        addresses = np.array([values.data_ptr() for values in theirs], np.uint64)
+        mine = _array(own if own.dtype == torch.float32 else own.view(torch.int16))
+        given = mine, addresses, np.array(weights, np.float32), _array(out)
+        _run(kernel, 1, out.numel(), given)
+
+    def warm_up_mix(self, dtype: torch.dtype) -> None:
+        """See `Engine.warm_up_mix`."""
+        _mix(dtype)
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""
 
@@ -251,6 +269,22 @@ def _lose(dtype: torch.dtype) -> Callable[..., None] | None:
         return kernel
 
     made: Callable[..., None] | None = _announced(make)
+    return made
+
+
+@cache
+def _mix(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Of values of `dtype`; None also for float64."""
+
+    def make() -> Any:
+        from ringstrategy.kernels import cpu_mix
+
+        kernel, nothing = cpu_mix.mixing(str(dtype).removeprefix("torch.")), np.uint64(0)
+        own = _NO_VALUES if dtype == torch.float32 else np.zeros(0, np.int16)
+        kernel(own, _NO_MESSAGES, _NO_VALUES, _NO_VALUES, nothing, nothing)
+        return kernel
+
+    made: Callable[..., None] | None = None if dtype == torch.float64 else _announced(make)
     return made
 
 

@@ -20,6 +20,7 @@ from numba.extending import intrinsic
 
 from ringstrategy.kernels.jit import inline as _inline
 from ringstrategy.kernels.jit import kernel as _kernel
+from ringstrategy.kernels.jit import pointer
 from ringstrategy.kernels.layout import ROTATED
 
 KINDS = ("int", "minmax", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
@@ -32,20 +33,6 @@ _NAN = np.uint16(0x7FC0)  # as bfloat16
 _LANES = _U(64)  # partial sums: several vectors of them, for each waits for its own last addition
 _ROTATED = _U(ROTATED)
 _VECTOR = 16  # float32 values of an instruction, before LLVM splits it to the processor's width
-
-
-def _to_pointer(typing, address):
-    """To the byte at an address."""
-    del typing
-
-    def generate(context, builder, signature, arguments):
-        del context, signature
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-
-    return numba.types.CPointer(numba.types.uint8)(address), generate
-
-
-_pointer: Any = intrinsic(_to_pointer)
 
 
 @_inline
@@ -425,7 +412,7 @@ def kernels(form: Format) -> Kernels:
                 for each in range(length // _ROTATED):
                     _turn(x, each * _ROTATED, flips)
             for address in received:
-                arrived = numba.carray(_pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
+                arrived = numba.carray(pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
                 scale = _scale(arrived, scales + _U(2) * b, word, real)
                 least = _least(arrived, _U(4) * b, word, real) if has_least else np.float32(0)
                 _decode(

@@ -15,7 +15,7 @@ _REBIAS = np.int32(112 << 23)  # from float16's exponent to float32's
 
 
 @inline
-def _of_float16(bits):
+def of_float16(bits):
     """The value of a float16."""
     moved = np.int32((np.int32(bits) & 0x7FFF) << 13)
     normal = real(np.int32(moved + _REBIAS))
@@ -24,11 +24,17 @@ def _of_float16(bits):
     return -magnitude if bits < 0 else magnitude
 
 
+@inline
+def of_bfloat16(bits):
+    """The value of a bfloat16."""
+    return real(np.int32(np.int32(bits) << 16))
+
+
 @kernel()
 def lose_float16(values, rounded, lost, first, last):
     """Write `values - rounded`, where that is finite, to [first, last) of `lost`; `rounded`: int16, bits."""
     for i in range(first, last):
-        rest = values[i] - _of_float16(rounded[i])
+        rest = values[i] - of_float16(rounded[i])
         lost[i] = rest if abs(rest) < np.float32(np.inf) else lost[i]
 
 
@@ -36,5 +42,5 @@ def lose_float16(values, rounded, lost, first, last):
 def lose_bfloat16(values, rounded, lost, first, last):
     """See `lose_float16`."""
     for i in range(first, last):
-        rest = values[i] - real(np.int32(np.int32(rounded[i]) << 16))
+        rest = values[i] - of_bfloat16(rounded[i])
         lost[i] = rest if abs(rest) < np.float32(np.inf) else lost[i]

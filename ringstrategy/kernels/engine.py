@@ -1,4 +1,4 @@
-"""Which engine does the arithmetic of codecs on a device: the one place that knows. All have one signature."""
+"""Which engine does the arithmetic of codecs and mixings on a device: the one place that knows. All look alike."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, sparse
+from ringstrategy.kernels import cast, mix, sparse
 from ringstrategy.kernels.layout import BlockFormat, SparseFormat
 
 if TYPE_CHECKING:
@@ -90,6 +90,19 @@ class Engine(Protocol):
     def warm_up_cast(self, dtype: torch.dtype) -> None:
         """Do what the first `lose` of values rounded to this dtype would wait for."""
 
+    def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """Write the sum of weight * (theirs - own), added in that order, to `out`.
+
+        Args:
+            own: floating-point (n,), perhaps narrower than `out`.
+            theirs: like `own`.
+            weights: one for each of them.
+            out: (n,); its dtype is that of differences, products and sums.
+        """
+
+    def warm_up_mix(self, dtype: torch.dtype) -> None:
+        """Do what the first `mix` of values of this dtype would wait for."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
@@ -162,6 +175,13 @@ class _Triton:
         cast.lose(values, rounded, lost)
 
     def warm_up_cast(self, dtype: torch.dtype) -> None:
+        """Nothing."""
+
+    def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+        """In torch; see `Engine.mix`."""
+        mix.mix(own, theirs, weights, out)
+
+    def warm_up_mix(self, dtype: torch.dtype) -> None:
         """Nothing."""
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:

@@ -101,3 +101,17 @@ def _to_lowest(typing, mask):
 
 
 lowest: Any = intrinsic(_to_lowest)
+
+
+def _to_pointer(typing, address):
+    """To the byte at an address."""
+    del typing
+
+    def generate(context, builder, signature, arguments):
+        del context, signature
+        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+
+    return numba.types.CPointer(numba.types.uint8)(address), generate
+
+
+pointer: Any = intrinsic(_to_pointer)

@@ -8,7 +8,7 @@ from torch import Tensor
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Piece
-from ringstrategy.algorithms.parameters.group import Group
+from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Unit
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
@@ -71,12 +71,18 @@ class Choco(Decentralized):
             for whose in (None, *neighbours):
                 flat.memory[_copy(whose)] = mean.clone()
 
+    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
+        """That of the copies."""
+        return values
+
+    def gather(self, flat: Flat) -> None:
+        """What others do not yet know: by how much the parameters differ from this rank's copy."""
+        flat.gather_sum(flat.memory[_copy(None)], -1.0)
+
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
-        """What others do not yet know."""
-        difference = piece.scratch("unknown", piece.values.dtype)
-        torch.sub(piece.values, piece.of(_memory(piece, None)), out=difference)
+        """It, encoded."""
         own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
-        self.codec.hop([], difference, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
+        self.codec.hop([], piece.values, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
         return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:

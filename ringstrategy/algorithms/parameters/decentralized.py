@@ -22,6 +22,7 @@ from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import sums_dtype
+from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers
@@ -109,6 +110,12 @@ class Decentralized(ParameterAlgorithm):
         """The dtype of mixed values, for parameters of `dtype`."""
         return sums_dtype(dtype)
 
+    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
+        """The dtype of what is read where `values` were written: that of the wire."""
+        dtype = self.codec.summable(values)
+        assert dtype is not None, "a codec whose bytes are no values needs another `read`"
+        return dtype
+
     def begin(self, group: Group) -> None:
         """Before the first mixing of a group; all ranks call it."""
 
@@ -126,12 +133,8 @@ class Decentralized(ParameterAlgorithm):
         return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """The values that all ranks decode from these bytes; `whose`: their rank, None: this one. Once a wire."""
-        if whose is None and self.codec.lossless:
-            return piece.values
-        values = piece.scratch("own" if whose is None else "theirs", piece.values.dtype)
-        self.codec.decode(wire, values)
-        return values
+        """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
+        return wire.view(self.seen_dtype(piece.values.dtype))
 
     def apply(self, group: Group) -> None:
         """Add the corrections to the parameters."""
@@ -252,6 +255,8 @@ class Decentralized(ParameterAlgorithm):
             self._refuse_to_share(old, wanted)
             counts = self._end(old)  # its optimizer has got or lost parameters
         new = Group(wanted, self.values_dtype)
+        for flat in new.flats:
+            engine(flat.values.device).warm_up_mix(self.seen_dtype(flat.values.dtype))
         for name, count in counts.items():
             setattr(new, name, count)
         self._groups.append(new)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.group import Vector
@@ -13,6 +12,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import cut, mean_
 from ringstrategy.collectives.ring import Ring
+from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
 
@@ -38,11 +38,6 @@ class Piece:
         """The values to mix."""
         return self.of(self.vector.values)
 
-    def scratch(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Memory for so many values, which lasts until the next call with this name."""
-        nbytes = (self.end - self.begin) * dtype.itemsize
-        return self.peers.scratch(f"gossip.{name}", nbytes, self.vector.values.device)[:nbytes].view(dtype)
-
 
 class Mixing(Protocol):
     """The part of an algorithm that an exchange uses: see `Decentralized`."""
@@ -63,7 +58,7 @@ class Mixing(Protocol):
         """The bytes that say these values; `wire` is memory for them."""
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """What all see of a rank's values after these bytes; `whose` None: this rank's."""
+        """What all see of a rank's values after these bytes, while they stay; `whose` None: this rank's."""
 
 
 class Exchange:
@@ -102,7 +97,7 @@ class Exchange:
             arriving = {peer: memory(f"arriving.{peer}") for peer in weights}
             return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
 
-        vector.correction.zero_()
+        gains = [algorithm.gain * weight for weight in weights.values()]
         under_way = [post(0)]
         for k, piece in enumerate(pieces):
             if k + 1 < len(pieces):
@@ -110,10 +105,8 @@ class Exchange:
             wire, arriving, handle = under_way.pop(0)
             handle.wait()
             own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
-            difference = piece.scratch("difference", correction.dtype)
-            for peer, weight in weights.items():
-                difference.copy_(algorithm.read(piece, peer, arriving[peer])).sub_(own)  # in its own dtype
-                correction.add_(difference, alpha=algorithm.gain * weight)
+            theirs = [algorithm.read(piece, peer, arrived) for peer, arrived in arriving.items()]
+            engine(values.device).mix(own, theirs, gains, correction)
             if surplus:
                 correction.add_(own, alpha=algorithm.gain * surplus)
 

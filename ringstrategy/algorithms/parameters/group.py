@@ -50,6 +50,13 @@ class Flat(Vector):
         torch._foreach_copy_(cut_like(self.values if into is None else into, self.parameters), self.parameters)
 
     @torch.no_grad()
+    def gather_sum(self, other: Tensor, factor: float = 1.0) -> None:
+        """Write the parameters plus factor * other, a flat tensor of `values`' dtype, to `values` in one pass."""
+        rows = (cut_like(flat, self.parameters) for flat in (self.values, other))
+        for parameter, value, change in zip(self.parameters, *rows, strict=True):
+            torch.add(parameter.to(value.dtype), change, alpha=factor, out=value)  # of two dtypes it is slow
+
+    @torch.no_grad()
     def add(self, flat: Tensor) -> None:
         """Add to the parameters."""
         for parameter, change in zip(self.parameters, cut_like(flat, self.parameters), strict=True):

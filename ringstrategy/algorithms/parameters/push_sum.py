@@ -55,8 +55,7 @@ class PushSum(Decentralized):
 
     def gather(self, flat: Flat) -> None:
         """x."""
-        super().gather(flat)
-        flat.values.add_(flat.memory["excess"])
+        flat.gather_sum(flat.memory["excess"])
 
     def apply(self, group: Group) -> None:
         """Divide the new x by the new w."""
