@@ -23,7 +23,7 @@ from benchmarks import cpu, harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
-from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip
+from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, Ring
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -56,7 +56,7 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
-    "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4)),
+    "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4), Ring()),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
     **AT_INTERVALS,

@@ -27,7 +27,9 @@ LIMIT = 60.0  # seconds for one task
 LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
 _IMPORTED = ["ringstrategy.integrations.lightning.strategy", "ringstrategy.names", "pytest"]
-_IMPORTED += [f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_sparse")]  # with Numba
+_IMPORTED += [
+    f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_sparse")
+]  # with Numba
 _LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS")
 
 

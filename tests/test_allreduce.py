@@ -23,6 +23,7 @@ from ringstrategy import (
     Codec,
     Collective,
     Direct,
+    Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
@@ -250,7 +251,7 @@ def _riding(rides: bool) -> tuple[list[str], list[Tensor]]:
     peers.submit = lambda work, where: (launched.append(where), submit(work, where))[1]
     with pytest.MonkeyPatch.context() as patch:
         if not rides:
-            patch.setattr(DenseBucket, "rides", lambda *_: False)
+            patch.setattr(DenseBucket, "rider", lambda *_: None)
         for step in range(3):
             module.zero_grad()
             generator = torch.Generator().manual_seed(10 * step + peers.rank)
@@ -273,10 +274,67 @@ def _riding(rides: bool) -> tuple[list[str], list[Tensor]]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_small_bucket_travels_in_the_messages_of_the_next_with_the_same_outcome(ranks: Pool, size: int) -> None:
     for together, apart in zip(ranks(size, _riding, True), ranks(size, _riding, False), strict=True):
-        assert together[0] == [f"at step {step}, in bucket {index} of 3" for step in range(3) for index in (0, 2)]
+        assert together[0] == [
+            f"at step {step}, in {which} of 3" for step in range(3) for which in ("bucket 0", "buckets 1, 2")
+        ]
         assert len(apart[0]) == 9
         assert len(together[1]) == 6
         assert all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True))
+
+
+def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: bool) -> tuple[list[Any], int]:
+    """Eight steps with frozen, unused and dropped gradients and a loss scale that moves; how often a bucket rode."""
+    generator = torch.Generator().manual_seed(peers.rank)
+    shapes = {"a": (100, 40), "bias": (10,), "norm": (11,), "z": (200, 40)}
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+
+    def codec_of(name: str, parameter: nn.Parameter) -> Codec:
+        return BlockInt(4, block=16) if parameter.dim() < 2 else BlockInt(8)
+
+    algorithm = AllReduce(codec_of, collective, error_feedback=True, bucket_mb=0.03)
+    algorithm.setup(parameters, peers)
+    for bucket in algorithm._buckets if not rides else ():
+        bucket.rider = lambda *_: None  # type: ignore[method-assign]
+    outcome: list[Any] = []
+    rode = 0
+    for step in range(8):
+        used = dict(parameters)
+        for parameter in parameters.values():
+            parameter.grad = None
+        parameters["bias"].requires_grad_(step not in (3, 4))
+        parameters["norm"].requires_grad_(step != 4)
+        if step in (1, 2) and peers.rank == 0:
+            used.pop("bias")
+        elif step == 5:
+            used.pop("bias")
+            used.pop("norm")
+        elif step == 6:
+            used.pop("a")
+        scale = torch.tensor(2.0 ** (step % 3))
+        loss = sum((torch.randn(shapes[name], generator=generator) * p).sum() for name, p in used.items())
+        algorithm.before_backward(loss, scale=scale)
+        assert algorithm._pass is not None
+        exchange = algorithm._pass
+        (loss * scale).backward()  # type: ignore[operator]
+        algorithm.after_backward()
+        rode += len(exchange.active) - len(exchange._tickets)
+        outcome += [None if p.grad is None else p.grad.clone() for p in parameters.values()]
+        if step != 6:
+            algorithm.after_step(set(parameters.values()))
+        outcome += [residual.clone() for _, residual in algorithm.residuals()]
+    algorithm.close()
+    return outcome, rode
+
+
+@pytest.mark.parametrize("collective", [None, Ring(), Direct(), Hierarchical()], ids=str)
+def test_riding_changes_no_gradient_and_no_residual(collective: Collective | None) -> None:
+    together = on_all_ranks(3, lambda peers: _every_way_to_ride(peers, collective, True))
+    apart = on_all_ranks(3, lambda peers: _every_way_to_ride(peers, collective, False))
+    for (ours, rode), (expected, never) in zip(together, apart, strict=True):
+        assert (rode, never) == (7, 0), "at step 4 the small bucket is frozen"
+        for one, other in zip(ours, expected, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
 
 
 # Accumulation and repeated backwards

@@ -10,7 +10,7 @@ from torch import nn
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, LEFTOVER, plan_buckets
+from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan_buckets, small
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
@@ -48,7 +48,7 @@ def test_every_parameter_has_one_place(shapes: list[tuple[list[int], torch.dtype
         assert torch.equal(filled, torch.ones_like(filled))  # no gap, no overlap
         full = [slot for slot in bucket.slots if slot.parameter.numel()]
         largest = max((slot.view.nbytes for slot in full), default=0)
-        assert bucket.buffer.nbytes <= capacity or bucket.buffer.nbytes - largest <= capacity // LEFTOVER
+        assert bucket.buffer.nbytes <= capacity or bucket.buffer.nbytes - largest <= small(capacity)
         places = [list(parameters).index(slot.name) for slot in bucket.slots]
         assert places == sorted(places, reverse=True)
         last_places.append(places[-1])
@@ -75,7 +75,7 @@ def test_the_first_bucket_is_small_and_a_large_parameter_is_alone() -> None:
 
 
 def test_what_is_not_worth_messages_of_its_own_joins_the_next_parameter() -> None:
-    bias, most = nn.Parameter(torch.empty(4 * 2**20 // LEFTOVER // 4)), nn.Parameter(torch.empty(1, 2**20 - 100))
+    bias, most = nn.Parameter(torch.empty(small(4 * 2**20) // 4)), nn.Parameter(torch.empty(1, 2**20 - 100))
     first, layer = nn.Parameter(torch.empty(2**18)), {"weight": most, "bias": bias}
 
     def buckets(layer: dict[str, nn.Parameter]) -> list[list[str]]:

@@ -223,7 +223,7 @@ def test_flags_of_any_rank_reach_all_and_change_no_value(
         monkeypatch.setattr("ringstrategy.collectives.ring._EXPECTED", 0)
 
     def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
-        assert collective.carries_more(peers)
+        assert collective.carries_extras(peers)
         values, flags = data(peers.rank, numel) / peers.size, torch.zeros(11, dtype=torch.uint8)
         flags[[peers.rank, 9]] = torch.tensor([1, 0x10 << peers.rank % 4], dtype=torch.uint8)
         mean_(values, peers, collective, codec, seed=3, flags=flags)
@@ -250,11 +250,12 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
     sizes = [numel, 515, 1]
     dtypes = [torch.float32, torch.float64, torch.float32]
     residual_dtypes = [torch.float32, torch.float64, torch.bfloat16]
-    alone = collective
+    way = collective
     if isinstance(collective, BySize):  # riders go the way of what carries them
-        alone = collective.chosen(BlockInt(8).nbytes(numel, torch.float32))
-    assert isinstance(alone, Ring | Direct)
-    alone = replace(alone, segments=1)
+        carried = sum(codec.nbytes(n, dtype) for codec, n, dtype in zip(codecs, sizes, dtypes, strict=True))
+        way = collective.chosen(carried, ("a",))
+    assert isinstance(way, Ring | Direct)
+    alone = replace(way, segments=1)
 
     def summands(rank: int) -> list[Summand]:
         return [
@@ -269,11 +270,14 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
         flags = torch.zeros(3, dtype=torch.uint8)
         flags[peers.rank % 3] = 1
         before = len(peers.network.posts[peers.rank])
-        for one, way in [(first, collective), *((other, alone) for other in others if not together)]:
+        for one, by in [
+            (first, collective if together else way),
+            *((other, alone) for other in others if not together),
+        ]:
             mean_(
                 one.values,
                 peers,
-                way,
+                by,
                 one.codec,
                 residual=one.residual,
                 seed=one.seed,
@@ -286,7 +290,7 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
     for size in (1, 2, 3, 5):
         together = on_all_ranks(size, lambda peers: go(peers, True))
         apart = on_all_ranks(size, lambda peers: go(peers, False))
-        main = [averaged_posts(size, numel, collective)] if numel else []
+        main = [averaged_posts(size, numel, way)] if numel else []
         for (values, kept, posts), (expected, left, _) in zip(together, apart, strict=True):
             assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
             assert all(torch.equal(one, other) for one, other in zip(kept, left, strict=True))

@@ -71,18 +71,18 @@ def test_the_model_sends_the_bytes_that_the_collective_sends(collective: Collect
 @pytest.mark.parametrize("gigabits", [0.1, 1, 25])
 def test_what_is_short_is_sooner_direct_than_over_the_ring(gigabits: float, latency: float, size: int) -> None:
     link, work = Link(latency, 8e-9 / gigabits), Work(3e-6, 1e-10)
-    hosts = replace(
-        machines("a", CodecCost(work, work, work, work), link), hosts=tuple(map(str, range(size))), post=20e-6
-    )
+    ranks = machines("a", CodecCost(work, work, work, work), link)
+    apart = replace(ranks, hosts=tuple(map(str, range(size))), post=20e-6)
+    shared = replace(apart, hosts=tuple(str(rank // 2) for rank in range(size)))
     for codec in CODECS[:2]:
         edge = BySize().below // codec.nbytes(256, torch.float32) * 256  # with one block more they are long
         for numel in (size * 256, edge // 4, edge - 256):
-            direct, ring, ours = (exchange_cost(hosts, way, codec, numel) for way in (Direct(), Ring(), BySize()))
+            direct, ring, ours = (exchange_cost(apart, way, codec, numel) for way in (Direct(), Ring(), BySize()))
             assert ours == direct
-            assert (
-                direct.seconds < ring.seconds if size > 2 else direct.seconds == pytest.approx(ring.seconds, rel=0.02)
-            )
-        assert exchange_cost(hosts, BySize(), codec, edge + 256) == exchange_cost(hosts, Ring(), codec, edge + 256)
+            assert direct.seconds < ring.seconds or (size == 2 and direct.seconds < 1.02 * ring.seconds)
+            if size > 2:
+                assert exchange_cost(shared, BySize(), codec, numel) == exchange_cost(shared, Ring(), codec, numel)
+        assert exchange_cost(apart, BySize(), codec, edge + 256) == exchange_cost(apart, Ring(), codec, edge + 256)
 
 
 @pytest.mark.parametrize("codec", CODECS[:3], ids=str)

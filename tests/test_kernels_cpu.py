@@ -434,8 +434,8 @@ WITHOUT = """
 import sys, warnings
 sys.modules["numba"] = None
 import torch
-from ringstrategy import Gossip
 from ringstrategy.codecs import BlockInt, Cast, Identity, RandomK, TopK
+from ringstrategy.kernels.engine import engine
 assert "numba" not in str(sorted(name for name in sys.modules if sys.modules[name] is not None))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
@@ -446,6 +446,7 @@ with warnings.catch_warnings(record=True) as said:
         small = torch.empty(codec.nbytes(1000, torch.float32), dtype=torch.uint8)
         codec.encode(torch.randn(1000), small, lost=torch.empty(1000))
         codec.decode(small, torch.empty(1000))
+    engine(small.device).mix(torch.ones(9), [torch.ones(9)], [1.0], torch.empty(9))
 print(len(said), said[0].message, wire.sum().item())
 """
 
@@ -472,7 +473,6 @@ if trouble == "unwritable":
     caching._CacheLocator.ensure_cache_path = refuse
 if trouble == "full":
     caching.IndexDataCacheFile.save = refuse
-from ringstrategy import Gossip
 from ringstrategy.codecs import BlockInt
 from ringstrategy.kernels.compiled import _kernels
 codec, values = BlockInt(bits, block=24), torch.randn(1000, generator=torch.Generator().manual_seed(0))

@@ -19,8 +19,8 @@ Policy = Callable[[str, Parameter], Codec]
 class SmallExact:
     """Sends large matrices with `codec`, and small, sensitive parameters with `small`, by default exactly.
 
-    Small are: fewer than `below` elements, one dimension or none (biases, norms), and the `names`. They travel in
-    buckets of their own: usually one, since they are few, which fills at the end of backward.
+    Small are: fewer than `below` elements, one dimension or none (biases, norms), and the `names`. They are
+    in buckets of their own: usually one, since they are few, which uses the messages of the next bucket if it can.
 
     Args:
         codec: for all other parameters.

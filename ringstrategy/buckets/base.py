@@ -88,14 +88,10 @@ class Bucket(ABC):
         del peers, collective
         return False
 
-    def rides(self, following: Bucket, small: int, peers: Peers, collective: Collective) -> bool:
-        """Can this bucket, of at most `small` bytes, travel in the messages of the one that is launched next?"""
-        del following, small, peers, collective
-        return False
-
-    def summand(self, seed: int) -> Summand:
-        """The gathered gradients, of a bucket that `rides`."""
-        raise NotImplementedError
+    def rider(self, following: Bucket, small: int, peers: Peers, collective: Collective, seed: int) -> Summand | None:
+        """The gathered gradients, if the bucket has at most `small` bytes and can use the messages of the next one."""
+        del following, small, peers, collective, seed
+        return None
 
     @abstractmethod
     def launch(

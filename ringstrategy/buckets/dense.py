@@ -170,17 +170,15 @@ class DenseBucket(Bucket):
 
     def carries_flags(self, peers: Peers, collective: Collective) -> bool:
         """See `Bucket.carries_flags`."""
-        return self.buffer.device.type == "cpu" and collective.carries_more(peers)
+        return self.buffer.device.type == "cpu" and collective.carries_extras(peers)
 
-    def rides(self, following: Bucket, small: int, peers: Peers, collective: Collective) -> bool:
-        """See `Bucket.rides`. Not with a large one that is sent in place: it would have to be copied."""
+    def rider(self, following: Bucket, small: int, peers: Peers, collective: Collective, seed: int) -> Summand | None:
+        """See `Bucket.rider`. Not with a large bucket that is sent in place: it would have to be copied."""
         if not isinstance(following, DenseBucket) or following.buffer.device != self.buffer.device:
-            return False
+            return None
         in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
-        return self.buffer.nbytes <= small and not in_place and collective.carries_more(peers)
-
-    def summand(self, seed: int) -> Summand:
-        """See `Bucket.summand`."""
+        if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
+            return None
         return Summand(self.buffer, self.codec, self.residual, seed=seed)
 
     def launch(

@@ -13,8 +13,12 @@ from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import sums_dtype
 
-LEFTOVER = 64  # a bucket of less than this fraction of the capacity is not worth messages of its own
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
+
+
+def small(capacity: int) -> int:
+    """Bytes of a bucket that is not worth messages of its own."""
+    return min(capacity // 64, 1 << 18)
 
 
 def plan_buckets(
@@ -33,8 +37,8 @@ def plan_buckets(
         sparse: names of those whose gradients are sparse.
         codec_of: the codec for a parameter; parameters share a bucket only if device, dtype of sums and codec agree.
         feedback_of: does a bucket of this codec keep a residual?
-        capacity: bytes of a buffer. A parameter larger than this has a bucket of its own, shared at most with what was
-            there before it and is less than 1/64 of the capacity.
+        capacity: bytes of a buffer. A larger parameter closes its bucket, which it shares with nothing but parameters
+            before it that are `small` together.
         first_index: index of the first bucket, > 0 for those that are appended to a plan.
         residual_dtype: of the residuals; None: the buffers'.
     """
@@ -56,7 +60,7 @@ def plan_buckets(
         key = (parameter.device, dtype, codec)
         held = sum(member.numel() for _, member in groups.get(key, [])) * dtype.itemsize
         nbytes = parameter.numel() * dtype.itemsize
-        if held * LEFTOVER > capacity and held + nbytes > capacity:
+        if held > small(capacity) and held + nbytes > capacity:
             close(key)
         groups.setdefault(key, []).append((name, parameter))
         if first_index == 0 and not closed and held + nbytes >= FIRST_BUCKET_BYTES:

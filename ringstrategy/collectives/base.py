@@ -60,12 +60,12 @@ class Collective(ABC):
         what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
         `seed` is the same on all ranks. `flags` (flat uint8 on the values' device, as many on all ranks) become the
         bitwise or of all ranks' flags. `riders` are summed as if each had a call of its own with one segment, but
-        in the same messages. Flags and riders only with a collective that `carries_more`.
+        in the same messages. Flags and riders only with a collective that `carries_extras`.
 
         Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
         """
 
-    def carries_more(self, peers: Peers) -> bool:
+    def carries_extras(self, peers: Peers) -> bool:
         """Can flags and riders travel with the values?"""
         del peers
         return False
@@ -95,20 +95,18 @@ def mean_(
         flags: see `Collective.sum_`.
         riders: see `Collective.sum_`; their residuals are treated in the same way, and they have no `lost`.
     """
-    first, *others = [
-        _with_feedback(one, peers, place)
-        for place, one in enumerate([Summand(values, codec, residual, seed=seed), *riders])
-    ]
+    given = [Summand(values, codec, residual, seed=seed), *riders]
+    first, *others = summed = [_with_feedback(one, peers, place) for place, one in enumerate(given)]
     collective.sum_(
         values, peers, codec, residual=first.residual, lost=first.lost, seed=seed, flags=flags, riders=others
     )
-    for one, given in zip([first, *others], [residual, *(rider.residual for rider in riders)], strict=True):
-        if given is None or one.lost is given:
+    for one, kept in zip(summed, (each.residual for each in given), strict=True):
+        if kept is None or one.lost is kept:
             continue
         if one.lost is None:
-            given.masked_fill_(one.values.isfinite(), 0)
+            kept.masked_fill_(one.values.isfinite(), 0)
         else:
-            given.copy_(one.lost)
+            kept.copy_(one.lost)
 
 
 def _with_feedback(one: Summand, peers: Peers, place: int) -> Summand:

@@ -18,14 +18,15 @@ from ringstrategy.transport.base import Peers
 class BySize(Collective):
     """`Direct` for what is short, `Ring` for what is long.
 
-    Both send the same bytes in as many messages. A ring's go one after the other, 2 (N-1) times a link's latency in
-    all; `Direct` waits for two latencies, but opens N-1 connections and lets N-1 messages meet at each receiver. So
-    `Direct` is sooner while latency counts for more than the bytes; it also rounds twice instead of N times.
+    A rank sends the same bytes in as many messages either way. But a ring's messages go one after the other, for
+    2 (N-1) latencies in all, and `Direct` waits for two. So it is faster for short buckets, where latency costs more
+    than bandwidth; it also rounds twice instead of N times. Its price: N-1 messages reach each rank at once. If several
+    of several hosts' ranks share a link, all goes over the `Ring`, which leaves each host once; see `Hierarchical`.
 
     Args:
         segments: of `Ring`.
-        below: encoded bytes of all values; fewer are short. At 256 kB no more than that meet at a receiver, and on a
-            link of 1 Gbit/s they take 2 ms, on one of 25 Gbit/s 80 us: a few latencies.
+        below: encoded bytes of all values, riders included; fewer are short. Larger: fewer latencies to wait for, more
+            messages at once at each rank. 256 kB take 2 ms at 1 Gbit/s and 80 us at 25 Gbit/s: a few latencies.
     """
 
     segments: int = 4
@@ -41,8 +42,8 @@ class BySize(Collective):
         """See `Collective.tagged`."""
         return True
 
-    def carries_more(self, peers: Peers) -> bool:
-        """See `Collective.carries_more`."""
+    def carries_extras(self, peers: Peers) -> bool:
+        """See `Collective.carries_extras`."""
         del peers
         return True
 
@@ -63,9 +64,13 @@ class BySize(Collective):
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
-        chosen = self.chosen(codec.nbytes(values.numel(), values.dtype))
-        chosen.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
+        summands = [Summand(values, codec), *riders]
+        nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in summands)
+        self.chosen(nbytes, peers.hosts).sum_(
+            values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders
+        )
 
-    def chosen(self, nbytes: int) -> Collective:
-        """How so many encoded bytes travel."""
-        return Direct() if nbytes < self.below else Ring(self.segments)
+    def chosen(self, nbytes: int, hosts: Sequence[str]) -> Collective:
+        """How so many encoded bytes travel between ranks on these hosts."""
+        shared = 1 < len(set(hosts)) < len(hosts)
+        return Direct() if nbytes < self.below and not shared else Ring(self.segments)

@@ -41,8 +41,8 @@ class Direct(Collective):
         """See `Collective.tagged`."""
         return True
 
-    def carries_more(self, peers: Peers) -> bool:
-        """See `Collective.carries_more`."""
+    def carries_extras(self, peers: Peers) -> bool:
+        """See `Collective.carries_extras`."""
         del peers
         return True
 

@@ -53,9 +53,9 @@ class Hierarchical(Collective):
             )
         check_segments(self.segments)
 
-    def carries_more(self, peers: Peers) -> bool:
-        """See `Collective.carries_more`: not through hosts."""
-        return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_more(peers)
+    def carries_extras(self, peers: Peers) -> bool:
+        """See `Collective.carries_extras`: not through hosts."""
+        return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_extras(peers)
 
     @property
     def tagged(self) -> bool:

@@ -43,8 +43,8 @@ class Ring(Collective):
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
 
-    def carries_more(self, peers: Peers) -> bool:
-        """See `Collective.carries_more`."""
+    def carries_extras(self, peers: Peers) -> bool:
+        """See `Collective.carries_extras`."""
         del peers
         return True
 

@@ -263,8 +263,8 @@ def exchange_cost(
         pack=machines.pack.slower(slowed),
     )
     clock = _Clock(machines.wake if beside_computing else 0.0)
-    if isinstance(collective, BySize):
-        collective = collective.chosen(codec.nbytes(numel, dtype))
+    if isinstance(collective, BySize):  # before who sends most is found with values of another length
+        collective = collective.chosen(codec.nbytes(numel, dtype), machines.hosts)
     rank, shared_by = _sends_most(machines.hosts, collective, codec)
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")

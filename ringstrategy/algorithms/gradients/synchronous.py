@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ringstrategy.algorithms.base import GradientAlgorithm
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.buckets.plan import LEFTOVER
+from ringstrategy.buckets.plan import small
 from ringstrategy.buckets.residuals import may_read
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
@@ -206,8 +206,8 @@ class Synchronous(GradientAlgorithm):
             self._peers.lifeline.begin_exchange()
         self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
-        small = self._capacity // LEFTOVER
-        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, small)
+        most = small(self._capacity)
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, most)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:
@@ -351,7 +351,7 @@ class _Pass:
         small: int,
     ) -> None:
         self._small = small  # bytes of a bucket that travels in the messages of the next
-        self._riding: list[Summand] = []
+        self._riding: dict[int, Summand] = {}  # by index of their buckets, to go with the next launch
         self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
         waiting = {b: {s.parameter for s in b.slots if s.trains} for b in buckets}
@@ -414,12 +414,17 @@ class _Pass:
         bucket.pack(self._peers.size, self._scale)
         self._packed.append(bucket)
         seed = derive_seed(0, self._step, bucket.index)
-        if not last and bucket.rides(self.active[self._launched], self._small, self._peers, self._collective):
-            self._riding.append(bucket.summand(seed))
-            return
-        where = f"at step {self._step}, in bucket {bucket.index} of {len(self._waiting)}"
-        riders, self._riding = self._riding, []
-        self._tickets.append(bucket.launch(self._peers, self._collective, self._agreed, seed, where, flags, riders))
+        if not last:
+            rider = bucket.rider(self.active[self._launched], self._small, self._peers, self._collective, seed)
+            if rider is not None:
+                self._riding[bucket.index] = rider
+                return
+        riders, self._riding = self._riding, {}
+        of = f"bucket {bucket.index}" if not riders else f"buckets {', '.join(map(str, [*riders, bucket.index]))}"
+        where = f"at step {self._step}, in {of} of {len(self._waiting)}"
+        self._tickets.append(
+            bucket.launch(self._peers, self._collective, self._agreed, seed, where, flags, list(riders.values()))
+        )
         if last and flags is None:
             self._tickets.append(self._control(self._collect_used))
 

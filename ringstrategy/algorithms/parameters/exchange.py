@@ -11,7 +11,7 @@ from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import cut, mean_
-from ringstrategy.collectives.ring import Ring
+from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
@@ -113,7 +113,7 @@ class Exchange:
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
         """Replace by the mean over all ranks, with the same bits on all of them; the training thread waits."""
         flat /= peers.size
-        peers.finish([peers.submit(lambda: mean_(flat, peers, Ring(), Identity()), where)])
+        peers.finish([peers.submit(lambda: mean_(flat, peers, BySize(), Identity()), where)])
 
 
 def _reads(topology: Topology, peer: int, peers: Peers, step: int) -> bool:
