@@ -518,6 +518,27 @@ def test_ranks_compile_at_the_same_time_and_the_next_run_finds_it_on_disk(tmp_pa
 
 
 @pytest.mark.slow
+def test_a_kernel_on_disk_is_named_by_all_that_it_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numba.core.registry import cpu_target
+
+    from ringstrategy.kernels import jit
+
+    def name(known: object) -> str:
+        def kernel() -> None: ...
+
+        jit.Kernel(kernel, known)
+        return kernel.__qualname__
+
+    names = {name("a format"), name("a format"), name("another")}
+    assert len(names) == 2
+    monkeypatch.setattr(jit, "_sources", lambda: "other sources")
+    names.add(name("a format"))
+    codegen = type(cpu_target.target_context.codegen())
+    monkeypatch.setattr(codegen, "magic_tuple", lambda self: ("another processor",))
+    names.add(name("a format"))
+    assert len(names) == 4
+
+
 @pytest.mark.parametrize("trouble", ["unwritable", "full"])
 def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path: Path, trouble: str) -> None:
     assert printed(start_compiling(tmp_path, trouble=trouble)) == (0, expected_sum())
