@@ -352,7 +352,7 @@ def test_identity_carries_other_dtypes(collective: Collective, dtype: torch.dtyp
 
 @given(
     begin=st.integers(0, 3).map(lambda b: b * 8),
-    length=st.integers(0, 200),
+    length=st.integers(0, 2000),
     parts=st.integers(1, 9),
     block=st.sampled_from([1, 2, 8]),
 )
@@ -363,7 +363,25 @@ def test_cutting_covers_all_and_keeps_blocks_whole(begin: int, length: int, part
     assert [i for run in runs for i in range(*run)] == list(range(begin, begin + length))
     assert all(start % block == 0 or start == begin + length for start, _ in runs)
     sizes = [end - start for start, end in runs]
-    assert max(sizes) - min(sizes) < 2 * block
+    assert max(sizes) - min(sizes) < max(2 * block, length / parts / 4)  # and shared evenly
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not isinstance(codec, Toy)], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_pieces_begin_where_a_gpu_reads_16_bytes_at_once(segments: int, size: int, codec: Codec) -> None:
+    values = torch.empty(64 * size * segments * codec.block + 12345)
+    for chunk in cut_chunks(values, size, segments, codec.block):
+        for begin, end in chunk:
+            assert values[begin:].data_ptr() % 16 == 0
+            assert codec.nbytes(begin, torch.float32) % 16 == 0  # so what lies behind as many scales does too
+            assert end > begin
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_raw_values_begin_at_multiples_of_16_bytes(dtype: torch.dtype) -> None:
+    values = torch.empty(10_007, dtype=dtype)
+    assert all(values[begin:].data_ptr() % 16 == 0 for [(begin, _)] in cut_chunks(values, 7, 1, Identity().block))
 
 
 @pytest.mark.parametrize(
