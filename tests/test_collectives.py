@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import FakePeers, Toy, on_all_ranks
+from fakes import FakePeers, Network, Toy, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,9 @@ from ringstrategy.codecs import (
     TopK,
     derive_seed,
 )
-from ringstrategy.collectives import BySize, Collective, Direct, Native, Ring, mean_
+from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, mean_
 from ringstrategy.collectives.base import Summand, cut, cut_chunks
+from ringstrategy.transport.base import FEW
 
 SIZES = [1, 2, 3, 4, 5, 8]
 COLLECTIVES = [Ring(1), Ring(), Ring(7), Direct(1), Direct(3), BySize(below=3000), Native()]
@@ -252,7 +253,7 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
     residual_dtypes = [torch.float32, torch.float64, torch.bfloat16]
     alone = collective
     if isinstance(collective, BySize):  # riders go the way of what carries them
-        alone = collective.chosen(BlockInt(8).nbytes(numel, torch.float32))
+        alone = collective.chosen(BlockInt(8).nbytes(numel, torch.float32), FakePeers(Network(2), 0))
     assert isinstance(alone, Ring | Direct)
     alone = replace(alone, segments=1)
 
@@ -427,3 +428,75 @@ def test_a_residual_is_delivered_once_by_a_lossless_codec(collective: Collective
     for values, residual in on_all_ranks(3, one):
         assert values.eq(3).all()
         assert residual.eq(0).all()
+
+
+# Where messages are only queued, `Direct` is two calls
+
+
+def queueing(peers: FakePeers) -> FakePeers:
+    peers.queues = True
+    return peers
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 257, 700, 9003, 70_001])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_two_calls_give_the_bits_of_the_messages(size: int, codec: Codec, numel: int) -> None:
+    def one(peers: FakePeers) -> list[torch.Tensor]:
+        values, residual = data(peers.rank, numel) / size, data(peers.rank + 100, numel) / 64
+        mean_(values, peers, Direct(3), codec, residual=residual, seed=5)
+        return [values, residual]
+
+    messages, calls = on_all_ranks(size, one), on_all_ranks(size, lambda peers: one(queueing(peers)))
+    for expected, found in zip(messages, calls, strict=True):
+        for one_tensor, other in zip(expected, found, strict=True):
+            assert torch.equal(one_tensor, other)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 700, 30_000])
+@pytest.mark.parametrize("codec", [Identity(), BlockInt(8)], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_flags_and_riders_travel_in_the_two_calls(size: int, codec: Codec, numel: int) -> None:
+    def one(peers: FakePeers) -> tuple[list[torch.Tensor], int]:
+        values, flags = data(peers.rank, numel), torch.zeros(11, dtype=torch.uint8)
+        flags[peers.rank] = 1
+        riders = [
+            Summand(data(peers.rank + 10, 515, torch.float64), Identity(), seed=1),
+            Summand(data(peers.rank + 20, 300), Rotated(Gaussian(4)), data(peers.rank, 300, torch.bfloat16), seed=2),
+        ]
+        mean_(values, peers, Direct(3), codec, residual=torch.zeros(numel), seed=5, flags=flags, riders=riders)
+        assert riders[1].residual is not None
+        kept = [values, flags, *(rider.values for rider in riders), riders[1].residual]
+        return kept, len(peers.network.posts[peers.rank])
+
+    messages, calls = on_all_ranks(size, one), on_all_ranks(size, lambda peers: one(queueing(peers)))
+    for (expected, _), (found, posts) in zip(messages, calls, strict=True):
+        assert all(torch.equal(one_tensor, other) for one_tensor, other in zip(expected, found, strict=True))
+        assert found[1].tolist() == [1] * size + [0] * (11 - size)
+        assert posts == 2
+
+
+@pytest.mark.parametrize("hosts", ["abcde", "aabbc"])
+def test_what_hosts_send_each_other_goes_in_two_calls_of_some_ranks(hosts: str) -> None:
+    def one(peers: FakePeers) -> torch.Tensor:
+        values = data(peers.rank, 9003)
+        mean_(values, peers, Hierarchical(segments=1), BlockInt(8), seed=3)
+        return values
+
+    messages = on_all_ranks(5, one, hosts)
+    calls = on_all_ranks(5, lambda peers: one(queueing(peers)), hosts)
+    assert all(torch.equal(expected, found) for expected, found in zip(messages, calls, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("abcdefgh", Direct()), ("aaaaaaaa", Direct()), ("aaaabbbb", Ring()), ("a" * FEW, Direct()), ("a" * 17, Ring())],
+)
+def test_long_values_go_in_two_calls_where_they_would_not_cross_a_link_more_often(
+    hosts: str, expected: Collective
+) -> None:
+    long, short = 1 << 24, 1 << 10
+    peers = FakePeers(Network(len(hosts), hosts), 0)
+    assert BySize().chosen(long, peers) == Ring()
+    assert BySize().chosen(long, queueing(peers)) == expected
+    assert BySize().chosen(short, queueing(peers)) == Direct()

@@ -11,7 +11,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import FEW, Peers
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,10 @@ class BySize(Collective):
     Both send the same bytes in as many messages. A ring's go one after the other, 2 (N-1) times a link's latency in
     all; `Direct` waits for two latencies, but opens N-1 connections and lets N-1 messages meet at each receiver. So
     `Direct` is sooner while latency counts for more than the bytes; it also rounds twice instead of N times.
+
+    Where messages are only queued (NCCL), `Direct` takes two calls, a ring 2 (N-1) for each segment. There long values
+    go direct too, among at most 16 ranks that all share a host or that share none. Where some do, a ring leaves each
+    host once, but `Direct` once for each of its ranks.
 
     Args:
         segments: of `Ring`.
@@ -63,9 +67,10 @@ class BySize(Collective):
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
-        chosen = self.chosen(codec.nbytes(values.numel(), values.dtype))
+        chosen = self.chosen(codec.nbytes(values.numel(), values.dtype), peers)
         chosen.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
 
-    def chosen(self, nbytes: int) -> Collective:
+    def chosen(self, nbytes: int, peers: Peers) -> Collective:
         """How so many encoded bytes travel."""
-        return Direct() if nbytes < self.below else Ring(self.segments)
+        in_one_call = peers.queues and peers.size <= FEW and len(set(peers.hosts)) in (1, peers.size)
+        return Direct() if nbytes < self.below or in_one_call else Ring(self.segments)
