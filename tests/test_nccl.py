@@ -17,7 +17,7 @@ from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
 import ringstrategy.session.session as session
-from ringstrategy import AllReduce, Gossip, Identity
+from ringstrategy import AllReduce, BlockInt, Gossip, Identity
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
 from ringstrategy.transport.base import FEW, Handle
@@ -223,6 +223,39 @@ def test_the_thread_of_the_hooks_calls_nothing_of_nccl(calls: Calls, collective:
         for grad, bits, *others in zip(grads, results[0][0], *expected, strict=True):
             assert torch.equal(grad, bits)
             assert torch.allclose(grad, torch.stack(others).mean(0), atol=1e-7)
+
+
+def test_setting_up_exchanges_zeros_once_as_gradients_will_travel(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
+        before = peers.stats.bytes_sent
+        algorithm.setup(dict(model.named_parameters()), peers)
+        posts = len(peers._group.network.posts[peers.rank])  # type: ignore[union-attr]
+        assert peers.stats.probe_bytes_sent > 3000
+        loss = loss_of(model, peers.rank)
+        algorithm.before_backward(loss)
+        assert all(value.eq(0).all() for _, value in algorithm.residuals())
+        addresses = {key: memory.data_ptr() for key, memory in peers._scratch.items()}
+        assert addresses
+        loss.backward()
+        algorithm.after_backward()
+        assert len(peers._group.network.posts[peers.rank]) == 2 * posts  # type: ignore[union-attr]
+        assert {key: memory.data_ptr() for key, memory in peers._scratch.items()} == addresses
+        assert peers.stats.bytes_sent != before
+        assert peers.stats.probe_bytes_sent > 0
+        algorithm.close()
+
+    on_all_gpus(2, one)
+
+
+def test_a_probe_within_a_probe_does_not_end_it() -> None:
+    stats = Stats()
+    with stats.probe():
+        with stats.probe():
+            stats.count(1, 1)
+        stats.count(2, 2)
+    stats.count(4, 4)
+    assert (stats.probe_bytes_sent, stats.bytes_sent) == (3, 4)
 
 
 def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(calls: Calls) -> None:

@@ -97,6 +97,9 @@ class Bucket(ABC):
         """The gathered gradients, of a bucket that `rides`."""
         raise NotImplementedError
 
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling."""
+
     @abstractmethod
     def launch(
         self,
