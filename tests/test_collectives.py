@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import FakePeers, Toy, on_all_ranks
+from fakes import FakePeers, Network, Toy, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +23,9 @@ from ringstrategy.codecs import (
     TopK,
     derive_seed,
 )
-from ringstrategy.collectives import BySize, Collective, Direct, Native, Ring, mean_
+from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, mean_
 from ringstrategy.collectives.base import Summand, cut, cut_chunks
+from ringstrategy.transport.base import FEW
 
 SIZES = [1, 2, 3, 4, 5, 8]
 COLLECTIVES = [Ring(1), Ring(), Ring(7), Direct(1), Direct(3), BySize(below=3000), Native()]
@@ -253,7 +254,7 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
     way = collective
     if isinstance(collective, BySize):  # riders go the way of what carries them
         carried = sum(codec.nbytes(n, dtype) for codec, n, dtype in zip(codecs, sizes, dtypes, strict=True))
-        way = collective.chosen(carried, ("a",))
+        way = collective.chosen(carried, FakePeers(Network(2), 0))
     assert isinstance(way, Ring | Direct)
     alone = replace(way, segments=1)
 
@@ -356,7 +357,7 @@ def test_identity_carries_other_dtypes(collective: Collective, dtype: torch.dtyp
 
 @given(
     begin=st.integers(0, 3).map(lambda b: b * 8),
-    length=st.integers(0, 200),
+    length=st.integers(0, 2000),
     parts=st.integers(1, 9),
     block=st.sampled_from([1, 2, 8]),
 )
@@ -367,7 +368,25 @@ def test_cutting_covers_all_and_keeps_blocks_whole(begin: int, length: int, part
     assert [i for run in runs for i in range(*run)] == list(range(begin, begin + length))
     assert all(start % block == 0 or start == begin + length for start, _ in runs)
     sizes = [end - start for start, end in runs]
-    assert max(sizes) - min(sizes) < 2 * block
+    assert max(sizes) - min(sizes) < max(2 * block, length / parts / 4)  # and shared evenly
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if not isinstance(codec, Toy)], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+@pytest.mark.parametrize("segments", [1, 4])
+def test_pieces_begin_where_a_gpu_reads_16_bytes_at_once(segments: int, size: int, codec: Codec) -> None:
+    values = torch.empty(64 * size * segments * codec.block + 12345)
+    for chunk in cut_chunks(values, size, segments, codec.block):
+        for begin, end in chunk:
+            assert values[begin:].data_ptr() % 16 == 0
+            assert codec.nbytes(begin, torch.float32) % 16 == 0  # so what lies behind as many scales does too
+            assert end > begin
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_raw_values_begin_at_multiples_of_16_bytes(dtype: torch.dtype) -> None:
+    values = torch.empty(10_007, dtype=dtype)
+    assert all(values[begin:].data_ptr() % 16 == 0 for [(begin, _)] in cut_chunks(values, 7, 1, Identity().block))
 
 
 @pytest.mark.parametrize(
@@ -413,3 +432,75 @@ def test_a_residual_is_delivered_once_by_a_lossless_codec(collective: Collective
     for values, residual in on_all_ranks(3, one):
         assert values.eq(3).all()
         assert residual.eq(0).all()
+
+
+# Where messages are only queued, `Direct` is two calls
+
+
+def queueing(peers: FakePeers) -> FakePeers:
+    peers.queues = True
+    return peers
+
+
+@pytest.mark.parametrize("numel", [0, 1, 7, 257, 700, 9003, 70_001])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_two_calls_give_the_bits_of_the_messages(size: int, codec: Codec, numel: int) -> None:
+    def one(peers: FakePeers) -> list[torch.Tensor]:
+        values, residual = data(peers.rank, numel) / size, data(peers.rank + 100, numel) / 64
+        mean_(values, peers, Direct(3), codec, residual=residual, seed=5)
+        return [values, residual]
+
+    messages, calls = on_all_ranks(size, one), on_all_ranks(size, lambda peers: one(queueing(peers)))
+    for expected, found in zip(messages, calls, strict=True):
+        for one_tensor, other in zip(expected, found, strict=True):
+            assert torch.equal(one_tensor, other)
+
+
+@pytest.mark.parametrize("numel", [0, 1, 700, 30_000])
+@pytest.mark.parametrize("codec", [Identity(), BlockInt(8)], ids=str)
+@pytest.mark.parametrize("size", [2, 3, 5, 8])
+def test_flags_and_riders_travel_in_the_two_calls(size: int, codec: Codec, numel: int) -> None:
+    def one(peers: FakePeers) -> tuple[list[torch.Tensor], int]:
+        values, flags = data(peers.rank, numel), torch.zeros(11, dtype=torch.uint8)
+        flags[peers.rank] = 1
+        riders = [
+            Summand(data(peers.rank + 10, 515, torch.float64), Identity(), seed=1),
+            Summand(data(peers.rank + 20, 300), Rotated(Gaussian(4)), data(peers.rank, 300, torch.bfloat16), seed=2),
+        ]
+        mean_(values, peers, Direct(3), codec, residual=torch.zeros(numel), seed=5, flags=flags, riders=riders)
+        assert riders[1].residual is not None
+        kept = [values, flags, *(rider.values for rider in riders), riders[1].residual]
+        return kept, len(peers.network.posts[peers.rank])
+
+    messages, calls = on_all_ranks(size, one), on_all_ranks(size, lambda peers: one(queueing(peers)))
+    for (expected, _), (found, posts) in zip(messages, calls, strict=True):
+        assert all(torch.equal(one_tensor, other) for one_tensor, other in zip(expected, found, strict=True))
+        assert found[1].tolist() == [1] * size + [0] * (11 - size)
+        assert posts == 2
+
+
+@pytest.mark.parametrize("hosts", ["abcde", "aabbc"])
+def test_what_hosts_send_each_other_goes_in_two_calls_of_some_ranks(hosts: str) -> None:
+    def one(peers: FakePeers) -> torch.Tensor:
+        values = data(peers.rank, 9003)
+        mean_(values, peers, Hierarchical(segments=1), BlockInt(8), seed=3)
+        return values
+
+    messages = on_all_ranks(5, one, hosts)
+    calls = on_all_ranks(5, lambda peers: one(queueing(peers)), hosts)
+    assert all(torch.equal(expected, found) for expected, found in zip(messages, calls, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("abcdefgh", Direct()), ("aaaaaaaa", Direct()), ("aaaabbbb", Ring()), ("a" * FEW, Direct()), ("a" * 17, Ring())],
+)
+def test_long_values_go_in_two_calls_where_they_would_not_cross_a_link_more_often(
+    hosts: str, expected: Collective
+) -> None:
+    long, short = 1 << 24, 1 << 10
+    peers = FakePeers(Network(len(hosts), hosts), 0)
+    assert BySize().chosen(long, peers) == Ring()
+    assert BySize().chosen(long, queueing(peers)) == expected
+    assert BySize().chosen(short, queueing(peers)) == (Ring() if 1 < len(set(hosts)) < len(hosts) else Direct())

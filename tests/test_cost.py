@@ -113,6 +113,16 @@ def test_rings_over_links_alone_take_what_the_formula_says() -> None:
         assert direct == pytest.approx(2 * SLOW.alpha + hops / size * 4 * numel * SLOW.beta)
 
 
+def test_where_messages_are_only_queued_the_model_runs_what_runs_there() -> None:
+    numel = 1 << 20
+    queued = replace(machines("abcd"), queues=True)
+    for collective in (Direct(), BySize()):
+        cost = exchange_cost(queued, collective, Identity(), numel)
+        assert cost.seconds == pytest.approx(2 * SLOW.alpha + 6 / 4 * 4 * numel * SLOW.beta)
+    shared = replace(machines("aabb"), queues=True)
+    assert exchange_cost(shared, BySize(), Identity(), numel) == exchange_cost(shared, Ring(), Identity(), numel)
+
+
 def test_a_codec_takes_the_time_of_its_calls() -> None:
     def only(**given: Work) -> Machines:
         return machines("abcd", replace(FREE, **given), Link(0.0, 0.0))

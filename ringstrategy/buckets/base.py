@@ -93,6 +93,9 @@ class Bucket(ABC):
         del following, small, peers, collective, seed
         return None
 
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling."""
+
     @abstractmethod
     def launch(
         self,

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from ringstrategy.buckets.aliases import references
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.kernels.engine import Engine, engine
 from ringstrategy.transport.agree import BUCKET, INDENT
@@ -180,6 +180,22 @@ class DenseBucket(Bucket):
         if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
             return None
         return Summand(self.buffer, self.codec, self.residual, seed=seed)
+
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """See `Bucket.warm_up`: zeros travel as gradients will, through kernels for the same sizes."""
+        residual = None if self.residual is None else torch.zeros_like(self.residual)
+        seed = derive_seed(0, 0, self.index)  # Triton compiles again for one of more bits
+
+        def work() -> None:
+            mean_(self.buffer, peers, collective, self.codec, residual=residual, seed=seed)
+
+        peers.submit(work, "while setting up").wait()
+        if self._places is not None:
+            from ringstrategy.kernels.triton.buckets import pack, unpack
+
+            nothing = [None] * len(self._places.numels)
+            pack(self._places, nothing, self.buffer)
+            unpack(self._places, self.buffer, nothing)
 
     def launch(
         self,

@@ -11,7 +11,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import FEW, Peers
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,9 @@ class BySize(Collective):
     2 (N-1) latencies in all, and `Direct` waits for two. So it is faster for short buckets, where latency costs more
     than bandwidth; it also rounds twice instead of N times. Its price: N-1 messages reach each rank at once. If several
     of several hosts' ranks share a link, all goes over the `Ring`, which leaves each host once; see `Hierarchical`.
+
+    Where messages are only queued (NCCL), `Direct` takes two calls, a ring 2 (N-1) for each segment. There long values
+    go direct too, among at most 16 ranks.
 
     Args:
         segments: of `Ring`.
@@ -66,11 +69,11 @@ class BySize(Collective):
         """See `Collective.sum_`."""
         summands = [Summand(values, codec), *riders]
         nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in summands)
-        self.chosen(nbytes, peers.hosts).sum_(
-            values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders
-        )
+        chosen = self.chosen(nbytes, peers)
+        chosen.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
 
-    def chosen(self, nbytes: int, hosts: Sequence[str]) -> Collective:
-        """How so many encoded bytes travel between ranks on these hosts."""
-        shared = 1 < len(set(hosts)) < len(hosts)
-        return Direct() if nbytes < self.below and not shared else Ring(self.segments)
+    def chosen(self, nbytes: int, peers: Peers) -> Collective:
+        """How so many encoded bytes travel."""
+        shared = 1 < len(set(peers.hosts)) < peers.size
+        direct = nbytes < self.below or (peers.queues and peers.size <= FEW)
+        return Direct() if direct and not shared else Ring(self.segments)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, check_segments
-from ringstrategy.collectives.pieces import cut_pieces
+from ringstrategy.collectives.pieces import Pieces, cut_pieces
 from ringstrategy.transport.base import Handle, Peers
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
@@ -26,6 +26,8 @@ class Direct(Collective):
     once. Long ones, of chunks in several segments, go to one rank after the other, each rank beginning with the next,
     so that a link carries one stream at a time: several share it unevenly, and those that end early leave other links
     idle. Order of addition: the owner's own values, then the others' in rank order.
+
+    Where messages are only queued (NCCL), it is two calls to all at once, one of parts and one of sums.
 
     Args:
         segments: most pieces of a chunk in flight at once; more than two have at least 2 MB of values each.
@@ -63,6 +65,9 @@ class Direct(Collective):
         if size == 1 or (values.numel() == 0 and flags is None and not riders):
             return
         summand = Summand(values, codec, residual, lost, seed)
+        if peers.queues:
+            _sum_in_two_calls(cut_pieces(summand, peers, 1, flags=flags, riders=riders), peers)
+            return
         pieces = cut_pieces(summand, peers, self.segments, flags=flags, riders=riders)
         each = range(pieces.count)
         places = list(product(range(size), each))  # (whom a wire goes to, k)
@@ -113,6 +118,27 @@ class Direct(Collective):
                     mail.swap(k, target, sums[k], source, landing(k, source))
                 for source, wire in arrived.items():
                     pieces.deliver_(source, k, wire)
+
+
+def _sum_in_two_calls(pieces: Pieces, peers: Peers) -> None:
+    """Chunks of one piece each; what is added to what, and what is encoded, is as in messages."""
+    rank, size = peers.rank, peers.size
+    others = [source for source in range(size) if source != rank]
+    leaving = pieces.leaving(peers, "leaving", size)
+    arriving = pieces.arriving(peers, "filling", size)
+    nothing = arriving[rank][:0]
+
+    parts = [nothing if to == rank else pieces.encode_part(to, 0, leaving[to]) for to in range(size)]
+    landing = [nothing if source == rank else pieces.part_of_sum(rank, 0, arriving[source]) for source in range(size)]
+    peers.all_to_all(parts, landing).wait()
+    total = pieces.encode_sum(rank, 0, leaving[rank], [landing[source] for source in others])
+
+    sums = [nothing if source == rank else pieces.landing(source, 0, arriving[source]) for source in range(size)]
+    spreading = peers.all_to_all([nothing if to == rank else total for to in range(size)], sums)
+    pieces.deliver_(rank, 0, total)
+    spreading.wait()
+    for source in others:
+        pieces.deliver_(source, 0, sums[source])
 
 
 class _Mail:

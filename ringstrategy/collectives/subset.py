@@ -17,7 +17,7 @@ class Subset(Peers):
     def __init__(self, everyone: Peers, members: Sequence[int]) -> None:
         hosts = tuple(everyone.hosts[member] for member in members)
         super().__init__(members.index(everyone.rank), len(members), everyone.stats, hosts)
-        self._everyone, self._members = everyone, members
+        self._everyone, self._members, self.queues = everyone, members, everyone.queues
 
     @property
     def control(self) -> Peers:

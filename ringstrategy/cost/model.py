@@ -85,6 +85,7 @@ class Machines:
         crowding: 0 to 1, how far computing and the communication thread's work slow each other down: 1 where they share
             a core, 0 where each has one.
         longest: bytes of an exchange for which the links were measured.
+        queues: see `Peers.queues`.
     """
 
     hosts: tuple[str, ...]
@@ -97,6 +98,7 @@ class Machines:
     wake: float = 0.0
     pack: Work = Work(0.0, 0.0)
     longest: float = math.inf
+    queues: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,7 @@ class _Clocked(Peers):
 
     def __init__(self, rank: int, machines: Machines, clock: _Clock, shared_by: float) -> None:
         super().__init__(rank, len(machines.hosts), hosts=machines.hosts)
+        self.queues = machines.queues
         self._machines, self._clock = machines, clock
         self._across = replace(machines.across, beta=machines.across.beta * shared_by)
         self._free: dict[tuple[bool, bool], float] = {}  # (across, outward): when that direction is free again
@@ -264,8 +267,8 @@ def exchange_cost(
     )
     clock = _Clock(machines.wake if beside_computing else 0.0)
     if isinstance(collective, BySize):  # before who sends most is found with values of another length
-        collective = collective.chosen(codec.nbytes(numel, dtype), machines.hosts)
-    rank, shared_by = _sends_most(machines.hosts, collective, codec)
+        collective = collective.chosen(codec.nbytes(numel, dtype), _Clocked(0, machines, clock, 1.0))
+    rank, shared_by = _sends_most(machines.hosts, machines.queues, collective, codec)
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")
     residual = torch.empty_like(values) if feedback else None
@@ -277,7 +280,7 @@ def exchange_cost(
 
 
 @cache
-def _sends_most(hosts: tuple[str, ...], collective: Collective, codec: Codec) -> tuple[int, float]:
+def _sends_most(hosts: tuple[str, ...], queues: bool, collective: Collective, codec: Codec) -> tuple[int, float]:
     """Of the first host the rank that sends most to other hosts, and what all its ranks send, in units of that.
 
     By so much a rank's part of its host's link is smaller than the link.
@@ -285,7 +288,7 @@ def _sends_most(hosts: tuple[str, ...], collective: Collective, codec: Codec) ->
     first = [rank for rank, host in enumerate(hosts) if host == hosts[0]]
     if len(first) == 1:
         return first[0], 1.0
-    nowhere = Machines(hosts, Link(0.0, 0.0), Link(0.0, 0.0), post=0.0, codecs={}, crowding=0.0)
+    nowhere = Machines(hosts, Link(0.0, 0.0), Link(0.0, 0.0), post=0.0, codecs={}, crowding=0.0, queues=queues)
     sent = {}
     for rank in first:
         clock = _Clock(0.0)

@@ -73,6 +73,7 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
         wake=max(0.0, wake),
         pack=Work(0.0, slowest[6]),
         longest=min(across.longest, inside.longest),
+        queues=peers.queues,
     )
 
 

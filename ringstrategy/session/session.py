@@ -102,7 +102,9 @@ class Session:
             raise RuntimeError(_NO_GROUP)
         if dist.get_world_size() == 1:
             return
-        self._peers = connect(device, self._timeout, self.stats)
+        self._peers = connect(
+            device, self._timeout, self.stats, beside_steps=isinstance(self.algorithm, ParameterAlgorithm)
+        )
         if "gloo" in dist.get_backend():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)

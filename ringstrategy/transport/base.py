@@ -15,6 +15,8 @@ from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
+FEW = 16  # ranks of which each may send to each at once: NCCL keeps memory for each such pair
+
 
 class Handle(Protocol):
     """Sends and receives under way."""
@@ -27,7 +29,10 @@ class Waitable(Protocol):
     """What `submit` returns."""
 
     def wait(self) -> None:
-        """Return when the task is done (over NCCL: when the current stream will wait for it); raise its error."""
+        """Return when the task is done (over NCCL: when it is queued and the current stream will wait for it).
+
+        It raises the task's error.
+        """
 
 
 class Word(NamedTuple):
@@ -64,7 +69,11 @@ class Peers(ABC):
         stats: bytes are counted here, where they are handed to the transport.
         control: peers for small host-side messages (itself, unless the data go over NCCL).
         hosts: for each rank which host it is on: equal where ranks share one. By default each has its own.
+        queues: is what is posted only queued, for a device that works it off in order? Then each call costs the
+            processor more than the wire gains by many short ones.
     """
+
+    queues: bool = False
 
     def __init__(self, rank: int, size: int, stats: Stats | None = None, hosts: tuple[str, ...] | None = None) -> None:
         self.rank, self.size = rank, size
@@ -93,6 +102,16 @@ class Peers(ABC):
 
         Every rank posts one static schedule: the i-th send from a to b meets the i-th receive at b from a.
         """
+
+    def all_to_all(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> Handle:
+        """`post` to and from everyone at once, by rank. Empty messages, as to this rank itself, are not sent.
+
+        All ranks call it.
+        """
+        sends, recvs = (
+            {rank: tensor for rank, tensor in enumerate(tensors) if tensor.numel()} for tensors in (leaving, arriving)
+        )
+        return self.post(sends, recvs)
 
     def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
         """Tasks that are submitted from now on exchange messages only with ranks that said the same word.

@@ -16,7 +16,7 @@ from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
-from ringstrategy.transport.nccl import NcclPeers
+from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
 
@@ -24,7 +24,9 @@ _LOOK_SECONDS = 0.5  # between two looks for what another rank has to say
 _SETTING_UP = "while setting up"
 
 
-def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None) -> Peers:
+def connect(
+    device: torch.device, timeout: timedelta, stats: Stats | None = None, *, beside_steps: bool = False
+) -> Peers:
     """Join all ranks of the default process group, in a group of its own for gradient traffic.
 
     Every rank calls it, at the same place in its order of collectives.
@@ -34,6 +36,7 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
             process group's backend, else over gloo.
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
+        beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
@@ -54,9 +57,7 @@ def connect(device: torch.device, timeout: timedelta, stats: Stats | None = None
             return GlooPeers(host_group, lifeline, stats, hosts)
         if "nccl" not in dist.get_backend():
             return StagedPeers(host_group, lifeline, stats, hosts, device)
-        device_group = dist.new_group(timeout=timeout, backend="nccl")
-        # all ranks must take part in a group's first call; a ring's first messages may leave some out
-        dist.all_reduce(torch.zeros(1, device=device), group=device_group)
+        device_group = nccl_group(device, timeout, beside_steps=beside_steps)
         return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
     except PeerLostError:
         raise

@@ -17,10 +17,8 @@ from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Task, Ticket, Worker
+from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
-_CLOSE_SECONDS = 30.0
-_CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out which rank was lost
 _CONTROL_TAG = 1  # more than that of values
 _NOBODYS_TAG = 1 << 20
 _FIRST_WORD, _WORDS = 1 << 21, 1 << 29  # tags of exchanges in which all ranks say the same: two for each word
@@ -149,13 +147,14 @@ class GlooPeers(Peers):
                 if self._timed and not self.stats.probing:
                     self.stats.communication_seconds += time.perf_counter() - begin
 
-        def look_around() -> None:
-            lost = self._mismatch() or self._lifeline.news(where)
-            if lost is not None:
-                self._disconnect()
-                raise lost
+        return self._worker.submit(guarded, partial(self.look_around, where))
 
-        return self._worker.submit(guarded, look_around)
+    def look_around(self, where: str) -> None:
+        """While waiting: raise if a peer was lost, or says something else."""
+        lost = self._mismatch() or self._lifeline.news(where)
+        if lost is not None:
+            self._disconnect()
+            raise lost
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Say that we noticed, disconnect so that all others notice too, then find the culprit."""
@@ -187,7 +186,7 @@ class GlooPeers(Peers):
         self._lifeline.leave()
         self._lifeline.go()
         worker, self._worker = self._worker, None
-        limit = _CLOSE_SECONDS_AFTER_ERROR if self._broken else _CLOSE_SECONDS
+        limit = CLOSE_SECONDS_AFTER_ERROR if self._broken else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
         group, self._group = self._group, None  # only now: the thread may still have used it
         if group is not None and dist.is_initialized():

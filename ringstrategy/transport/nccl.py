@@ -1,17 +1,22 @@
-"""CUDA tensors over NCCL, on a side stream."""
+"""CUDA tensors over NCCL, queued by one thread on a side stream."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringstrategy.transport.base import Handle, Peers, Waitable
+from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
-from ringstrategy.transport.worker import Task
+from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
+
+_FEW_CTAS = 4  # of one NCCL kernel: enough for links of 25 Gbit/s
 
 
 class _NcclHandle:
@@ -24,26 +29,33 @@ class _NcclHandle:
 
 
 class _StreamTicket:
-    def __init__(self, done: torch.cuda.Event) -> None:
-        self._done = done
+    def __init__(self, queued: Ticket, done: torch.cuda.Event) -> None:
+        self._queued, self._done = queued, done
 
     def wait(self) -> None:
+        self._queued.wait()  # an event that is not recorded yet would hold up nothing
         torch.cuda.current_stream().wait_event(self._done)
 
 
 class NcclPeers(Peers):
     """CUDA tensors over NCCL, on a side stream. Control messages go over gloo, beside it.
 
-    The host waits for the device only to learn how many rows a sparse gradient has, and for the other ranks' hosts at
-    the first bucket of a backward and at its end.
+    One thread makes all calls of NCCL and launches all kernels of an exchange, in the order of `submit`, so they come
+    in the same order on all ranks. The training thread only records an event. It waits for the other one to have queued
+    all, and then lets its stream wait, at the end of a backward.
     """
+
+    queues = True
 
     def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
         super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._stream = torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=-1)  # else each hop would queue behind matrix products
+        self._worker: Worker | None = Worker("ringstrategy-communication")
+        self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
 
@@ -64,24 +76,37 @@ class NcclPeers(Peers):
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _NcclHandle(dist.batch_isend_irecv(operations) if operations else [])
 
+    def all_to_all(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> Handle:
+        """One NCCL group call, of which torch makes one operation; it takes messages of any size, wherever they lie."""
+        self.stats.count(sum(t.nbytes for t in leaving), sum(t.nbytes for t in arriving))
+        work = dist.all_to_all(list(arriving), list(leaving), group=self._group, async_op=True)
+        assert work is not None, "this rank is not in its own group"
+        return _NcclHandle([work])
+
     def all_reduce_(self, values: Tensor) -> None:
         """NCCL's all-reduce."""
         self.stats.uncountable()
         dist.all_reduce(values, group=self._group)
 
     def submit(self, task: Task, where: str) -> Waitable:
-        """Queue on the side stream, after all work that the current stream has queued so far."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            try:
-                task()
-            except dist.DistError as error:
-                raise self.explain(error, where) from error
-            done.record()
-        self._count_spans(("communication_seconds", begin, done))
-        return _StreamTicket(done)
+        """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
+        if self._worker is None:
+            raise RuntimeError("these peers are closed")
+        ready = torch.cuda.current_stream(self._device).record_event()
+        begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+
+        def queue() -> None:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):  # both are each thread's own
+                self._stream.wait_event(ready)
+                begin.record()
+                try:
+                    task()
+                except dist.DistError as error:
+                    raise self.explain(error, where) from error
+                done.record()
+            self._count_spans(("communication_seconds", begin, done))
+
+        return _StreamTicket(self._worker.submit(queue, partial(self._control.look_around, where)), done)
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Let the current stream wait. How long it waited is known later."""
@@ -93,11 +118,12 @@ class NcclPeers(Peers):
         self._count_spans(("exposed_seconds", begin, done))
 
     def _count_spans(self, *new: tuple[str, torch.cuda.Event, torch.cuda.Event]) -> None:
-        while self._spans and self._spans[0][2].query():
-            name, begin, done = self._spans.pop(0)
-            setattr(self.stats, name, getattr(self.stats, name) + begin.elapsed_time(done) / 1000)
-        if not self.stats.probing:
-            self._spans.extend(new)
+        with self._counting:  # both threads do
+            while self._spans and self._spans[0][2].query():
+                name, begin, done = self._spans.pop(0)
+                setattr(self.stats, name, getattr(self.stats, name) + begin.elapsed_time(done) / 1000)
+            if not self.stats.probing:
+                self._spans.extend(new)
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """As gloo's."""
@@ -108,17 +134,44 @@ class NcclPeers(Peers):
         self._control.abort(cause)
         if self._group is not None and not self._aborted:
             self._aborted = True
-            self._group._get_backend(self._stream.device).abort()
+            self._group._get_backend(self._device).abort()
 
     def close(self) -> None:
-        """Drain the stream, then end both groups."""
-        group, self._group = self._group, None
+        """End the thread, drain the stream, then end both groups."""
+        worker, self._worker = self._worker, None
+        limit = CLOSE_SECONDS_AFTER_ERROR if self._aborted else CLOSE_SECONDS
+        ended = worker is None or worker.close(limit)
+        group, self._group = self._group, None  # only now: the thread may still have used it
         try:
             if group is not None and dist.is_initialized():
-                if not self._aborted:
+                if ended and not self._aborted:
                     self._stream.synchronize()
                     self._count_spans()
                 dist.destroy_process_group(group)
         finally:
             self._control.close()
             self.forget_scratch()
+        if not ended and not self._aborted:
+            raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
+
+
+def nccl_group(device: torch.device, timeout: timedelta, *, beside_steps: bool) -> dist.ProcessGroup:
+    """All ranks as a group of NCCL's, with streams of high priority, and connected: all call it.
+
+    Args:
+        device: of this rank.
+        timeout: of its calls.
+        beside_steps: its kernels wait for slower ranks through whole steps: few cores of the GPU for them.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it is not what `new_group` is given
+    if beside_steps:
+        options.config.max_ctas = _FEW_CTAS
+    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="nccl", pg_options=options)
+    # all ranks must take part in a group's first call; a ring's first messages may leave some out
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    size = dist.get_world_size()
+    if size <= FEW:  # NCCL connects a pair at its first message: now rather than in a step
+        ones = list(torch.ones(size, device=device).split(1))
+        dist.all_to_all([torch.empty_like(one) for one in ones], ones, group=group)
+    return group

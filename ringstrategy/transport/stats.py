@@ -24,9 +24,10 @@ class Stats:
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
         steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings.
             With one process, where nothing is averaged: backward passes that do not only accumulate.
-        probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose.
+        probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
+            was exchanged before the first step, so that no step connects or compiles.
         probe_bytes_received: likewise.
-        probe_seconds: training waited this long for it to measure and to choose.
+        probe_seconds: training waited this long for that.
     """
 
     bytes_sent: int | None = 0
@@ -58,9 +59,10 @@ class Stats:
     @contextmanager
     def probe(self) -> Iterator[None]:
         """Within, traffic counts as measurement, not training. No training exchange may be in flight."""
-        begin, self.probing = time.perf_counter(), True
+        begin, outer, self.probing = time.perf_counter(), self.probing, True
         try:
             yield
         finally:
-            self.probing = False
-            self.probe_seconds += time.perf_counter() - begin
+            self.probing = outer
+            if not outer:
+                self.probe_seconds += time.perf_counter() - begin

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 
 Task = Callable[[], None]
+CLOSE_SECONDS = 30.0
+CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out which rank was lost
 _IDLE_SECONDS = 1.0
 
 

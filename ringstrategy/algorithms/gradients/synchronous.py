@@ -115,6 +115,10 @@ class Synchronous(GradientAlgorithm):
         self._learn(parameters, sparse)
         self._append_unfrozen()
         compare_plans(peers, self._plan_text)
+        if peers.queues:  # else nothing is compiled for a bucket's size, and all are connected
+            with peers.stats.probe():
+                for bucket in self._buckets:
+                    bucket.warm_up(peers, self.collective)
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """See `GradientAlgorithm.check`."""

@@ -1,0 +1,366 @@
+"""What NCCL is asked to do, by which thread and on which stream: with stand-ins for NCCL and for CUDA, on the CPU."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import LIMIT, FakePeers, Network, on_all_ranks
+from torch import Tensor, nn
+
+import ringstrategy.session.session as session
+from ringstrategy import AllReduce, BlockInt, Gossip, Identity
+from ringstrategy.collectives import Collective, Direct, Ring
+from ringstrategy.errors import PeerLostError
+from ringstrategy.transport.base import FEW, Handle
+from ringstrategy.transport.nccl import NcclPeers, nccl_group
+from ringstrategy.transport.stats import Stats
+
+# Stand-ins: a stream remembers what it waited for, a group of NCCL's are fake peers
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.timed, self.on = enable_timing, None
+
+    def record(self) -> None:
+        self.on = current()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.timed
+        assert self.on is end.on is not None
+        return 2000.0
+
+
+class Stream:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.device, self.priority = device, priority
+        self.waited: list[Event] = []
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.on = self
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        assert event.on is not None, "an event that was not recorded holds up nothing"
+        self.waited.append(event)
+
+    def synchronize(self) -> None:
+        return
+
+
+_of_thread = threading.local()
+
+
+def current(device: object = None) -> Any:
+    if not hasattr(_of_thread, "streams"):
+        _of_thread.streams, _of_thread.devices = [Stream()], []
+    return _of_thread.streams[-1]
+
+
+@contextmanager
+def _on_stream(stream: Stream) -> Iterator[None]:
+    current()
+    assert _of_thread.devices, "the device is each thread's own, and was not set"
+    _of_thread.streams.append(stream)
+    yield
+    _of_thread.streams.pop()
+
+
+@contextmanager
+def _on_device(device: object) -> Iterator[None]:
+    current()
+    _of_thread.devices.append(device)
+    yield
+    _of_thread.devices.pop()
+
+
+class Calls:
+    """Of NCCL: by which threads, and on which streams."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+        self.streams: list[Stream] = []
+        self.before: Callable[[], object] = lambda: None
+
+    def note(self) -> None:
+        self.threads.append(threading.current_thread().name)
+        self.streams.append(current())
+        self.before()
+
+    def all_to_all(self, outputs: list[Tensor], inputs: list[Tensor], group: FakePeers, async_op: bool) -> Handle:
+        self.note()
+        assert all(tensor.dtype == torch.uint8 and tensor.dim() == 1 for tensor in outputs + inputs)
+        assert inputs[group.rank].numel() == outputs[group.rank].numel() == 0
+        return group.all_to_all(inputs, outputs)
+
+    def batch_isend_irecv(self, operations: list[SimpleNamespace]) -> list[Handle]:
+        self.note()
+        group = operations[0].group
+        sends, recvs = ({o.peer: o.tensor for o in operations if o.op is op} for op in (dist.isend, dist.irecv))
+        return [group.post(sends, recvs)]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    calls = Calls()
+    for name, stand_in in (
+        ("Event", Event),
+        ("Stream", Stream),
+        ("current_stream", current),
+        ("stream", _on_stream),
+        ("device", _on_device),
+    ):
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+
+    def operation(op: object, tensor: Tensor, peer: int, group: FakePeers) -> SimpleNamespace:
+        return SimpleNamespace(op=op, tensor=tensor, peer=peer, group=group)
+
+    for name, stand_in in (
+        ("all_to_all", calls.all_to_all),
+        ("batch_isend_irecv", calls.batch_isend_irecv),
+        ("P2POp", operation),
+        ("get_process_group_ranks", lambda group: list(range(group.size))),
+        ("destroy_process_group", lambda group: None),
+        ("is_initialized", lambda: True),
+    ):
+        monkeypatch.setattr(dist, name, stand_in)
+    return calls
+
+
+class Control(FakePeers):
+    lost: PeerLostError | None = None
+
+    def look_around(self, where: str) -> None:
+        if self.lost is not None:
+            raise self.lost
+
+    def abort(self, cause: str) -> None:
+        return
+
+
+def on_all_gpus(size: int, function: Callable[[NcclPeers], Any]) -> list[Any]:
+    """Run `function` on every rank, over NCCL's stand-in."""
+    beside = Network(size)
+
+    def one(group: FakePeers) -> Any:
+        peers = nccl_peers(group, Control(beside, group.rank))
+        try:
+            return function(peers)
+        finally:
+            peers.close()
+
+    return on_all_ranks(size, one)
+
+
+def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
+    return NcclPeers(group, control, torch.device("cpu"))  # type: ignore[arg-type]
+
+
+THREAD = "ringstrategy-communication"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 3))
+
+
+def loss_of(model: nn.Module, rank: int) -> Tensor:
+    loss: Tensor = model(torch.randn(5, 40, generator=torch.Generator().manual_seed(rank))).square().mean()
+    return loss
+
+
+@pytest.mark.parametrize("collective", [Direct(), Ring()], ids=str)
+def test_the_thread_of_the_hooks_calls_nothing_of_nccl(calls: Calls, collective: Collective) -> None:
+    size = 3
+    backward_has_ended = threading.Barrier(size)
+    hooks_are_through = threading.Event()
+
+    def one(peers: NcclPeers) -> tuple[list[Tensor], int, int | None]:
+        model, algorithm = net(), AllReduce(Identity(), collective, bucket_mb=0.004)
+        algorithm.setup(dict(model.named_parameters()), peers)
+        assert peers.stats.bytes_sent is not None
+        before, warmed = peers.stats.bytes_sent, len(peers._group.network.posts[peers.rank])  # type: ignore[union-attr]
+        backward_has_ended.wait(LIMIT)
+        calls.before = lambda: hooks_are_through.wait(LIMIT) or pytest.fail("backward waits for NCCL")
+        loss = loss_of(model, peers.rank)
+        algorithm.before_backward(loss)
+        loss.backward()
+        if backward_has_ended.wait(LIMIT) == 0:
+            hooks_are_through.set()
+        algorithm.after_backward()
+        assert peers.stats.communication_seconds > 0
+        grads = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        posts = len(peers._group.network.posts[peers.rank]) - warmed  # type: ignore[union-attr]
+        buckets = len(algorithm.launches)
+        assert buckets > 1
+        algorithm.close()
+        return grads, posts // buckets, peers.stats.bytes_sent - before
+
+    results = on_all_gpus(size, one)
+    assert set(calls.threads) == {THREAD}
+    assert {stream.priority for stream in calls.streams} == {-1}
+    expected = []
+    for rank in range(size):
+        model = net()
+        loss_of(model, rank).backward()
+        expected.append([parameter.grad for parameter in model.parameters()])
+    for grads, posts, sent in results:
+        assert posts == (2 if collective == Direct() else 2 * (size - 1))
+        assert sent
+        for grad, bits, *others in zip(grads, results[0][0], *expected, strict=True):
+            assert torch.equal(grad, bits)
+            assert torch.allclose(grad, torch.stack(others).mean(0), atol=1e-7)
+
+
+def test_setting_up_exchanges_zeros_once_as_gradients_will_travel(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
+        before = peers.stats.bytes_sent
+        algorithm.setup(dict(model.named_parameters()), peers)
+        posts = len(peers._group.network.posts[peers.rank])  # type: ignore[union-attr]
+        assert peers.stats.probe_bytes_sent > 3000
+        loss = loss_of(model, peers.rank)
+        algorithm.before_backward(loss)
+        assert all(value.eq(0).all() for _, value in algorithm.residuals())
+        addresses = {key: memory.data_ptr() for key, memory in peers._scratch.items()}
+        assert addresses
+        loss.backward()
+        algorithm.after_backward()
+        assert len(peers._group.network.posts[peers.rank]) == 2 * posts  # type: ignore[union-attr]
+        assert {key: memory.data_ptr() for key, memory in peers._scratch.items()} == addresses
+        assert peers.stats.bytes_sent != before
+        assert peers.stats.probe_bytes_sent > 0
+        algorithm.close()
+
+    on_all_gpus(2, one)
+
+
+def test_a_probe_within_a_probe_does_not_end_it() -> None:
+    stats = Stats()
+    with stats.probe():
+        with stats.probe():
+            stats.count(1, 1)
+        stats.count(2, 2)
+    stats.count(4, 4)
+    assert (stats.probe_bytes_sent, stats.bytes_sent) == (3, 4)
+
+
+def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        on, training = queue.SimpleQueue[Any](), current()
+        before = len(training.waited)
+        begin = threading.Event()
+        ticket = peers.submit(lambda: (begin.wait(LIMIT), on.put(current())), "now")  # type: ignore[arg-type]
+        assert on.empty()
+        begin.set()
+        peers.finish([ticket])
+        side = on.get(timeout=LIMIT)
+        assert side is not training
+        assert [event.on for event in side.waited] == [training]
+        assert [event.on for event in training.waited[before:]] == [side]
+
+    on_all_gpus(1, one)
+
+
+def test_an_error_comes_out_where_it_is_waited_for_and_nothing_is_sent_after_it(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        def fail() -> None:
+            raise dist.DistError("a peer is gone")
+
+        begun: list[int] = []
+        tickets = [peers.submit(fail, "at step 3"), peers.submit(lambda: begun.append(1), "at step 3")]
+        for ticket in tickets:
+            with pytest.raises(dist.DistError, match="a peer is gone"):
+                ticket.wait()
+        assert not begun
+
+    on_all_gpus(1, one)
+
+
+def test_who_waits_for_the_thread_hears_of_a_lost_peer(calls: Calls) -> None:
+    network, begin = Network(1), threading.Event()
+    control = Control(network, 0)
+    peers = nccl_peers(FakePeers(network, 0), control)
+    ticket = peers.submit(lambda: begin.wait(LIMIT) and None, "at step 3")
+    control.lost = PeerLostError(1, "b", "at step 3", "its connection closed")
+    with pytest.raises(PeerLostError, match="its connection closed"):
+        ticket.wait()
+    begin.set()
+    peers.close()
+
+
+def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> None:
+    done: list[int] = []
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
+    peers.submit(lambda: done.append(1), "at the end")
+    peers.close()
+    peers.close()
+    assert done == [1]
+    assert not any(thread.is_alive() for thread in threads)
+    with pytest.raises(RuntimeError, match="closed"):
+        peers.submit(lambda: None, "later")
+
+
+# The group
+
+
+class _Options:
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self.config = SimpleNamespace(max_ctas=None)
+
+
+@pytest.mark.parametrize("size", [2, FEW, FEW + 1])
+@pytest.mark.parametrize("beside_steps", [False, True])
+def test_the_group_has_high_priority_and_connects_at_setup(
+    monkeypatch: pytest.MonkeyPatch, size: int, beside_steps: bool
+) -> None:
+    made: dict[str, Any] = {}
+    begun: list[tuple[str, int]] = []
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
+    monkeypatch.setattr(dist, "new_group", lambda **given: made.update(given) or "the group")
+    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    monkeypatch.setattr(dist, "all_reduce", lambda values, group: begun.append((group, values.numel())))
+    monkeypatch.setattr(dist, "all_to_all", lambda outputs, inputs, group: begun.append((group, len(inputs))))
+    timeout = timedelta(seconds=7)
+    assert nccl_group(torch.device("cpu"), timeout, beside_steps=beside_steps) == "the group"  # type: ignore[comparison-overlap]
+    options = made["pg_options"]
+    assert options.is_high_priority_stream
+    assert options._timeout == made["timeout"] == timeout
+    assert (options.config.max_ctas is not None) == beside_steps
+    assert begun == [("the group", 1), ("the group", size)][: 2 if size <= FEW else 1]
+
+
+@pytest.mark.parametrize(("algorithm", "beside_steps"), [(AllReduce(), False), (Gossip(), True)])
+def test_gossip_leaves_more_of_the_gpu_to_steps(
+    monkeypatch: pytest.MonkeyPatch, algorithm: Any, beside_steps: bool
+) -> None:
+    asked: dict[str, Any] = {}
+
+    class ConnectedError(Exception):
+        pass
+
+    def connect(device: torch.device, timeout: timedelta, stats: Stats, **given: Any) -> None:
+        asked.update(given)
+        raise ConnectedError
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(session, "connect", connect)
+    with pytest.raises(ConnectedError):
+        session.Session(net(), algorithm).open(torch.device("cpu"))
+    assert asked == {"beside_steps": beside_steps}
