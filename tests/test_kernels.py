@@ -484,8 +484,9 @@ def test_a_hop_gives_the_bytes_of_the_cpu_whether_it_fuses_or_not(monkeypatch, i
     for one, other in zip(*results, strict=True):
         if dtype == torch.float32:
             assert_same(one, other)
-        else:  # sums of 16 bits are rounded once or at each step
-            assert (one.cpu().float() - other.float()).abs().max() <= (2 if one.dtype == torch.uint8 else 0.1)
+        else:  # sums of 16 bits are rounded once or at each step; a code may then be its neighbour
+            bound = 2 if one.dtype == torch.uint8 else 4 * torch.finfo(dtype).eps * heavy_tailed(numel, 1).abs().max()
+            assert (one.cpu().float() - other.float()).abs().max() <= bound
 
 
 def tensors_of_all_kinds():
