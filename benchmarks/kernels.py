@@ -20,6 +20,7 @@ from benchmarks.rows import Row
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels.reference import flips
 
 _BLOCK = 256
 _TENSORS = 300  # that pack gathers
@@ -78,27 +79,28 @@ def torch_relay(wire_in: Tensor, values: Tensor, wire: Tensor, lost: Tensor, bit
     torch_encode(values, wire, lost, bits)
 
 
-def torch_rotate(values: Tensor, flips: Tensor, matrix: Tensor, out: Tensor) -> None:
+def torch_rotate(values: Tensor, factors: Tensor, matrix: Tensor, out: Tensor) -> None:
     """The rotation as a matrix product."""
-    torch.matmul(values.view(-1, _BLOCK) * flips, matrix, out=out.view(-1, _BLOCK))
+    torch.matmul(values.view(-1, _BLOCK) * factors, matrix, out=out.view(-1, _BLOCK))
 
 
-def torch_pack(tensors: list[Tensor], flat: Tensor, residual: Tensor) -> None:
-    """Gather, scale and add in plain torch."""
+def torch_pack(tensors: list[Tensor], flat: Tensor) -> None:
+    """Gather and scale in plain torch."""
     torch.cat(tensors, out=flat)
-    flat.mul_(0.25).add_(residual)
+    flat.mul_(0.25)
 
 
 def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
     """All cases over the same buffers, and what makes the buffers as they were."""
     from ringstrategy.kernels.triton.buckets import Places, pack
     from ringstrategy.kernels.triton.decode import decode
-    from ringstrategy.kernels.triton.encode import encode, relay
+    from ringstrategy.kernels.triton.encode import encode
     from ringstrategy.kernels.triton.formats import of
     from ringstrategy.kernels.triton.rotate import rotate_
 
     original, other = torch.randn(n, device=device), torch.randn(n, device=device)
     values, lost, out = (torch.empty_like(original) for _ in range(3))
+    residual, turn = torch.zeros_like(original), signs(1)
     cases = [Case("copy", "copy", 8 * n, partial(out.copy_, values), out)]
 
     def add(work: str, nbytes: int, result: Tensor, **ways: Callable[[], object]) -> None:
@@ -107,10 +109,16 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
     for name, codec in _CODECS.items():
         fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-        encode(other, payload, fmt)
-        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, wire, fmt, lost=lost))
+        encode(other, (), payload, fmt)
+        hop = partial(encode, values, [payload], wire, fmt)
+        fed_back = partial(hop, residual=residual, lost=residual)
+        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, (), wire, fmt, lost=lost))
         add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, fmt, add=True))
-        add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(relay, payload, values, wire, fmt, lost=lost))
+        add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(hop, lost=lost))
+        add(f"relay fed back {name}", 12 * n + 2 * size, wire, triton=fed_back)
+        if codec.adds_exactly:
+            add(f"relay rotated {name}", 12 * n + 2 * size, wire, triton=partial(fed_back, signs=turn))
+            add(f"decode rotated {name}", 4 * n + size, out, triton=partial(decode, payload, out, fmt, signs=turn))
         if name in _TWINS:
             bits = _TWINS[name]
             for way, made in (("eager", _plain), ("compiled", _compiled)):
@@ -121,13 +129,13 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
                 add(f"decode {name}", 8 * n + size, out, **{way: decoded})
                 add(f"relay {name}", 8 * n + 2 * size, wire, **{way: relayed})
 
-    flips = signs(1).to(device)
+    factors = flips(turn).to(device)
     matrix = torch.eye(_BLOCK, device=device).view(-1)
-    rotate_(matrix, torch.ones_like(flips))
-    matrix = matrix.view(_BLOCK, _BLOCK)
-    add("rotate", 8 * n, values, triton=partial(rotate_, values, flips))
+    rotate_(matrix, (-1,) * 8)  # all bits are set: keeps the signs
+    matrix = matrix.view(_BLOCK, _BLOCK) * 16
+    add("rotate", 8 * n, values, triton=partial(rotate_, values, turn))
     for way, made in (("eager", _plain), ("compiled", _compiled)):
-        add("rotate", 8 * n, out, **{way: partial(made(torch_rotate), values, flips, matrix, out)})
+        add("rotate", 8 * n, out, **{way: partial(made(torch_rotate), values, factors, matrix, out)})
 
     for name, length, dtype in (
         ("pack", n // _TENSORS // 64 * 64, torch.float32),
@@ -136,12 +144,13 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
     ):
         tensors = [part.to(dtype, copy=True) for part in original.split(length)]
         places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
-        nbytes = (dtype.itemsize + 8) * n
-        packed = partial(pack, places, tensors, out, scale=0.25, residual=other)
-        add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out, other))
+        nbytes = (dtype.itemsize + 4) * n
+        packed = partial(pack, places, tensors, out, scale=0.25)
+        add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out))
 
     def reset() -> None:
         values.copy_(original)
+        residual.zero_()
         out.zero_()
 
     return cases, reset

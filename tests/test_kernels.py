@@ -18,6 +18,8 @@ from ringstrategy import AllReduce, Direct, Stats
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels import reference
+from ringstrategy.kernels.reference import flips
 from ringstrategy.transport import connect
 from ringstrategy.transport.staged import StagedPeers
 
@@ -30,7 +32,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 from ringstrategy.kernels.triton import formats
 from ringstrategy.kernels.triton.buckets import Places, pack, unpack
 from ringstrategy.kernels.triton.decode import decode
-from ringstrategy.kernels.triton.encode import encode, reduce, relay
+from ringstrategy.kernels.triton.encode import encode
 from ringstrategy.kernels.triton.rotate import rotate_
 
 from ringstrategy.kernels.engine import engine
@@ -130,7 +132,7 @@ def by_kernel(codec, values, **options):
     wire = message(codec, values.numel(), values.dtype)
     lost, decoded = torch.full_like(values, 77.0), torch.empty_like(values)
     fmt = formats.of(codec.arithmetic)
-    encode(values, wire, fmt, lost=lost, **options)
+    encode(values, (), wire, fmt, lost=lost, **options)
     decode(wire, decoded, fmt)
     return wire.cpu(), lost.cpu(), decoded.cpu()
 
@@ -212,9 +214,9 @@ def test_lost_may_be_absent_or_the_values_themselves(codec):
     values = heavy_tailed(2 * codec.block + 3)
     wire, lost, _ = by_kernel(codec, values)
     again = message(codec, values.numel())
-    encode(values, again, formats.of(codec.arithmetic))
+    encode(values, (), again, formats.of(codec.arithmetic))
     assert_same(again, wire)
-    encode(values, again, formats.of(codec.arithmetic), lost=values)
+    encode(values, (), again, formats.of(codec.arithmetic), lost=values)
     assert_same(again, wire)
     assert_same(values, lost)
 
@@ -253,7 +255,7 @@ def test_a_relay_is_a_decode_and_an_encode(codec, dtype):
         if numel == codec.block + 1:
             wire_in = random_message(codec, numel, seed=3)
         before, wire, lost = values.clone(), message(codec, numel), torch.full_like(values, 77.0)
-        relay(wire_in, values, wire, fmt, lost=lost)
+        encode(values, [wire_in], wire, fmt, lost=lost)
         assert_same(values, before)
         decode(wire_in, values, fmt, add=True)
         wire_, lost_, _ = by_kernel(codec, values)
@@ -269,14 +271,12 @@ def test_a_reduce_adds_in_order(codec, dtype):
     values = heavy_tailed(numel, 1, dtype)
     wires = [by_kernel(codec, heavy_tailed(numel, seed) * 10.0 ** (seed - 3))[0].to(DEVICE) for seed in range(2, 5)]
     wire, lost = message(codec, numel), torch.full_like(values, 77.0)
-    reduce(wires, values, wire, fmt, lost=lost)
+    encode(values, wires, wire, fmt, lost=lost)
     for payload in wires:
         decode(payload, values, fmt, add=True)
     wire_, lost_, _ = by_kernel(codec, values)
     assert_same(wire, wire_)
     assert_same(lost, lost_)
-    reduce([], values, wire, fmt)
-    assert_same(wire, wire_)
 
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
@@ -291,7 +291,7 @@ def test_stochastic_rounding(codec):
     segments, cut = [], 2 * codec.block
     for begin, end in ((0, cut), (cut, numel)):
         segment = message(codec, end - begin)
-        encode(values[begin:end].clone(), segment, fmt, seed=2**61 + 5, offset=begin)
+        encode(values[begin:end].clone(), (), segment, fmt, seed=2**61 + 5, offset=begin)
         decoded = torch.empty(end - begin, device=DEVICE)
         decode(segment, decoded, fmt)
         segments.append(decoded)
@@ -301,7 +301,7 @@ def test_stochastic_rounding(codec):
     errors = torch.empty(32, numel)
     for seed, row in enumerate(errors):
         lost = torch.empty_like(values)
-        encode(values, wire.to(DEVICE), fmt, lost=lost, seed=seed)
+        encode(values, (), wire.to(DEVICE), fmt, lost=lost, seed=seed)
         row.copy_(lost.cpu() / scales)
     assert errors.abs().max() < 1 + 1e-5
     assert errors.abs().max() > 0.9, "nearest rounding would stay below 1/2"
@@ -333,32 +333,160 @@ def dense_hadamard():
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 255, 256, 257, 11 * 256 + 5])
 def test_a_rotation_is_a_dense_hadamard_matrix(numel, dtype):
-    before, flips = heavy_tailed(numel, dtype=dtype), signs(7).to(DEVICE)
+    before, as_torch = heavy_tailed(numel, dtype=dtype), heavy_tailed(numel, dtype=dtype).cpu()
     values, whole = before.clone(), numel // 256 * 256
-    rotate_(values, flips)
+    rotate_(values, signs(7))
+    reference.rotate_(as_torch, signs(7))
+    assert_same(values, as_torch)
     expected = before.cpu().double()
-    expected[:whole] = ((expected[:whole].view(-1, 256) * signs(7)) @ dense_hadamard()).view(-1)
+    expected[:whole] = ((expected[:whole].view(-1, 256) * flips(signs(7)) * 16) @ dense_hadamard()).view(-1)
     length = expected[:whole].view(-1, 256).norm(dim=1).repeat_interleave(256)
     eps = torch.finfo(dtype).eps
     assert ((values.cpu().double() - expected)[:whole].abs() <= eps * length).all()
     assert_same(values[whole:], before[whole:])
-    rotate_(values, flips, inverse=True)
+    rotate_(values, signs(7), inverse=True)
+    reference.rotate_(as_torch, signs(7), inverse=True)
+    assert_same(values, as_torch)
     assert ((values - before).cpu().double()[:whole].abs() <= 4 * eps * length).all()
 
 
 @pytest.mark.parametrize("codec", [Gaussian(4), Sign(), BlockInt(8)], ids=str)
 def test_decoded_values_turn_back_exactly(codec):
     values = heavy_tailed(256 * 9 + 5)
-    flips = signs(3).to(DEVICE)
-    rotate_(values, flips)
+    rotate_(values, signs(3))
     decoded = by_kernel(codec, values)[2]
-    expected = decoded[: 9 * 256].view(-1, 256).double() @ dense_hadamard() * signs(3)
+    expected = decoded[: 9 * 256].view(-1, 256).double() @ dense_hadamard() * flips(signs(3)) * 16
     turned = decoded.to(DEVICE)
-    rotate_(turned, flips, inverse=True)
+    rotate_(turned, signs(3), inverse=True)
     assert_same(turned[: 9 * 256], expected.float().view(-1))
     assert (expected.float() == expected).all(), "no sum was rounded"
     Rotated(codec).restore_(decoded, 3)
     assert_same(turned, decoded)
+
+
+ROTATABLE = [
+    *(BlockInt(8), BlockInt(4, block=512), BlockInt(3, block=1024), BlockInt(2, block=8192)),
+    *(Sign(), Sign(2048), Gaussian(4), Gaussian(3, block=512), Gaussian(1, block=4096)),
+]
+PASSES = [(codec, None) for codec in SOME] + [(codec, signs(11)) for codec in ROTATABLE]
+
+
+def one_by_one(codec, values, wires, residual, turn):
+    """What `encode` does in one launch: by the torch reference where bytes are equal, else by several kernels."""
+    x, lost = values.clone(), torch.full_like(values, 77.0)
+    if residual is not None:
+        x += residual.to(x.dtype)
+    if isinstance(codec, BlockInt | BlockFloat8):
+        x, lost, wire = x.cpu(), lost.cpu(), message(codec, len(x)).cpu()
+        if turn is not None:
+            reference.rotate_(x, turn)
+        reference.encode(x, [arrived.cpu() for arrived in wires], wire, codec, lost=lost)
+        left = lost.clone()
+        if turn is not None:
+            reference.rotate_(lost, turn, inverse=True)
+    else:
+        wire = message(codec, len(x))
+        if turn is not None:
+            rotate_(x, turn)
+        encode(x, wires, wire, formats.of(codec.arithmetic), lost=lost)
+        left = lost.clone()
+        if turn is not None:
+            rotate_(lost, turn, inverse=True)
+    return wire, torch.where(left == 77, left, lost)
+
+
+@pytest.mark.parametrize(("codec", "turn"), PASSES, ids=lambda each: str(each) if not isinstance(each, tuple) else "")
+@pytest.mark.parametrize(
+    ("residual", "count"),
+    [(None, 1), (torch.float32, 0), (torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 3)],
+    ids=str,
+)
+def test_residual_rotation_sum_and_what_is_lost_in_one_pass(codec, turn, residual, count):
+    fmt = formats.of(codec.arithmetic)
+    sizes = [codec.block, 2 * codec.block + min(codec.block - 1, 255)]
+    cases = [heavy_tailed(numel, seed=numel) for numel in sizes]
+    if codec.block <= 256:
+        cases += [awkward(codec.block), heavy_tailed(codec.block - 1)]
+    for values in cases:
+        numel, before = len(values), values.clone()
+        wires = [by_kernel(codec, heavy_tailed(numel, seed))[0].to(DEVICE) for seed in range(2, 2 + count)]
+        rest = None if residual is None else heavy_tailed(numel, 9).to(residual)
+        wire, lost = message(codec, numel, fill=9), torch.full_like(values, 77.0)
+        encode(values, wires, wire, fmt, residual=rest, signs=turn, lost=lost)
+        wire_, lost_ = one_by_one(codec, values, wires, rest, turn)
+        assert_same(values, before)
+        assert_same(wire, wire_)
+        assert_same(lost, lost_)
+        assert (lost != 77).any() or not values.isfinite().all()
+
+        again = message(codec, numel)
+        encode(values, wires, again, fmt, residual=rest, signs=turn)
+        assert_same(again, wire_)
+        if residual == torch.float32:  # what is lost may take its place
+            kept = torch.where(lost_.to(DEVICE) == 77, rest, lost)
+            encode(values, wires, again, fmt, residual=rest, signs=turn, lost=rest)
+            assert_same(again, wire_)
+            assert_same(rest, kept)
+
+        for add in (False, True):
+            out, expected = values.clone(), torch.empty_like(values).cpu()
+            decode(wire, out, fmt, signs=turn, add=add)
+            reference.decode(wire.cpu(), expected, codec)
+            if turn is not None:
+                reference.rotate_(expected, turn, inverse=True)
+            assert_same(out, expected + values.cpu() if add else expected)
+
+
+def test_another_seed_is_another_rotation_and_each_sign_counts():
+    codec, values = BlockInt(8), heavy_tailed(256)
+    fmt, wire = formats.of(codec.arithmetic), message(codec, 256)
+    sent = set()
+    for word in range(8):
+        for bit in (0, 13, 31):
+            turn = list(signs(5))
+            turn[word] ^= -(1 << 31) if bit == 31 else 1 << bit
+            encode(values, (), wire, fmt, signs=tuple(turn))
+            expected = values.cpu().clone()
+            reference.rotate_(expected, tuple(turn))
+            assert_same(wire, by_codec(codec, expected)[0])
+            sent.add(bytes(wire.tolist()))
+    assert len(sent) == 24
+
+
+@pytest.mark.parametrize(
+    ("inner", "numel", "dtype", "fuses"),
+    [
+        (BlockInt(8), 5 * 256 + 17, torch.float32, True),
+        (BlockInt(8, block=1024), 2 * 1024 + 255, torch.float32, True),
+        (BlockInt(8, block=1024), 2 * 1024 + 600, torch.float32, False),  # of the short block 512 values are rotated
+        (BlockInt(8, block=768), 3 * 768 + 17, torch.float32, False),
+        (BlockInt(8), 5 * 256 + 17, torch.bfloat16, False),
+    ],
+    ids=str,
+)
+def test_a_hop_gives_the_bytes_of_the_cpu_whether_it_fuses_or_not(monkeypatch, inner, numel, dtype, fuses):
+    codec, results, triton_engine = Rotated(inner), [], engine(torch.device("cuda"))
+    for kernels in (True, False):
+        device = DEVICE if kernels else torch.device("cpu")
+        if kernels:
+            monkeypatch.setattr("ringstrategy.codecs.blocked.engine", lambda device: triton_engine)
+            monkeypatch.setattr("ringstrategy.codecs.rotated.engine", lambda device: triton_engine)
+            assert inner.fuses(torch.empty(numel, dtype=dtype, device=DEVICE), rotated=True) == fuses
+        else:
+            monkeypatch.undo()
+        values, rest = (heavy_tailed(numel, seed, dtype).to(device) for seed in (1, 2))
+        arrived = [by_codec(inner, heavy_tailed(numel, seed))[0].to(device) for seed in (3, 4)]
+        wire = torch.empty(codec.nbytes(numel, dtype), dtype=torch.uint8, device=device)
+        codec.hop(arrived, values, wire, residual=rest, lost=rest, seed=6, own_seed=7)
+        out = torch.ones(numel, dtype=dtype, device=device)
+        codec.deliver(wire, out, seed=6, add=True)
+        results.append((wire, rest, out))
+    for one, other in zip(*results, strict=True):
+        if dtype == torch.float32:
+            assert_same(one, other)
+        else:  # sums of 16 bits are rounded once or at each step; a code may then be its neighbour
+            bound = 2 if one.dtype == torch.uint8 else 4 * torch.finfo(dtype).eps * heavy_tailed(numel, 1).abs().max()
+            assert (one.cpu().float() - other.float()).abs().max() <= bound
 
 
 def tensors_of_all_kinds():
@@ -380,34 +508,24 @@ def in_memory_order(tensor):
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-@pytest.mark.parametrize("flips", [None, signs(9)], ids=["plain", "rotated"])
-@pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16], ids=str)
-def test_pack_and_unpack(residual, flips):
+def test_pack_and_unpack():
     tensors = tensors_of_all_kinds()
     places = Places([tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors], DEVICE)
     missing = {2, 7, len(tensors) - 1}
     given = [None if i in missing else tensor for i, tensor in enumerate(tensors)]
-    rest = None if residual is None else heavy_tailed(places.numel, dtype=residual)
-    flips = None if flips is None else flips.to(DEVICE)
     flat = torch.full((places.numel,), 77.0, device=DEVICE)
-    pack(places, given, flat, scale=1 / 3, residual=rest, signs=flips)
+    pack(places, given, flat, scale=1 / 3)
 
     columns = [
         torch.zeros(tensor.numel(), device=DEVICE) if i in missing else in_memory_order(tensor).float() * (1 / 3)
         for i, tensor in enumerate(tensors)
     ]
     expected = torch.cat(columns)
-    if rest is not None:
-        expected += rest.float()
-    if flips is not None:
-        rotate_(expected, flips)
     assert_same(flat, expected)
 
     back = [None if i in missing else torch.full_like(tensor, 77.0) for i, tensor in enumerate(tensors)]
-    unpack(places, flat, back, signs=flips)
+    unpack(places, flat, back)
     assert_same(flat, expected)
-    if flips is not None:
-        rotate_(expected, flips, inverse=True)
     for tensor, part in zip(back, expected.split(places.numels), strict=True):
         if tensor is not None:
             assert_same(in_memory_order(tensor), part.to(tensor.dtype))
@@ -502,7 +620,7 @@ def test_more_values_than_32_bits_count():
     values = torch.zeros(numel, device=DEVICE)
     values[-300:] = heavy_tailed(300)
     wire = message(codec, numel)
-    encode(values, wire, formats.of(codec.arithmetic), lost=values)
+    encode(values, (), wire, formats.of(codec.arithmetic), lost=values)
     decode(wire, values, formats.of(codec.arithmetic), add=True)
     assert not values[:-512].any()
     assert torch.allclose(values[-300:].cpu(), heavy_tailed(300).cpu(), rtol=0, atol=1e-6)

@@ -15,14 +15,15 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from ringstrategy.kernels.triton.buckets import _pack_kernel, _unpack_kernel
+from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
 from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
 from ringstrategy.kernels.triton.formats import LAUNCH, of
-from ringstrategy.kernels.triton.rotate import ROWS, _rotate_kernel
+from ringstrategy.kernels.triton.rotate import _ROWS, NO_SIGNS, _rotate_kernel
 from triton.backends.compiler import GPUTarget
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
+from ringstrategy.codecs.rotated import signs
 
 OLD = triton.__version__ < "3.6"  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)
 TARGETS = {
@@ -40,57 +41,81 @@ CODECS = {
     "e5m2": BlockFloat8("e5m2"),
     "sign": Sign(),
     "gaussian4": Gaussian(4),
+    "gaussian4 in 1024": Gaussian(4, block=1024),
+    "int8 in 8192": BlockInt(8, block=8192),
 }
 F32, I64, I32, U8 = torch.float32, torch.int64, torch.int32, torch.uint8
 N, SEED = 2**20 + 3, 2**60 + 7
 
-ENCODE = {"encode": None, "relay": U8, "reduce": I64}  # dtype of the payloads
+PAYLOADS = {"encode": None, "relay": U8, "reduce": I64}  # their dtype
+HALVES = {"of float16": torch.float16, "of bfloat16": torch.bfloat16}
+FED_BACK, HALF_FED_BACK = "fed back", "fed back in bfloat16"
+# target, kernel, codec, then what else: the values' dtype, "rotated", how errors are fed back, "of one value"
 CASES = [
     *(("sm_90", "encode", name) for name in CODECS),
     *(("sm_90", kernel, name) for kernel in ("relay", "reduce") for name in ("int8", "sign")),
     *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
-    *(("sm_90", kernel, "rotated") for kernel in ("pack", "unpack", "rotate")),
-    ("sm_90", "pack", "plain"),
-    *(("sm_90", kernel, "int8 of one value") for kernel in ("encode", "relay", "decode")),
-    *(("sm_90", "encode", f"{name} losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
-    *(("sm_90", "relay", f"{name} losing nothing") for name in ("int8", "e4m3")),
-    *(("sm_90", "reduce", f"{name} losing nothing") for name in ("gaussian4", "sign")),
-    ("sm_90", "encode", "int8 of bfloat16"),
-    ("sm_90", "decode", "int8 of float16"),
+    *(("sm_90", kernel) for kernel in ("pack", "unpack", "rotate")),
+    *(("sm_90", kernel, "int8", "of one value") for kernel in ("encode", "relay", "decode")),
+    *(("sm_90", "encode", name, "losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
+    *(("sm_90", "relay", name, "losing nothing") for name in ("int8", "e4m3")),
+    *(("sm_90", "reduce", name, "losing nothing") for name in ("gaussian4", "sign")),
+    *(("sm_90", "relay", name, FED_BACK) for name in CODECS),
+    *(("sm_90", "relay", name, HALF_FED_BACK) for name in ("int8", "e4m3")),
+    *(
+        ("sm_90", kernel, name, "rotated", FED_BACK)
+        for kernel in ("encode", "relay", "reduce")
+        for name in ("int8", "sign", "gaussian4", "gaussian4 in 1024", "int8 in 8192")
+    ),
+    *(("sm_90", "relay", name, "rotated", "losing nothing") for name in ("int8", "sign", "gaussian4")),
+    *(("sm_90", "decode", name, "rotated") for name in ("int8", "sign", "gaussian4", "gaussian4 in 1024")),
+    ("sm_90", "encode", "int8", "of bfloat16"),
+    ("sm_90", "decode", "int8", "of float16"),
     ("sm_80", "encode", "e4m3"),
     ("sm_80", "relay", "int4"),
-    ("sm_80", "pack", "rotated"),
+    ("sm_80", "relay", "e4m3", FED_BACK),
+    ("sm_80", "reduce", "gaussian4", "rotated", FED_BACK),
+    ("sm_80", "relay", "sign", "rotated", HALF_FED_BACK),
+    ("sm_80", "decode", "gaussian4", "rotated"),
+    ("sm_80", "pack"),
     ("gfx942", "encode", "int8"),
     ("gfx942", "relay", "gaussian4"),
     ("gfx942", "reduce", "int4"),
+    ("gfx942", "relay", "int8", FED_BACK),
+    ("gfx942", "reduce", "gaussian4", "rotated", FED_BACK),
+    ("gfx942", "relay", "sign", "rotated", FED_BACK),
     ("gfx942", "decode", "e4m3"),
-    ("gfx942", "pack", "rotated"),
-    ("gfx942", "unpack", "plain"),
+    ("gfx942", "decode", "gaussian4", "rotated"),
+    ("gfx942", "pack"),
+    ("gfx942", "unpack"),
 ]
 
 
-def compiled(target, kernel, case, monkeypatch):
+def compiled(monkeypatch, target, kernel, codec=None, *options):
     """What a launch on that device would run, by way of the launcher's own binder."""
     driver = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: TARGETS[target]
     )
-    options = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
-    signs = F32 if case == "rotated" else None
-    codec = CODECS.get(re.sub(" (of|losing) .*", "", case))
-    fmt = codec and of(codec.arithmetic)
-    lost = None if case.endswith("losing nothing") else F32
-    n = 1 if case.endswith("of one value") else N
-    kind = getattr(torch, case.split()[-1]) if "float16" in case else F32
+    launch = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
+    turn = signs(SEED) if "rotated" in options else NO_SIGNS
+    fmt = codec and of(CODECS[codec].arithmetic)
+    n = 1 if "of one value" in options else N
+    kind = next((dtype for option, dtype in HALVES.items() if option in options), F32)
+    residual = {FED_BACK: F32, HALF_FED_BACK: torch.bfloat16}.get(options[-1] if options else "")
+    lost = None if "losing nothing" in options else kind
     jitted, arguments = {
-        "decode": (_decode_kernel, (U8, kind, kind, n, fmt, 2)),
-        "pack": (_pack_kernel, (I64, I64, I32, I32, F32, F32, signs, N, 0.25, ROWS)),
-        "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, signs, N, ROWS)),
-        "rotate": (_rotate_kernel, (F32, F32, N, ROWS, False)),
-    }.get(kernel) or (_encode_kernel, (kind, ENCODE[kernel], U8, lost and kind, n, 3, SEED, 2**33, fmt, 16))
+        "decode": (_decode_kernel, (U8, kind, kind, n, *turn, fmt, 2)),
+        "pack": (_pack_kernel, (I64, I64, I32, I32, F32, N, 0.25, _SPAN)),
+        "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, N, _SPAN)),
+        "rotate": (_rotate_kernel, (F32, N, *signs(SEED), _ROWS, False)),
+    }.get(kernel) or (
+        _encode_kernel,
+        (kind, residual, PAYLOADS[kernel], U8, lost, n, 3, SEED, 2**33, *turn, fmt, 16),
+    )
     jitted.device_caches.clear()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
     try:
-        return jitted.warmup(*arguments, grid=(1,), **options)
+        return jitted.warmup(*arguments, grid=(1,), **launch)
     finally:
         jitted.device_caches.clear()
 
@@ -100,9 +125,10 @@ def tool(name, cubin, *options):
     return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize(("target", "kernel", "case"), CASES)
-def test_it_compiles_without_spills(target, kernel, case, monkeypatch, tmp_path, capsys):
-    asm = compiled(target, kernel, case, monkeypatch).asm
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
+    target, kernel = case[:2]
+    asm = compiled(monkeypatch, *case).asm
     if target == "gfx942":
         used = {name: int(count) for name, count in re.findall(r"\.([sv]gpr_\w+):\s*(\d+)", asm["amdgcn"])}
         spilled = used["vgpr_spill_count"] + used["sgpr_spill_count"]
@@ -118,10 +144,24 @@ def test_it_compiles_without_spills(target, kernel, case, monkeypatch, tmp_path,
         assert "fma" not in asm["ptx"], "each operation rounds"
         assert "div.full" not in asm["ptx"], "1/s is the correctly rounded quotient"
         sass = tool("nvdisasm", cubin, "-c")
-        wide = "float16" not in case
+        wide = not HALVES.keys() & set(case)
         assert "LDG.E.128" in sass or kernel == "decode" or not wide, "float32 is read 16 bytes a thread"
-        writes = wide and not case.endswith("losing nothing")
+        writes = wide and "losing nothing" not in case
         assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
     with capsys.disabled():
-        print(f"\n{target} {kernel} {case}: {registers} registers")
+        print(f"\n{' '.join(case)}: {registers} registers")
     assert spilled == 0
+
+
+@pytest.mark.parametrize("kernel", ["rotate", "encode", "decode"])
+def test_no_seed_and_no_length_is_a_reason_to_compile_again(kernel, monkeypatch):
+    # 1 would be a constant, multiples of 16 a hint
+    jitted = {"rotate": _rotate_kernel, "encode": _encode_kernel, "decode": _decode_kernel}[kernel]
+    keys = set()
+    monkeypatch.setattr(jitted, "_do_compile", lambda key, *rest, **more: keys.add(key))
+    turns = [tuple(range(8)), (1,) * 8, (0,) * 8, (16,) * 8, (-1,) * 8, (-(2**31),) * 8, (2**31 - 1,) * 8, signs(SEED)]
+    for n, turn in zip([N, 1, 16, 3, N, 5, 7, 2048], turns, strict=True):
+        monkeypatch.setattr(f"{__name__}.N", n)
+        monkeypatch.setattr(f"{__name__}.signs", lambda seed, turn=turn: turn)
+        compiled(monkeypatch, "sm_90", kernel, None if kernel == "rotate" else "gaussian4", "rotated")
+    assert len(keys) == 1

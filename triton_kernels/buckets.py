@@ -1,4 +1,4 @@
-"""Gather scattered tensors into one flat bucket and scatter them back, each in one launch, cast, scaled and rotated."""
+"""Gather scattered tensors into one flat bucket and scatter them back, each in one launch, cast and scaled."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .formats import LAUNCH
-from .rotate import LENGTH, ROWS, check_signs, rotated
 from .tables import table
 
-_SPAN = ROWS * LENGTH  # elements of the bucket that a program works on
+_SPAN = 2048  # elements of the bucket that a program works on
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -74,8 +73,8 @@ def _place(addresses, edges, kinds, i, begin, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _read(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    at = tl.arange(0, ROWS)[:, None] * 256 + tl.arange(0, 256)[None, :]
+def _read(x, place, start, stop, whole, DTYPE: tl.constexpr, SPAN: tl.constexpr):
+    at = tl.arange(0, SPAN)
     if whole:
         x = tl.load(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + at).to(tl.float32)
     else:
@@ -85,8 +84,8 @@ def _read(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr)
 
 
 @triton.jit
-def _write(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr):
-    at = tl.arange(0, ROWS)[:, None] * 256 + tl.arange(0, 256)[None, :]
+def _write(x, place, start, stop, whole, DTYPE: tl.constexpr, SPAN: tl.constexpr):
+    at = tl.arange(0, SPAN)
     if whole:
         tl.store(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + at, x.to(DTYPE))
     else:
@@ -94,121 +93,88 @@ def _write(x, place, start, stop, whole, DTYPE: tl.constexpr, ROWS: tl.constexpr
 
 
 @triton.jit
-def _pack_kernel(addresses, edges, kinds, ranges, flat, residual, signs, n, scale, ROWS: tl.constexpr):
-    """flat = rotated(tensors * scale + residual), each operation rounded to float32.
+def _pack_kernel(addresses, edges, kinds, ranges, flat, n, scale, SPAN: tl.constexpr):
+    """flat = tensors * scale.
 
-    A program owns ROWS * 256 elements of the bucket and walks over the tensors that they belong to. Reads 2 or 4
-    (tensors) and 0, 2 or 4 (residual), writes 4 bytes an element.
+    A program owns SPAN elements of the bucket and walks over the tensors that they belong to. Reads 2 or 4, writes 4
+    bytes an element.
     """
     program = tl.program_id(0)
-    begin = program.to(tl.int64) * (ROWS * 256)
-    row = tl.arange(0, ROWS)[:, None]
-    at = row * 256 + tl.arange(0, 256)[None, :]
-    x = tl.zeros([ROWS, 256], tl.float32)
+    begin = program.to(tl.int64) * SPAN
+    at = tl.arange(0, SPAN)
+    x = tl.zeros([SPAN], tl.float32)
     for i in range(tl.load(ranges + program), tl.load(ranges + tl.num_programs(0) + program)):
-        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, ROWS * 256)
+        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, SPAN)
         if address != 0:
             kind = tl.load(kinds + i)
             if kind == 0:
-                x = _read(x, place, start, stop, whole, tl.float32, ROWS)
+                x = _read(x, place, start, stop, whole, tl.float32, SPAN)
             elif kind == 1:
-                x = _read(x, place, start, stop, whole, tl.float16, ROWS)
+                x = _read(x, place, start, stop, whole, tl.float16, SPAN)
             else:
-                x = _read(x, place, start, stop, whole, tl.bfloat16, ROWS)
+                x = _read(x, place, start, stop, whole, tl.bfloat16, SPAN)
     x *= scale
     left = n - begin
-    if left >= ROWS * 256:
-        if residual is not None:
-            x += tl.load(residual + begin + at).to(tl.float32)
-        if signs is not None:
-            x = rotated(x, signs, ROWS, False)
+    if left >= SPAN:
         tl.store(flat + begin + at, x)
     else:
-        if residual is not None:
-            x += tl.load(residual + begin + at, mask=at < left, other=0.0).to(tl.float32)
-        if signs is not None:
-            x = tl.where(row < left // 256, rotated(x, signs, ROWS, False), x)
         tl.store(flat + begin + at, x, mask=at < left)
 
 
 @triton.jit
-def _unpack_kernel(addresses, edges, kinds, ranges, flat, signs, n, ROWS: tl.constexpr):
-    """tensors = flat, or flat rotated back, rounded to their dtypes.
+def _unpack_kernel(addresses, edges, kinds, ranges, flat, n, SPAN: tl.constexpr):
+    """tensors = flat, rounded to their dtypes.
 
     Reads 4, writes 2 or 4 bytes an element; see `_pack_kernel`.
     """
     program = tl.program_id(0)
-    begin = program.to(tl.int64) * (ROWS * 256)
-    row = tl.arange(0, ROWS)[:, None]
-    at = row * 256 + tl.arange(0, 256)[None, :]
+    begin = program.to(tl.int64) * SPAN
+    at = tl.arange(0, SPAN)
     left = n - begin
-    if left >= ROWS * 256:
-        x = tl.load(flat + begin + at)
-        if signs is not None:
-            x = rotated(x, signs, ROWS, True)
-    else:
-        x = tl.load(flat + begin + at, mask=at < left, other=0.0)
-        if signs is not None:
-            x = tl.where(row < left // 256, rotated(x, signs, ROWS, True), x)
+    x = tl.load(flat + begin + at) if left >= SPAN else tl.load(flat + begin + at, mask=at < left, other=0.0)
     for i in range(tl.load(ranges + program), tl.load(ranges + tl.num_programs(0) + program)):
-        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, ROWS * 256)
+        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, SPAN)
         if address != 0:
             kind = tl.load(kinds + i)
             if kind == 0:
-                _write(x, place, start, stop, whole, tl.float32, ROWS)
+                _write(x, place, start, stop, whole, tl.float32, SPAN)
             elif kind == 1:
-                _write(x, place, start, stop, whole, tl.float16, ROWS)
+                _write(x, place, start, stop, whole, tl.float16, SPAN)
             else:
-                _write(x, place, start, stop, whole, tl.bfloat16, ROWS)
+                _write(x, place, start, stop, whole, tl.bfloat16, SPAN)
 
 
-def pack(
-    places: Places,
-    tensors: Sequence[Tensor | None],
-    flat: Tensor,
-    *,
-    scale: float = 1.0,
-    residual: Tensor | None = None,
-    signs: Tensor | None = None,
-) -> None:
-    """Write `tensors * scale + residual`, rotated if there are `signs`, to `flat`.
+def pack(places: Places, tensors: Sequence[Tensor | None], flat: Tensor, *, scale: float = 1.0) -> None:
+    """Write `tensors * scale` to `flat`.
 
     Args:
         places: of the tensors in the bucket.
         tensors: dense, elements taken in the order of memory; None: zeros.
         flat: float32 (places.numel,).
         scale: rounded to float32.
-        residual: float32 or bfloat16 (places.numel,).
-        signs: of `rotate_`.
     """
-    _check_flat(places, flat, signs)
-    if residual is not None:
-        assert (residual.shape, residual.device) == (flat.shape, flat.device)
-        assert residual.is_contiguous()
+    _check_flat(places, flat)
     if places.numel == 0:
         return
     with torch.cuda.device_of(flat):
         addresses = places.addresses(tensors)
         _pack_kernel[(places.programs,)](
-            addresses, places.edges, places.kinds, places.ranges, flat, residual, signs, places.numel, float(scale),
-            ROWS, **LAUNCH,
-        )  # fmt: skip
+            addresses, places.edges, places.kinds, places.ranges, flat, places.numel, float(scale), _SPAN, **LAUNCH
+        )
 
 
-def unpack(places: Places, flat: Tensor, tensors: Sequence[Tensor | None], *, signs: Tensor | None = None) -> None:
-    """Write `flat` (left as it is), rotated back if there are `signs`, to the tensors that are not None. See `pack`."""
-    _check_flat(places, flat, signs)
+def unpack(places: Places, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+    """Write `flat` (left as it is) to the tensors that are not None. See `pack`."""
+    _check_flat(places, flat)
     if places.numel == 0:
         return
     with torch.cuda.device_of(flat):
         addresses = places.addresses(tensors)
         _unpack_kernel[(places.programs,)](
-            addresses, places.edges, places.kinds, places.ranges, flat, signs, places.numel, ROWS, **LAUNCH
-        )  # fmt: skip
+            addresses, places.edges, places.kinds, places.ranges, flat, places.numel, _SPAN, **LAUNCH
+        )
 
 
-def _check_flat(places: Places, flat: Tensor, signs: Tensor | None) -> None:
+def _check_flat(places: Places, flat: Tensor) -> None:
     assert (flat.shape, flat.dtype, flat.device) == ((places.numel,), torch.float32, places.edges.device)
     assert flat.is_contiguous()
-    if signs is not None:
-        check_signs(signs, flat.device)

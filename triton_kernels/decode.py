@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .formats import LAUNCH, Format
+from .rotate import NO_SIGNS, rotate_tiles
 from .tiles import (
     code_pointer,
     header_pointers,
@@ -47,43 +50,55 @@ def add_tiles(tiles, others):
     return total
 
 
-@triton.jit(do_not_specialize=["n"])  # n == 1 would be a constant
-def _decode_kernel(wire, values, out, n, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
-    """out = values + decoded, or only the decoded values without `values`.
+@triton.jit(do_not_specialize=["n", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
+def _decode_kernel(
+    wire, values, out, n, s0, s1, s2, s3, s4, s5, s6, s7, FORMAT: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """out = values + R^-1 decoded, or only the latter without `values`; R as in `_encode_kernel`.
 
     Reads bits/8 + headers/block (and 4 of `values`) and writes 4 bytes an element of float32.
     """
+    signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     first = tl.program_id(0).to(tl.int64) * FORMAT.rows
     if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
-        _decode_rows(wire, values, out, n, first, FORMAT, ALIGN, True)
+        _decode_rows(wire, values, out, n, signs, first, FORMAT, ALIGN, True)
     else:
-        _decode_rows(wire, values, out, n, first, FORMAT, ALIGN, False)
+        _decode_rows(wire, values, out, n, signs, first, FORMAT, ALIGN, False)
 
 
 @triton.jit
-def _decode_rows(wire, values, out, n, first, FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr):
+def _decode_rows(
+    wire, values, out, n, signs, first, FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr
+):  # fmt: skip
     begin = first * FORMAT.block
     length, span = shape_rows(n - begin, FORMAT, WHOLE)
     inside = mask_runs(span, FORMAT, WHOLE)
     exists = mask_tiles(inside, length, span, FORMAT, WHOLE)
     tiles = decode_tiles(wire, n, first, inside, span, FORMAT, ALIGN)
+    if signs[0] is not None:
+        tiles = rotate_tiles(tiles, length, signs, True, FORMAT, WHOLE)
     if values is not None:
         tiles = add_tiles(load_tiles(values + begin, exists, span, FORMAT), tiles)
     store_tiles(out + begin, tiles, exists, span, FORMAT)
 
 
-def decode(wire: Tensor, out: Tensor, fmt: Format, *, add: bool = False) -> None:
-    """Write the values in `wire` to `out`, or with `add`, add them.
+def decode(wire: Tensor, out: Tensor, fmt: Format, *, signs: Sequence[int] | None = None, add: bool = False) -> None:
+    """Write the values in `wire`, rotated back if there are `signs`, to `out`, or with `add`, add them: one launch.
 
     Args:
         wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes.
         out: float32, float16 or bfloat16 (n,); rounded once from float32.
-        fmt: the codec.
+        fmt: the codec; one that `rotates` if there are signs.
+        signs: as those of `encode`.
         add: to what `out` holds.
     """
     fmt.check(out, wire)
+    if signs is not None:
+        fmt.check_rotation(out)
     n = out.numel()
     if n == 0:
         return
     with torch.cuda.device_of(out):
-        _decode_kernel[fmt.grid(n)](wire, out if add else None, out, n, fmt, fmt.align(n), **LAUNCH)
+        _decode_kernel[fmt.grid(n)](
+            wire, out if add else None, out, n, *(signs or NO_SIGNS), fmt, fmt.align(n), **LAUNCH
+        )

@@ -1,4 +1,4 @@
-"""Values to bytes: scale, quantize, pack and keep what was lost in one pass, after adding any number of payloads."""
+"""Values to bytes in one pass: residual, rotation, payloads added, scale, codes, and what was lost, rotated back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .decode import decode_tiles
+from .decode import add_tiles, decode_tiles
 from .formats import LAUNCH, Format
+from .rotate import NO_SIGNS, rotate_tiles
 from .tables import table
 from .tiles import (
     code_pointer,
@@ -24,24 +25,29 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "count", "seed", "place"])  # n == 1 would be a constant
-def _encode_kernel(values, payloads, wire, lost, n, count, seed, place, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
-    """x = values + payloads decoded; wire = headers and codes of x; lost = x - decoded wire.
+@triton.jit(do_not_specialize=["n", "count", "seed", "place", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
+def _encode_kernel(
+    values, residual, payloads, wire, lost, n, count, seed, place, s0, s1, s2, s3, s4, s5, s6, s7,
+    FORMAT: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """x = R (values + residual) + payloads decoded; wire = headers and codes of x; lost = R^-1 (x - decoded wire).
 
-    `payloads` is None, one message (uint8) or the addresses of `count` messages (int64), added in this order, each sum
-    rounded to the dtype of `values`. Reads 4 + payloads * (bits/8 + headers/block), writes 4 (lost) + bits/8 +
+    R is the rotation of each 256 by the signs s0 to s7, or nothing if these are None. `payloads` is None, one message
+    (uint8) or the addresses of `count` messages (int64), added in this order, each sum rounded to the dtype of
+    `values`. Reads 4 + residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost (0 or 4) + bits/8 +
     headers/block bytes an element of float32.
-    """
+    """  # what changes from call to call is not specialized: 1 would be a constant, and compiled for
+    signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     first = tl.program_id(0).to(tl.int64) * FORMAT.rows
     if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
-        _encode_rows(values, payloads, wire, lost, n, count, seed, place, first, FORMAT, ALIGN, True)
+        _encode_rows(values, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, True)
     else:
-        _encode_rows(values, payloads, wire, lost, n, count, seed, place, first, FORMAT, ALIGN, False)
+        _encode_rows(values, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, False)
 
 
 @triton.jit
 def _encode_rows(
-    values, payloads, wire, lost, n, count, seed, place, first,
+    values, residual, payloads, wire, lost, n, count, seed, place, signs, first,
     FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     begin = first * FORMAT.block
@@ -50,6 +56,10 @@ def _encode_rows(
     inside = mask_runs(span, FORMAT, WHOLE)
     exists = mask_tiles(inside, length, span, FORMAT, WHOLE)
     tiles = load_tiles(values + begin, exists, span, FORMAT)
+    if residual is not None:
+        tiles = add_tiles(tiles, load_tiles(residual + begin, exists, span, FORMAT))
+    if signs[0] is not None:
+        tiles = rotate_tiles(tiles, length, signs, False, FORMAT, WHOLE)
     if payloads is not None:
         if payloads.dtype.element_ty == tl.uint8:
             decoded = decode_tiles(payloads, n, first, inside, span, FORMAT, ALIGN)
@@ -79,6 +89,8 @@ def _encode_rows(
         tl.store(minima, minimum, mask=there)
     store_codes(code_pointer(wire, blocks, first, FORMAT, ALIGN), sent, inside, span, FORMAT)
     if lost is not None:
+        if signs[0] is not None:
+            rest = rotate_tiles(rest, length, signs, True, FORMAT, WHOLE)
         store_tiles(lost + begin, rest, kept, span, FORMAT)
 
 
@@ -92,75 +104,53 @@ def _add_rounded(tiles, decoded, exists, DTYPE: tl.constexpr):
 
 
 def encode(
-    values: Tensor, wire: Tensor, fmt: Format, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
+    values: Tensor,
+    wires: Sequence[Tensor],
+    wire: Tensor,
+    fmt: Format,
+    *,
+    residual: Tensor | None = None,
+    signs: Sequence[int] | None = None,
+    lost: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
 ) -> None:
-    """Write `values` to `wire`, and `values - decoded` to `lost`, except where a block is not finite.
+    """Write the sum of `values` and then `wires`, in that order, to `wire`, and what that loses to `lost`: one launch.
+
+    The bytes are those of adding the residual, rotating, decoding each of the wires with `add=True`, and encoding; only
+    where a block is not finite, `lost` stays as it was.
 
     Args:
-        values: float32, float16 or bfloat16 (n,).
-        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes.
-        fmt: the codec.
-        lost: like `values`, or `values` itself.
+        values: float32, float16 or bfloat16 (n,); stay as they are. Float32 if there is a residual or a rotation.
+        wires: messages of n values, from multiples of 16 bytes.
+        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes; may be one of `wires`.
+        fmt: the codec; one that `rotates` if there are signs.
+        residual: float32, float16 or bfloat16 (n,), added to the values first.
+        signs: of a rotation of both; see `rotate_`. With them n is a multiple of the block, or less than 256 above one.
+        lost: like `values`, rotated back; may be the values or the residual.
         seed: of stochastic rounding.
         offset: place of the first value in its bucket, whole blocks from the start; stochastic rounding depends on it.
     """
-    _launch(values, None, 0, wire, fmt, lost, seed, offset)
-
-
-def relay(
-    wire_in: Tensor,
-    values: Tensor,
-    wire_out: Tensor,
-    fmt: Format,
-    *,
-    lost: Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-) -> None:
-    """One hop of a ring: encode `values + decoded wire_in` into `wire_out`; `values` stay as they are. See `encode`.
-
-    The bytes are those of `decode(wire_in, values, add=True)` and then `encode`. `wire_out` may be `wire_in`.
-    """
-    fmt.check(values, wire_in)
-    _launch(values, wire_in, 1, wire_out, fmt, lost, seed, offset)
-
-
-def reduce(
-    wires: Sequence[Tensor],
-    values: Tensor,
-    wire_out: Tensor,
-    fmt: Format,
-    *,
-    lost: Tensor | None = None,
-    seed: int = 0,
-    offset: int = 0,
-) -> None:
-    """The owner's hop of `Direct`: encode the sum of `values` and then `wires`, in that order. See `relay`."""
-    fmt.check(values, *wires)
-    with torch.cuda.device_of(values):
-        sources = table([wire.data_ptr() for wire in wires], values.device) if wires else None
-    _launch(values, sources, len(wires), wire_out, fmt, lost, seed, offset)
-
-
-def _launch(
-    values: Tensor,
-    payloads: Tensor | None,
-    count: int,
-    wire: Tensor,
-    fmt: Format,
-    lost: Tensor | None,
-    seed: int,
-    offset: int,
-) -> None:
-    fmt.check(values, wire)
+    fmt.check(values, *wires, wire)
     assert offset % fmt.block == 0, f"offset {offset} is not at the edge of a block of {fmt.block}"
+    n = values.numel()
+    if residual is not None:
+        fmt.check(residual)
+        assert (residual.numel(), values.dtype) == (n, torch.float32)
+    if signs is not None:
+        fmt.check_rotation(values)
     if lost is not None:
         fmt.check(lost)
-        assert (lost.numel(), lost.dtype) == (values.numel(), values.dtype)
-    n = values.numel()
+        assert (lost.numel(), lost.dtype) == (n, values.dtype)
     if n == 0:
         return
     with torch.cuda.device_of(values):
+        payloads = None
+        if len(wires) == 1:  # needs no table
+            payloads = wires[0]
+        elif wires:
+            payloads = table([arrived.data_ptr() for arrived in wires], values.device)
         _encode_kernel[fmt.grid(n)](
-            values, payloads, wire, lost, n, count, seed, offset // fmt.block, fmt, fmt.align(n), **LAUNCH
-        )
+            values, residual, payloads, wire, lost, n, len(wires), seed, offset // fmt.block,
+            *(signs or NO_SIGNS), fmt, fmt.align(n), **LAUNCH,
+        )  # fmt: skip

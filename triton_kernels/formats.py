@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels.layout import Arithmetic
+from ringstrategy.kernels.layout import ROTATED, Arithmetic
 
 LARGEST_BLOCK = 8192  # a block lies in the registers of one program
 # 128 threads; each operation rounds, as in torch
@@ -96,6 +96,16 @@ class Format:
         return max(1, _TILE // self.width)
 
     @property
+    def rotates(self) -> bool:
+        """Can whole blocks be rotated in tiles? Then 256 values are whole tiles, or a tile is so many times 256."""
+        return self.block % ROTATED == 0 and self.block & (self.block - 1) == 0
+
+    @property
+    def stages(self) -> int:
+        """Of a rotation's 8 stages, those within a tile."""
+        return min(self.width, ROTATED).bit_length() - 1
+
+    @property
     def cache_key(self) -> str:
         """What triton's cache of compiled kernels knows it by; without this, mended helpers would find old kernels."""
         return f"{self} {self.quantize.cache_key} {self.dequantize.cache_key}"
@@ -119,6 +129,12 @@ class Format:
             assert wire.numel() == nbytes, f"{wire.numel()} bytes for {values.numel()} values, not {nbytes}"
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"
+
+    def check_rotation(self, values: Tensor) -> None:
+        """Assert that these values can be rotated in the pass that encodes or decodes them."""
+        assert self.rotates, f"a block of {self.block} values is not rotated in this pass"
+        assert values.dtype == torch.float32, f"only float32 is rotated in this pass, not {values.dtype}"
+        assert values.numel() % self.block < ROTATED, "a rotation would lie in a short block"
 
 
 def of(form: Arithmetic) -> Format:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-WIRE_FORMAT = 2  # of all codecs and control messages together; compared once at setup
+WIRE_FORMAT = 3  # of all codecs and control messages together; compared once at setup
 
 
 def derive_seed(seed: int, *indices: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.kernels.engine import engine
-from ringstrategy.kernels.layout import Arithmetic
+from ringstrategy.kernels.layout import Arithmetic, Signs
 
 
 class Blocked(Codec):
@@ -90,14 +90,14 @@ class Blocked(Codec):
         wire: Tensor,
         *,
         residual: Tensor | None = None,
-        signs: Tensor | None = None,
+        signs: Signs | None = None,
         lost: Tensor | None = None,
         seed: int,
         own_seed: int,
         offset: int = 0,
     ) -> None:
         """See `Codec.hop`; with the `signs` of a rotation if this codec `fuses` it."""
-        if not self.fuses(values):
+        if not self.fuses(values, rotated=signs is not None):
             super().hop(
                 arrived, values, wire, residual=residual, lost=lost, seed=seed, own_seed=own_seed, offset=offset
             )
@@ -108,17 +108,17 @@ class Blocked(Codec):
             values, arrived, wire, self, residual=residual, signs=signs, lost=lost, seed=own_seed, offset=offset
         )
 
-    def deliver(self, wire: Tensor, out: Tensor, *, signs: Tensor | None = None, seed: int, add: bool = False) -> None:
+    def deliver(self, wire: Tensor, out: Tensor, *, signs: Signs | None = None, seed: int, add: bool = False) -> None:
         """See `Codec.deliver`; with the `signs` of a rotation if this codec `fuses` it."""
-        if not self.fuses(out):
+        if not self.fuses(out, rotated=signs is not None):
             super().deliver(wire, out, seed=seed, add=add)
             return
         self.check_wire(wire, out)
         engine(out.device).decode(wire, out, self, signs=signs, add=add)
 
-    def fuses(self, values: Tensor) -> bool:
-        """Can such values be rotated, and a residual added, in the same pass as they are encoded or decoded?"""
-        return engine(values.device).fuses(self, values.dtype)
+    def fuses(self, values: Tensor, *, rotated: bool) -> bool:
+        """See `Engine.fuses`."""
+        return engine(values.device).fuses(self, values, rotated=rotated)
 
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""

@@ -19,8 +19,8 @@ _HEADER = 16
 class RandomK(Codec):
     """Every (block / k)-th value of each block, from a random start, in bfloat16; the rest is lost this time.
 
-    2 k bytes a block: the seed is on the wire, the places are not. All ranks choose the same places, so their sum is as
-    sparse as each of them. Without error feedback by default, as measured (see `TopK`).
+    2 k bytes a block: the places are not on the wire, only what they are made of. All ranks choose the same places, so
+    their sum is as sparse as each of them. Without error feedback by default, as measured (see `TopK`).
 
     Args:
         k: values that travel, of each block; divides it.
@@ -46,18 +46,16 @@ class RandomK(Codec):
     ) -> None:
         """Choose by (seed, offset); see `Engine.encode_sparse`."""
         self.check_wire(wire, values)
-        wire[:_HEADER].view(torch.int64).copy_(torch.tensor([seed, offset], device="cpu"))
-        kept = self._kept(wire)
-        places = self._starts(seed, offset, len(kept)).to(values.device)
-        engine(values.device).encode_sparse(values, kept, places, self._form, lost=lost)
+        header, kept = self._split(wire)
+        header[0].fill_(derive_seed(seed, 1) & 0x7FFFFFFF)  # by launches: a copy would wait for the device
+        header[1].fill_(offset // self.block)
+        engine(values.device).encode_sparse(values, kept, self._starts(header, len(kept)), self._form, lost=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Engine.decode_sparse`."""
         self.check_wire(wire, out)
-        seed, offset = wire[:_HEADER].view(torch.int64).tolist()
-        kept = self._kept(wire)
-        places = self._starts(seed, offset, len(kept)).to(out.device)
-        engine(out.device).decode_sparse(kept, places, out, self._form, add=add)
+        header, kept = self._split(wire)
+        engine(out.device).decode_sparse(kept, self._starts(header, len(kept)), out, self._form, add=add)
 
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""
@@ -67,11 +65,11 @@ class RandomK(Codec):
     def _form(self) -> SparseFormat:
         return SparseFormat(self.k, self.block, strided=True)
 
-    def _kept(self, wire: Tensor) -> Tensor:
-        return wire[_HEADER:].view(torch.bfloat16).view(-1, self.k)
+    def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
+        return wire[:_HEADER].view(torch.int64), wire[_HEADER:].view(torch.bfloat16).view(-1, self.k)
 
-    def _starts(self, seed: int, offset: int, blocks: int) -> Tensor:
-        """The first place in each block, int64 (blocks, 1), in [0, block / k)."""
-        number = torch.arange(blocks, device="cpu") + (offset // self.block & 0x7FFFFFFF)
-        mixed = (number * 0x9E3779B1 ^ derive_seed(seed, 1) & 0x7FFFFFFF) * 0x85EBCA77 >> 16 & 0xFFFFFF
+    def _starts(self, header: Tensor, blocks: int) -> Tensor:
+        """The first place in each block, int64 (blocks, 1), in [0, block / k); made where the header lies."""
+        number = torch.arange(blocks, device=header.device) + header[1]
+        mixed = (number * 0x9E3779B1 ^ header[0]) * 0x85EBCA77 >> 16 & 0xFFFFFF
         return (mixed % (self.block // self.k))[:, None]

@@ -14,9 +14,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.gaussian import Gaussian
 from ringstrategy.kernels.engine import engine
-from ringstrategy.kernels.layout import ROTATED
-
-_CPU = torch.device("cpu")
+from ringstrategy.kernels.layout import ROTATED, Signs
 
 
 @dataclass(frozen=True)
@@ -112,31 +110,29 @@ class Rotated(Codec):
             "own_seed": own_seed,
             "offset": offset,
         }
-        if isinstance(self.codec, Blocked) and self.codec.fuses(values):
-            self.codec.hop(arrived, values, wire, signs=signs(seed, values.device), **how)
+        if isinstance(self.codec, Blocked) and self.codec.fuses(values, rotated=True):
+            self.codec.hop(arrived, values, wire, signs=signs(seed), **how)
         else:
             super().hop(arrived, values, wire, **how)
 
     def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
         """See `Codec.deliver`."""
-        if isinstance(self.codec, Blocked) and self.codec.fuses(out):
-            self.codec.deliver(wire, out, signs=signs(seed, out.device), seed=seed, add=add)
+        if isinstance(self.codec, Blocked) and self.codec.fuses(out, rotated=True):
+            self.codec.deliver(wire, out, signs=signs(seed), seed=seed, add=add)
         else:
             super().deliver(wire, out, seed=seed, add=add)
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""
-        engine(values.device).rotate_(values, signs(seed, values.device), inverse=False)
+        engine(values.device).rotate_(values, signs(seed), inverse=False)
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """x = (H y / 16) * sign."""
-        engine(values.device).rotate_(values, signs(seed, values.device), inverse=True)
+        engine(values.device).rotate_(values, signs(seed), inverse=True)
 
 
 @lru_cache(maxsize=8)
-def signs(seed: int, device: torch.device = _CPU) -> Tensor:
-    """The 256 signs of a seed: float32, each 1 or -1; shared, so not to be written to."""
-    words = [derive_seed(seed, word) for word in range(ROTATED // 32)]
-    of_all = [1.0 if words[i // 32] >> (i % 32) & 1 else -1.0 for i in range(ROTATED)]
-    with torch.inference_mode(False):
-        return torch.tensor(of_all, dtype=torch.float32, device=device)
+def signs(seed: int) -> Signs:
+    """The signs of a seed, as numbers that kernels take: a tensor would have to be copied to the device."""
+    words = (derive_seed(seed, word) & 0xFFFFFFFF for word in range(ROTATED // 32))
+    return tuple((word ^ 0x80000000) - 0x80000000 for word in words)

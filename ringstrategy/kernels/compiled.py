@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.kernels import cast, mix, reference, sparse
-from ringstrategy.kernels.layout import BlockFormat, SparseFormat
+from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Compiled:
         form: BlockFormat,
         *,
         residual: Tensor | None = None,
-        signs: Tensor | None = None,
+        signs: Signs | None = None,
         lost: Tensor | None = None,
         seed: int = 0,
         offset: int = 0,
@@ -60,7 +60,7 @@ class Compiled:
         given = (
             _array(values),
             _NO_VALUES if residual is None else _array(residual.to(values.dtype)),
-            _NO_VALUES if signs is None else _array(signs / 16),
+            _flips(signs),
             np.array([arrived.data_ptr() for arrived in wires], np.uint64) if wires else _NO_MESSAGES,
             _array(wire),
             _NO_VALUES if lost is None else _array(lost),
@@ -91,7 +91,7 @@ class Compiled:
         lost.copy_(torch.where(decoded.isnan(), lost, rest + (values - wide)))
 
     def decode(
-        self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool = False
+        self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool = False
     ) -> None:
         """See `Engine.decode`."""
         kernels = _kernels(form)
@@ -102,20 +102,20 @@ class Compiled:
             self.decode(wire, decoded, form)
             out.add_(decoded) if add else out.copy_(decoded)
         else:
-            given = _array(wire), _array(out), add, _NO_VALUES if signs is None else _array(signs / 16)
-            _run(kernels.decode, form.block, out.numel(), given)
+            _run(kernels.decode, form.block, out.numel(), (_array(wire), _array(out), add, _flips(signs)))
 
-    def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
+    def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool = False) -> None:
         """See `Engine.rotate_`."""
         rotate = _rotate() if values.dtype == torch.float32 else None
         if rotate is None:
             reference.rotate_(values, signs, inverse=inverse)
         else:
-            rotate(_array(values), _array(signs / 16), inverse)
+            rotate(_array(values), _flips(signs), inverse)
 
-    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
+    def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
         """See `Engine.fuses`."""
-        return dtype == torch.float32 and _kernels(form) is not None
+        del rotated
+        return values.dtype == torch.float32 and _kernels(form) is not None
 
     def warm_up(self, form: BlockFormat) -> None:
         """See `Engine.warm_up`."""
@@ -308,6 +308,10 @@ def _known(form: BlockFormat) -> cpu.Format:
         too_large=np.float32(how.too_large),
         stochastic=how.stochastic,
     )
+
+
+def _flips(signs: Signs | None) -> Any:
+    return _NO_VALUES if signs is None else _array(reference.flips(signs))
 
 
 def _array(tensor: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.kernels import cast, mix, sparse
-from ringstrategy.kernels.layout import BlockFormat, SparseFormat
+from ringstrategy.kernels.layout import ROTATED, BlockFormat, Signs, SparseFormat
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.buckets import Places
@@ -27,7 +27,7 @@ class Engine(Protocol):
         form: BlockFormat,
         *,
         residual: Tensor | None = None,
-        signs: Tensor | None = None,
+        signs: Signs | None = None,
         lost: Tensor | None,
         seed: int,
         offset: int,
@@ -39,20 +39,20 @@ class Engine(Protocol):
             wires: messages of n values in the same format, uint8.
             wire: uint8, for n values.
             form: of the messages.
-            residual: like `values`, added to them; only where the engine `fuses`.
-            signs: of a rotation of values and residual, (256,); what is lost is turned back. Only where it `fuses`.
+            residual: of any float dtype, added to the values; only where the engine `fuses`.
+            signs: of a rotation of values and residual; what is lost is turned back. Only where it `fuses`.
             lost: like `values`; None: nobody wants to know.
             seed: of stochastic rounding.
             offset: place of the first value in its bucket, at the edge of a block.
         """
 
-    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool) -> None:
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool) -> None:
         """Write the values in `wire`, turned back by `signs` where the engine `fuses`, to `out`, or add them to it."""
 
-    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
-        """Can values of `dtype` be rotated, and a residual added, in the same pass as they are encoded or decoded?"""
+    def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
+        """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
 
-    def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
+    def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
 
     def warm_up(self, form: BlockFormat) -> None:
@@ -118,44 +118,46 @@ class _Triton:
         form: BlockFormat,
         *,
         residual: Tensor | None = None,
-        signs: Tensor | None = None,
+        signs: Signs | None = None,
         lost: Tensor | None,
         seed: int,
         offset: int,
     ) -> None:
         """See `Engine.encode`."""
-        assert residual is signs is None, "it does not fuse"
-        from ringstrategy.kernels.triton import encode as kernels
+        from ringstrategy.kernels.triton.encode import encode
         from ringstrategy.kernels.triton.formats import of
 
-        known = of(form.arithmetic)
-        if not wires:
-            kernels.encode(values, wire, known, lost=lost, seed=seed, offset=offset)
-        elif len(wires) == 1:  # needs no table of addresses
-            kernels.relay(wires[0], values, wire, known, lost=lost, seed=seed, offset=offset)
-        else:
-            kernels.reduce(wires, values, wire, known, lost=lost, seed=seed, offset=offset)
+        encode(
+            values, wires, wire, of(form.arithmetic),
+            residual=residual, signs=signs, lost=lost, seed=seed, offset=offset,
+        )  # fmt: skip
 
-    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Tensor | None = None, add: bool) -> None:
+    def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool) -> None:
         """See `Engine.decode`."""
-        assert signs is None, "it does not fuse"
         from ringstrategy.kernels.triton.decode import decode
         from ringstrategy.kernels.triton.formats import of
 
-        decode(wire, out, of(form.arithmetic), add=add)
+        decode(wire, out, of(form.arithmetic), signs=signs, add=add)
 
-    def rotate_(self, values: Tensor, signs: Tensor, *, inverse: bool) -> None:
+    def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """See `Engine.rotate_`."""
         from ringstrategy.kernels.triton.rotate import rotate_
 
         rotate_(values, signs, inverse=inverse)
 
-    def fuses(self, form: BlockFormat, dtype: torch.dtype) -> bool:
-        """Not yet."""
-        return False
+    def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
+        """Rotations of blocks of 256, 512, 1024, ... values, unless a short block at the end is rotated in part."""
+        from ringstrategy.kernels.triton.formats import of
+
+        if values.dtype != torch.float32:
+            return False
+        return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
 
     def warm_up(self, form: BlockFormat) -> None:
-        """Nothing: Triton compiles for each shape, when it comes."""
+        """Raise a ValueError if blocks are too large for the kernels. Triton compiles for each shape, when it comes."""
+        from ringstrategy.kernels.triton.formats import of
+
+        of(form.arithmetic)
 
     def encode_sparse(
         self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None

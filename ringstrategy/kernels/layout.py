@@ -13,6 +13,7 @@ SMALLEST_SCALE = 2.0**-126  # the smallest normal float32, so that 1 / scale is 
 LARGEST = 1.984375 * 2.0**127  # below it, the largest code times a scale that was rounded up is finite
 PLANES = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}  # widths that fill bytes
 ROTATED = 256  # values that are rotated together
+Signs = tuple[int, ...]  # of these values: eight signed words; i keeps its sign if bit i % 32 of word i // 32 is 1
 
 
 class Arithmetic(NamedTuple):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringstrategy.kernels.layout import PLANES, ROTATED, Arithmetic, BlockFormat, round_up
+from ringstrategy.kernels.layout import PLANES, ROTATED, Arithmetic, BlockFormat, Signs, round_up
 
 _NAN = 0x7FC0  # as bfloat16: torch's own conversion gives NaN other bits on other processors
 
@@ -115,11 +116,19 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 @torch.inference_mode()  # as `encode`
-def rotate_(values: Tensor, signs: Tensor, *, inverse: bool = False) -> None:
+def rotate_(values: Tensor, signs: Signs, *, inverse: bool = False) -> None:
     """See `Engine.rotate_`. In float32, or float64; the last numel % 256 values stay as they are."""
-    rows, flips = values[: values.numel() // ROTATED * ROTATED].view(-1, ROTATED), signs / 16
+    rows = values[: values.numel() // ROTATED * ROTATED].view(-1, ROTATED)
     wide = rows.to(torch.promote_types(values.dtype, torch.float32))
-    rows.copy_(_hadamard(wide) * flips if inverse else _hadamard(wide * flips))
+    rows.copy_(_hadamard(wide) * flips(signs) if inverse else _hadamard(wide * flips(signs)))
+
+
+@lru_cache(maxsize=8)
+def flips(signs: Signs) -> Tensor:
+    """The signs / 16: float32 (256,); shared, so not to be written to."""
+    of_all = [1 / 16 if signs[i // 32] >> (i % 32) & 1 else -1 / 16 for i in range(ROTATED)]
+    with torch.inference_mode(False):
+        return torch.tensor(of_all, dtype=torch.float32, device="cpu")
 
 
 def _hadamard(rows: Tensor) -> Tensor:
