@@ -11,8 +11,11 @@ from torch import Tensor
 
 def table(numbers: Sequence[int], device: torch.device) -> Tensor:
     """The numbers as int64 on `device`, without waiting for it. Kept: buffers mostly lie where they lay a step ago."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _table(tuple(numbers), device, stream)
+    if device.type != "cuda":
+        return _table(tuple(numbers), device, 0)
+    # what is made within a CUDA graph lies in memory of that graph, and is not there before it runs
+    make = _table.__wrapped__ if torch.cuda.is_current_stream_capturing() else _table
+    return make(tuple(numbers), device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @lru_cache(maxsize=1024)
