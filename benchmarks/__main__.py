@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "kernels", "overhead", "slow_rank", "packets", "time_to_accuracy"),
-    *("accuracy", "campaign", "report", "demo", "lab"),
+    *("training", "collectives", "codecs", "kernels", "launches", "overhead", "slow_rank", "packets"),
+    *("time_to_accuracy", "accuracy", "campaign", "report", "demo", "lab"),
 )
 
 

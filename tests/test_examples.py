@@ -31,3 +31,7 @@ def test_an_example_trains_two_processes(command: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "MEMBER: 2/2" in done.stdout + done.stderr
+    if "compiled" in command:
+        part = re.search(r"the first of \d+ buckets left .* (\d+)% of the way to the last", done.stdout)
+        assert part is not None
+        assert (int(part[1]) > 75) == ("whole" in command), done.stdout

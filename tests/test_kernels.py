@@ -36,6 +36,7 @@ from ringstrategy.kernels.triton.encode import encode
 from ringstrategy.kernels.triton.rotate import rotate_
 
 from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.orthonormal import orthonormalise_
 
 EXACT = [
     BlockInt(8),
@@ -599,6 +600,24 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
         if one is not None:
             assert_same(one, other)
     assert not results[0][0][sum(p.numel() for _, p in members) :].any()
+
+
+@pytest.mark.parametrize(("rank", "length"), [(1, 7), (2, 1024), (4, 2060)])
+def test_columns_become_orthonormal_as_in_torch(rank, length):
+    columns = heavy_tailed(4 * rank * length).view(4, rank, length)
+    columns[0] *= 1e30
+    columns[1, -1] = -2 * columns[1, 0]  # with one column: itself
+    columns[2, 0] = 0
+    columns[3, -1, 3] = float("nan")
+    expected = columns.cpu()
+    columns, again = columns.clone(), columns[1:2].clone()
+    engine(torch.device("cuda")).orthonormalise_(columns)
+    engine(torch.device("cuda")).orthonormalise_(again)
+    orthonormalise_(expected)
+    torch.testing.assert_close(columns.cpu(), expected, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert_same(again, columns[1:2])  # a matrix's bits do not depend on the others beside it
+    assert not columns[2, 0].any()
+    assert columns[3, -1].isnan().all()
 
 
 def test_an_empty_bucket_launches_nothing():

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from ringstrategy import AllReduce, Cast, Codec, Collective, Direct, Identity, Native, Ring
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.factors import multiply, orthonormalise_
+from ringstrategy.buckets.factors import multiply
 from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
+from ringstrategy.kernels.orthonormal import orthonormalise_
 
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
 

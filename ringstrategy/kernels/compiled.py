@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, mix, reference, sparse
+from ringstrategy.kernels import cast, mix, orthonormal, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -178,6 +178,10 @@ class Compiled:
     def warm_up_mix(self, dtype: torch.dtype) -> None:
         """See `Engine.warm_up_mix`."""
         _mix(dtype)
+
+    def orthonormalise_(self, columns: Tensor) -> None:
+        """See `Engine.orthonormalise_`: in torch, with the same bits on every CPU."""
+        orthonormal.orthonormalise_(columns)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""

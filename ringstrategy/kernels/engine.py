@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, mix, sparse
+from ringstrategy.kernels import cast, mix, orthonormal, sparse
 from ringstrategy.kernels.layout import ROTATED, BlockFormat, Signs, SparseFormat
 
 if TYPE_CHECKING:
@@ -103,6 +103,12 @@ class Engine(Protocol):
     def warm_up_mix(self, dtype: torch.dtype) -> None:
         """Do what the first `mix` of values of this dtype would wait for."""
 
+    def orthonormalise_(self, columns: Tensor) -> None:
+        """Gram-Schmidt, modified, over columns of shape (matrices, rank, length): equal bits on equal processors.
+
+        A column that is zero or depends on those before it becomes zero; a NaN or an infinity makes its column NaN.
+        """
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
@@ -185,6 +191,15 @@ class _Triton:
 
     def warm_up_mix(self, dtype: torch.dtype) -> None:
         """Nothing."""
+
+    def orthonormalise_(self, columns: Tensor) -> None:
+        """See `Engine.orthonormalise_`: one program a matrix, of float32."""
+        if columns.dtype != torch.float32:
+            orthonormal.orthonormalise_(columns)
+            return
+        from ringstrategy.kernels.triton.orthonormal import orthonormalise_
+
+        orthonormalise_(columns, orthonormal.DEPENDENT)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""

@@ -105,7 +105,7 @@ class Session:
         self._peers = connect(
             device, self._timeout, self.stats, beside_steps=isinstance(self.algorithm, ParameterAlgorithm)
         )
-        if "gloo" in dist.get_backend():
+        if "gloo" in dist.get_backend_config():
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)
         use_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))

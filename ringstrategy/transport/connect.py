@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
+from ringstrategy.transport.backend import backend_of, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
@@ -32,8 +33,8 @@ def connect(
     Every rank calls it, at the same place in its order of collectives.
 
     Args:
-        device: where the values live: CPU tensors travel over gloo; CUDA tensors over NCCL if that is the default
-            process group's backend, else over gloo.
+        device: where the values live: CPU tensors travel over gloo; CUDA tensors over NCCL if the default process
+            group uses it for them (as torch decides where no backend was named), else over gloo.
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
         beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
@@ -41,21 +42,22 @@ def connect(
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
     lifeline = Lifeline.cast(rank, size)
-    # over gloo it fails as soon as a process has died that is to come
-    everyone = dist.barrier(async_op=True) if "gloo" in dist.get_backend() else None
-
-    def watch() -> None:
-        if everyone is not None and everyone.is_completed():
-            everyone.wait()
-
-    hosts = tuple(lifeline.greet(f"{socket.gethostname()} {_boot_id()}", timeout, watch))
     try:
+        claim_gpu(device, rank, this_host(), lifeline.first)
+        # over gloo it fails as soon as a process has died that is to come
+        everyone = dist.barrier(async_op=True) if "gloo" in dist.get_backend_config() else None
+
+        def watch() -> None:
+            if everyone is not None and everyone.is_completed():
+                everyone.wait()
+
+        hosts = tuple(lifeline.greet(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
         host_group = _heard(lifeline, lambda: dist.new_group(timeout=timeout, backend="gloo"))
         if device.type == "cpu":
             return GlooPeers(host_group, lifeline, stats, hosts)
-        if "nccl" not in dist.get_backend():
+        if backend_of(device.type) != "nccl":
             return StagedPeers(host_group, lifeline, stats, hosts, device)
         device_group = nccl_group(device, timeout, beside_steps=beside_steps)
         return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
@@ -94,8 +96,13 @@ def _heard(lifeline: Lifeline, make: Callable[[], dist.ProcessGroup]) -> dist.Pr
         return result
 
 
+def this_host() -> str:
+    """Its name, and what tells machines of one name apart."""
+    return f"{socket.gethostname()} {_boot_id()}"
+
+
 def _boot_id() -> str:
-    """Tells machines of one host name apart; empty where the kernel has none."""
+    """Empty where the kernel has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -17,7 +17,7 @@ from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
+from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Worker
 
 _CONTROL_TAG = 1  # more than that of values
 _NOBODYS_TAG = 1 << 20
@@ -132,7 +132,7 @@ class GlooPeers(Peers):
         except RuntimeError as error:
             raise TransportError(None, error) from error
 
-    def submit(self, task: Task, where: str) -> Ticket:
+    def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread."""
         if self._worker is None:
             raise RuntimeError("these peers are closed")

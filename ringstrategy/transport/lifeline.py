@@ -213,6 +213,10 @@ class Lifeline:
             pause = min(2 * pause, 0.5)
         return None, ""
 
+    def first(self, key: str, value: str) -> str:
+        """Write to the store unless there is a value already; returns the value in the store."""
+        return self._store.first(key, value)
+
     # Leaving
 
     def leave(self, cause: str = _LAST_WORDS) -> None:
@@ -472,6 +476,12 @@ def announce(rank: int) -> int:
     run = base.add(f"ringstrategy/runs/{rank}", 1)
     base.add(f"ringstrategy/run/{run}/{rank}", 1)  # waits for the server, as `set` does not
     return int(run)
+
+
+def first_of_run(run: int) -> Callable[[str, str], str]:
+    """As `Lifeline.first`, before there is one: in the run of this number."""
+    base = dist.distributed_c10d._get_default_store()
+    return lambda key, value: base.compare_set(f"ringstrategy/run/{run}/{key}", "", value).decode()
 
 
 def check_all_announced(run: int, size: int) -> None:

@@ -2,56 +2,81 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringstrategy.transport.base import Handle
+from ringstrategy.transport.base import Handle, Waitable
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Task, Ticket
+from ringstrategy.transport.worker import Task
+
+
+class _Pool:
+    """Pinned buffers by their size, the longest unused first, each with the event after which it may be written to."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = {}
+
+    def take(self, nbytes: int) -> Tensor:
+        """At least so many bytes: a power of two, so that sizes that vary share buffers."""
+        size = 1 << max(nbytes - 1, 0).bit_length()
+        free = self._free.setdefault(size, deque())
+        if not free:
+            return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        buffer, read = free.popleft()
+        if read is not None:
+            read.synchronize()
+        return buffer
+
+    def give_back(self, buffer: Tensor, read: torch.cuda.Event | None) -> None:
+        """Its bytes have been read, or will have been when `read` has come."""
+        self._free[buffer.numel()].append((buffer, read))
 
 
 class _StagedHandle:
-    def __init__(self, handle: Handle, arrivals: list[tuple[Tensor, Tensor]], staging: _Staging) -> None:
-        self._handle, self._arrivals, self._staging = handle, arrivals, staging
+    def __init__(
+        self,
+        handle: Handle,
+        leaving: list[Tensor],
+        arriving: list[tuple[Tensor, Tensor]],
+        pool: _Pool,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._handle, self._leaving, self._arriving = handle, leaving, arriving
+        self._pool, self._stream = pool, stream
 
     def wait(self) -> None:
         self._handle.wait()
-        for tensor, host in self._arrivals:
-            tensor.copy_(host, non_blocking=True)
-        self._staging.give_back()
+        for buffer in self._leaving:  # gloo has read them
+            self._pool.give_back(buffer, None)
+        for tensor, buffer in self._arriving:
+            tensor.copy_(buffer[: tensor.numel()], non_blocking=True)
+        read = self._stream.record_event() if self._arriving else None
+        for _, buffer in self._arriving:
+            self._pool.give_back(buffer, read)
+        self._leaving, self._arriving = [], []
 
 
-class _Staging:
-    """Pinned buffers of one post, taken from and given back to the pool of their size."""
+class _StagedTicket:
+    def __init__(self, ticket: Waitable, done: torch.cuda.Event, device: torch.device) -> None:
+        self._ticket, self._done, self._device = ticket, done, device
 
-    def __init__(self, pool: dict[int, list[tuple[Tensor, torch.cuda.Event]]], stream: torch.cuda.Stream) -> None:
-        self._pool, self._stream = pool, stream
-        self._taken: list[Tensor] = []
-
-    def take(self, nbytes: int) -> Tensor:
-        size = 1 << max(nbytes - 1, 0).bit_length()  # a power of two, so that sizes that vary share buffers
-        free = self._pool.setdefault(size, [])
-        if free:
-            host, copied = free.pop()
-            copied.synchronize()  # its last copy to the device must have read it before gloo writes into it again
-        else:
-            host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self._taken.append(host)
-        return host[:nbytes]
-
-    def give_back(self) -> None:
-        for host in self._taken:
-            self._pool[host.numel()].append((host, self._stream.record_event()))
-        self._taken = []
+    def wait(self) -> None:
+        self._ticket.wait()
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class StagedPeers(GlooPeers):
-    """CUDA tensors over gloo: the thread copies wire bytes through pinned host memory, on a stream of its own."""
+    """CUDA tensors over gloo: the thread copies wire bytes through pinned host memory, on a stream of its own.
+
+    The thread waits only for the copies that gloo is about to send. What it queues behind them, such as decoding, runs
+    while the next messages travel; `finish` lets the current stream wait for it.
+    """
 
     def __init__(
         self,
@@ -63,40 +88,48 @@ class StagedPeers(GlooPeers):
     ) -> None:
         super().__init__(group, lifeline, stats, hosts)
         self._stream = torch.cuda.Stream(device)
-        self._pool: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = {}
+        self._pool = _Pool()
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """Nothing: it arrives in memory that is taken when it is received."""
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Copy to the host, wait for that copy (in the communication thread alone), start."""
-        staging = _Staging(self._pool, self._stream)
-        on_host: dict[int, Tensor] = {}
+        on_host, leaving = dict(sends), []
         for peer, tensor in sends.items():
-            on_host[peer] = tensor if tensor.device.type == "cpu" else staging.take(tensor.numel())
-            if on_host[peer] is not tensor:
+            if tensor.device.type != "cpu":
+                leaving.append(self._pool.take(tensor.numel()))
+                on_host[peer] = leaving[-1][: tensor.numel()]
                 on_host[peer].copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
-        arriving: dict[int, Tensor] = {}
+        if leaving:
+            self._stream.record_event().synchronize()
+        to_host, arriving = dict(recvs), []
         for peer, tensor in recvs.items():
-            arriving[peer] = tensor if tensor.device.type == "cpu" else staging.take(tensor.numel())
-        arrivals = [(recvs[peer], host) for peer, host in arriving.items() if host is not recvs[peer]]
-        return _StagedHandle(super().post(on_host, arriving), arrivals, staging)
+            if tensor.device.type != "cpu":
+                arriving.append((tensor, self._pool.take(tensor.numel())))
+                to_host[peer] = arriving[-1][1][: tensor.numel()]
+        return _StagedHandle(super().post(on_host, to_host), leaving, arriving, self._pool, self._stream)
 
     def all_reduce_(self, values: Tensor) -> None:
         """Gloo's all-reduce of a copy on the host."""
-        host = values.cpu()
+        buffer = self._pool.take(values.nbytes)
+        host = buffer[: values.nbytes].view(values.dtype)
+        host.copy_(values, non_blocking=True)
+        self._stream.record_event().synchronize()
         super().all_reduce_(host)
-        values.copy_(host)
+        values.copy_(host, non_blocking=True)
+        self._pool.give_back(buffer, self._stream.record_event())
 
-    def submit(self, task: Task, where: str) -> Ticket:
+    def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread, which does it on its stream once the work queued here so far is done."""
         ready = torch.cuda.current_stream(self._stream.device).record_event()
+        done = torch.cuda.Event()
 
         def on_stream() -> None:
+            torch.cuda.set_device(self._stream.device)  # else the thread would make a context on device 0 too
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
                 task()
-                self._stream.synchronize()
+                done.record(self._stream)
 
-        return super().submit(on_stream, where)
+        return _StagedTicket(super().submit(on_stream, where), done, self._stream.device)

@@ -16,7 +16,9 @@ from ringstrategy.errors import last_words
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncher
 from ringstrategy.session import Session
-from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced
+from ringstrategy.transport.backend import claim_gpu
+from ringstrategy.transport.connect import this_host
+from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
 
 if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
@@ -81,6 +83,7 @@ class Processes(DDPStrategy):
         self._has_met = self._has_told = False
         if self.world_size > 1:
             self._run = announce(self.global_rank)
+            claim_gpu(self.root_device, self.global_rank, this_host(), first_of_run(self._run))
         atexit.unregister(_disconnect)
         atexit.register(_disconnect)
 

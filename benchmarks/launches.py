@@ -1,0 +1,419 @@
+"""What one bucket costs a GPU and its host: launches, calls of NCCL, bytes in memory. Counted without a GPU.
+
+python -m benchmarks launches                       # print the table
+python -m benchmarks launches --write docs/gpu.md   # replace the table on this page
+
+A bucket goes its whole way: pack, exchange over `NcclPeers` as one of 8 ranks, unpack, the optimizer's step. Its
+tensors are on torch's meta device, so they have shapes and no memory. Triton's launcher, torch.distributed and the
+streams and events of torch.cuda are replaced by stand-ins that count. So the counts are those of the code as it is.
+
+- launches: Triton kernels, and torch operations that touch the device's memory. Some of torch's (sort, top-k) launch
+  several kernels, and count as one.
+- bytes a gradient: what these read and write in the device's memory, for each gradient in the bucket. An operation that
+  reads its input twice counts as reading it once.
+- NCCL: calls, each of which may hold several sends and receives.
+- waits: places where the host waits until the device has done all that is queued.
+- host: microseconds of Python and of torch's dispatcher on this machine. What CUDA and Triton need for each launch,
+  and NCCL for each call, comes on top of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import statistics
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from benchmarks import harness
+from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms.gradients.synchronous import Synchronous
+from ringstrategy.buckets.base import Bucket
+from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
+from ringstrategy.codecs.base import derive_seed
+from ringstrategy.collectives import Direct, Ring
+from ringstrategy.kernels import engine
+from ringstrategy.names import STRATEGIES
+from ringstrategy.transport import nccl
+from ringstrategy.transport.base import Waitable
+from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.worker import Task
+
+RANKS = 8
+ROUNDS = 5  # of which the host's time is the median
+SHAPES = [(1280, 1024)] * 5  # 25 MB of float32
+DEVICE = torch.device("meta")
+_STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
+_OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
+TABLE = re.compile(r"(?<=<!-- python -m benchmarks launches -->\n).*?(?=<!-- end -->)", re.S)
+
+CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    **{
+        f"`{name}`": (make, torch.float32)
+        for name, make in STRATEGIES.items()
+        if name.startswith("ring") and name != "ring_auto"  # which is one of the others
+    },
+    "`ring_int8`, bfloat16 gradients": (STRATEGIES["ring_int8"], torch.bfloat16),
+    "`BlockInt(8)`, `Ring`, feedback": (lambda: AllReduce(BlockInt(8), Ring(), error_feedback=True), torch.float32),
+    "`BlockInt(8)`, `Direct`": (lambda: AllReduce(BlockInt(8), Direct()), torch.float32),
+    "`BlockInt(8)`, `Direct`, feedback": (
+        lambda: AllReduce(BlockInt(8), Direct(), error_feedback=True),
+        torch.float32,
+    ),
+    "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
+    "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
+}
+
+
+class Counts(NamedTuple):
+    """Of one bucket."""
+
+    kernels: int  # of ours
+    operations: int  # of torch
+    calls: int  # of NCCL
+    bytes_moved: int
+    waits: tuple[str, ...]  # where the host waits for the device
+    gradients: int
+    host_seconds: float | None  # None: it waits for the device
+
+
+# Bytes that a kernel moves besides those of the tensors that it is given, each of which it reads or writes once. Tables
+# of integers are small, but not what their addresses point to.
+_MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
+    "_encode_kernel": lambda given, _: given["count"] * given["wire"].nbytes if _is_table(given["payloads"]) else 0,
+    "_decode_kernel": lambda given, _: 0,
+    "_rotate_kernel": lambda given, _: given["values"].nbytes,  # reads and writes them
+    "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
+    "_pack_kernel": lambda given, itemsize: given["n"] * itemsize,
+    "_unpack_kernel": lambda given, itemsize: given["n"] * itemsize,
+}
+_FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach"}  # no memory
+_OVERWRITING = {"copy_", "fill_", "zero_"}  # they do not read what they change
+_ASKING: dict[str, Callable[..., Any]] = {  # what they return depends on values, of which there are none
+    "_local_scalar_dense": lambda _: False,  # also 0
+    "equal": lambda *_: False,
+    "nonzero": lambda tensor: tensor.new_empty((0, tensor.dim()), dtype=torch.int64),
+    "masked_select": lambda tensor, _: tensor.new_empty(0),
+}
+
+
+def _passes(rank: int) -> float:
+    """Over a column, on average: 6, with each column before it 5, and but for the first 3; less the one that counts."""
+    return 6 + (5 * rank * (rank - 1) / 2 + 3 * (rank - 1)) / rank - 1
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
+
+
+def _on_device(tree: object) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device == DEVICE]
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Of memory: what is expanded counts once."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+class Meter:
+    """Counts while it is `counting`. `itemsize`: bytes of a gradient."""
+
+    def __init__(self, itemsize: int) -> None:
+        self.counting = True
+        self._itemsize = itemsize
+        self._threads: set[int] = set()
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin at 0."""
+        self.kernels = self.operations = self.calls = self.bytes_moved = 0
+        self.waits: list[str] = []
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Count what torch does in this thread."""
+        thread = threading.get_ident()
+        if not self.counting or thread in self._threads:
+            yield
+            return
+        self._threads.add(thread)
+        try:
+            with _Operations(self):
+                yield
+        finally:
+            self._threads.remove(thread)
+
+    def wait(self) -> None:
+        """The host waits for the device here."""
+        if self.counting:
+            ours = [
+                f"`{Path(f.filename).stem}.{f.name}`" for f in traceback.extract_stack() if f.filename.startswith(_OURS)
+            ]
+            self.waits.append(ours[-1] if ours else "elsewhere")
+
+    def call(self) -> None:
+        """Of NCCL."""
+        self.calls += self.counting
+
+    def kernel(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """In place of Triton's launcher."""
+        del grid
+        if self.counting and not warmup:
+            given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+            moved = [tensor.nbytes for tensor in _on_device(list(given.values())) if not _is_table(tensor)]
+            self.kernels += 1
+            self.bytes_moved += sum(moved) + _MORE[kernel.__name__](given, self._itemsize)
+
+    def operation(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """Of torch."""
+        self.operations += 1
+        self.bytes_moved += sum(map(_nbytes, (*read, *written)))
+
+
+class _Operations(TorchDispatchMode):
+    """Hands a meter what torch does on the device."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        inputs = _on_device([args, kwargs])
+        if name in _ASKING and inputs:
+            self._meter.wait()
+            return _ASKING[name](*args)
+        if name == "copy_" or (name == "_to_copy" and "device" in kwargs):
+            source, target = (args[0], kwargs["device"]) if name == "_to_copy" else (args[1], args[0].device)
+            if source.device != target:
+                if not (kwargs.get("non_blocking") or args[2:] == (True,)):
+                    self._meter.wait()
+                self._meter.operation(inputs[:1], [])
+                if target != DEVICE:  # the meta device has no values to give
+                    return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=source.dtype, device=target)
+        result = func(*args, **kwargs)
+        if not (func.is_view or name in _FREE) and (inputs or _on_device(result)):
+            changed = _changed(func, args, kwargs)
+            overwrites = name in _OVERWRITING or "out" in kwargs
+            read = [tensor for tensor in inputs if not (overwrites and any(tensor is one for one in changed))]
+            self._meter.operation(read, changed or _on_device(result))
+        return result
+
+
+def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that an operation writes to."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return _on_device([given[name] for name in written if name in given])
+
+
+class _Device:
+    """A stream or an event, on which nothing takes time."""
+
+    device = DEVICE
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args, **kwargs: None
+
+    def query(self) -> bool:
+        """Done."""
+        return True
+
+    def elapsed_time(self, other: _Device) -> float:
+        """Milliseconds."""
+        del other
+        return 0.0
+
+    def record_event(self) -> _Device:
+        """An event."""
+        return _Device()
+
+
+class _Distributed:
+    """In place of torch.distributed: each call but those that ask or describe counts, and sends nothing."""
+
+    DistError = dist.DistError
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            del args, kwargs
+            self._meter.call()
+            return _Device() if name != "batch_isend_irecv" else [_Device()]
+
+        return called
+
+    irecv = isend = None
+
+    @staticmethod
+    def P2POp(*args: Any) -> None:
+        """A part of a call."""
+
+    @staticmethod
+    def get_process_group_ranks(group: object) -> list[int]:
+        """All."""
+        del group
+        return list(range(RANKS))
+
+    @staticmethod
+    def is_initialized() -> bool:
+        """Nothing to end."""
+        return False
+
+
+class _Peers(nccl.NcclPeers):
+    """Rank 1, whose messages go nowhere. What torch does in another thread counts too."""
+
+    def __init__(self, meter: Meter) -> None:
+        control = mock.Mock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
+        super().__init__(mock.sentinel.group, control, DEVICE)
+        self._meter = meter
+
+    def submit(self, task: Task, where: str) -> Waitable:
+        """See `Peers.submit`."""
+
+        def counted() -> None:
+            with self._meter.within():
+                task()
+
+        return super().submit(counted, where)
+
+
+@contextmanager
+def stand_ins(meter: Meter) -> Iterator[None]:
+    """For what only a machine with a GPU has."""
+    from triton.runtime.jit import JITFunction
+
+    make = torch.tensor
+
+    def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
+        if device is not None and torch.device(device) == DEVICE:
+            meter.wait()  # torch copies, and waits for that
+            meter.operations += meter.counting
+        return make(data, device=device, **kwargs)
+
+    def address(tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata // 16 * 16 + tensor.storage_offset() * tensor.element_size())
+
+    with (
+        mock.patch.object(engine, "_cpu", return_value=engine._CUDA),  # the meta device is none that it knows
+        mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
+        mock.patch.object(nccl, "dist", _Distributed(meter)),
+        mock.patch.multiple(torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext),
+        mock.patch.object(torch, "tensor", tensor),
+        mock.patch.object(Tensor, "data_ptr", address),
+    ):
+        yield
+
+
+class _Agreed:
+    def wait(self) -> None:
+        """At once."""
+
+
+def _exchange(bucket: Bucket, peers: _Peers, algorithm: Synchronous) -> None:
+    """All that happens to a bucket from its last gradient to the optimizer's step."""
+    parameters = [slot.parameter for slot in bucket.slots]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    bucket.pack(peers.size)
+    bucket.take_gradients()
+    ticket = bucket.launch(peers, algorithm.collective, _Agreed(), derive_seed(0, next(_STEPS)), "nowhere")
+    peers.finish([ticket])
+    bucket.unpack(lambda slot: True)
+    if bucket.undecided:
+        bucket.after_backward()
+    bucket.after_step(set(parameters), True)
+
+
+def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
+    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` further ones, unless it waits."""
+    meter = Meter(dtype.itemsize)
+    parameters = {
+        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for place, shape in enumerate(SHAPES)
+    }
+    seconds = []
+    with stand_ins(meter):
+        [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
+        peers = _Peers(meter)
+        for _ in range(2):
+            meter.clear()
+            with meter.within():
+                _exchange(bucket, peers, algorithm)
+        meter.counting = False
+        for _ in range(0 if meter.waits else rounds):
+            begin = time.perf_counter()
+            _exchange(bucket, peers, algorithm)
+            seconds.append(time.perf_counter() - begin)
+        peers.close()
+    return Counts(
+        kernels=meter.kernels,
+        operations=meter.operations,
+        calls=meter.calls,
+        bytes_moved=meter.bytes_moved,
+        waits=tuple(dict.fromkeys(meter.waits)),
+        gradients=sum(parameter.numel() for parameter in parameters.values()),
+        host_seconds=statistics.median(seconds) if seconds else None,
+    )
+
+
+def counted(counts: Counts) -> list[str]:
+    """The cells of a row that are equal wherever they are counted."""
+    return [
+        str(counts.kernels),
+        str(counts.operations),
+        str(counts.calls),
+        f"{counts.bytes_moved / counts.gradients:.1f}",
+        ", ".join(counts.waits) or "none",
+    ]
+
+
+def lines(all_counts: Mapping[str, Counts]) -> Iterator[str]:
+    """The table, as Markdown."""
+    yield "| case | our kernels | torch operations | NCCL calls | bytes a gradient | waits | host |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, counts in all_counts.items():
+        host = "-" if counts.host_seconds is None else f"{counts.host_seconds * 1e3:.1f} ms"
+        yield f"| {' | '.join([name, *counted(counts), host])} |"
+
+
+def main(given: Sequence[str]) -> None:
+    """Print the table, or write it."""
+    parser = harness.arguments("launches", __doc__, rounds=None, cases=False)
+    parser.add_argument("--write", type=Path, help="replace the table in this page")
+    options = parser.parse_args(given)
+    table = "".join(
+        f"{line}\n" for line in lines({name: measure(make(), dtype) for name, (make, dtype) in CASES.items()})
+    )
+    if options.write is None:
+        print(table, end="")
+        return
+    page, replaced = TABLE.subn(lambda _: table, options.write.read_text())
+    if replaced != 1:
+        parser.error(
+            f"{options.write} has no line '<!-- python -m benchmarks launches -->' with '<!-- end -->' after it"
+        )
+    options.write.write_text(page)

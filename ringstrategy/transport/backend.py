@@ -1,0 +1,41 @@
+"""Which backend moves a device's tensors, and what NCCL would refuse without a cure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+
+def backend_of(device_type: str) -> str:
+    """Of the default process group, for tensors on such devices; "" if there is none.
+
+    Also where its backend was left to torch, which then takes NCCL for GPUs, and calls it "undefined".
+    """
+    return dict(pair.split(":") for pair in dist.get_backend_config().split(",")).get(device_type, "")
+
+
+def claim_gpu(device: torch.device, rank: int, host: str, first: Callable[[str, str], str]) -> None:
+    """Before NCCL is asked: a ValueError if another rank has claimed this GPU, for two ranks cannot share one.
+
+    Of the ranks that claim one GPU, the first gets it. Nothing to do on CPUs and over gloo.
+
+    Args:
+        device: of this rank.
+        rank: this one.
+        host: a text that is another one on another machine.
+        first: `first(key, value)` writes to the rendezvous store, unless there is a value; returns that in the store.
+    """
+    if device.type != "cuda" or backend_of("cuda") != "nccl" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+        return
+    gpu = torch.cuda.get_device_properties(device).uuid
+    owner = int(first(f"gpu/{os.environ.get('NCCL_HOSTID', host)}/{gpu}", str(rank)))
+    if owner != rank:
+        raise ValueError(
+            f"rank {rank} and rank {owner} use the same GPU ({device}, {gpu}), and over NCCL each rank needs its own: "
+            "start as many processes as there are GPUs, Trainer(devices=...) or torchrun --nproc-per-node, and in your "
+            "own loop call torch.cuda.set_device with LOCAL_RANK first. To share a GPU all the same, use gloo: "
+            "RingStrategy(process_group_backend='gloo')"
+        )

@@ -1,0 +1,113 @@
+"""Which backend moves a device's tensors; two ranks on one GPU are refused before NCCL is asked."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from pool import Pool
+from test_strategy import Net, fit
+
+from ringstrategy.errors import PeerLostError
+from ringstrategy.transport import connect
+from ringstrategy.transport.backend import backend_of, claim_gpu
+
+GPU = torch.device("cuda", 0)
+BOTH = "cpu:gloo,cuda:nccl"  # also what torch takes where no backend is named
+
+
+@pytest.mark.parametrize(
+    ("config", "cpu", "cuda"),
+    [
+        (BOTH, "gloo", "nccl"),
+        ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
+        ("cuda:nccl", "", "nccl"),
+        ("cpu:gloo", "gloo", ""),
+    ],
+)
+def test_the_backend_is_that_of_the_device(config: str, cpu: str, cuda: str) -> None:
+    with patch.object(dist, "get_backend_config", return_value=config):
+        assert (backend_of("cpu"), backend_of("cuda")) == (cpu, cuda)
+
+
+def _unnamed() -> tuple[str, str]:
+    dist.init_process_group(timeout=timedelta(seconds=30))
+    return dist.get_backend(), backend_of("cpu")
+
+
+def test_a_backend_left_to_torch_is_known(ranks: Pool) -> None:
+    assert ranks(2, _unnamed) == [("undefined", "gloo")] * 2
+
+
+def claims(*ranks: tuple[torch.device, str], config: str = BOTH) -> None:
+    """By ranks on devices of hosts."""
+    store = dist.HashStore()
+    gpus = {"get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")}
+    with patch.multiple(torch.cuda, **gpus), patch.object(dist, "get_backend_config", return_value=config):
+        for rank, (device, host) in enumerate(ranks):
+            for _ in range(2):  # a rank may claim its GPU again
+                claim_gpu(device, rank, host, lambda key, value: store.compare_set(key, "", value).decode())
+
+
+def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "b"))
+    claims((GPU, "a"), (GPU, "a"), config="cpu:gloo,cuda:gloo")
+    claims((torch.device("cpu"), "a"), (torch.device("cpu"), "a"))
+    with pytest.raises(ValueError, match=r"rank 2 and rank 0 use the same GPU \(cuda:0, GPU-0\).*set_device.*'gloo'"):
+        claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "a"))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    claims((GPU, "a"), (GPU, "a"))
+
+
+def _on_one_gpu() -> tuple[type[Exception], str]:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    one = SimpleNamespace(uuid="GPU-7")
+    with (
+        patch.object(torch.cuda, "get_device_properties", return_value=one),
+        patch.object(dist, "get_backend_config", return_value=BOTH),
+        pytest.raises((ValueError, PeerLostError)) as caught,
+    ):
+        connect(GPU, timedelta(seconds=30))
+    return caught.type, str(caught.value)
+
+
+def test_two_ranks_on_one_gpu_are_told_so(ranks: Pool) -> None:
+    told = dict(ranks(2, _on_one_gpu))
+    assert set(told) == {ValueError, PeerLostError}
+    assert all("use the same GPU (cuda:0, GPU-7)" in message for message in told.values())
+
+
+def _fit_on_one_gpu() -> tuple[type[Exception] | None, list[str]]:
+    begun: list[str] = []
+
+    def claim(device: torch.device, rank: int, *_: object) -> None:
+        begun.append(f"{device} of rank {rank}")
+        if rank == 1:
+            raise ValueError("use the same GPU")
+
+    def barrier(strategy: DDPStrategy, *args: object) -> None:
+        begun.append("a collective")
+        within(strategy, *args)
+
+    within = DDPStrategy.barrier
+    try:
+        with (
+            patch("ringstrategy.integrations.lightning.processes.claim_gpu", claim),
+            patch.object(DDPStrategy, "barrier", barrier),
+        ):
+            fit("ring", Net())
+    except (ValueError, RuntimeError) as error:
+        return type(error), begun
+    return None, begun
+
+
+def test_lightning_asks_nothing_of_nccl_before(ranks: Pool) -> None:
+    for rank, (error, begun) in enumerate(ranks(2, _fit_on_one_gpu)):
+        assert begun[0] == f"cpu of rank {rank}"
+        assert error is not None
+        assert issubclass(error, ValueError if rank == 1 else RuntimeError)
