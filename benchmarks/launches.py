@@ -322,7 +322,9 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         mock.patch.object(engine, "_cpu", return_value=engine._CUDA),  # the meta device is none that it knows
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
         mock.patch.object(nccl, "dist", _Distributed(meter)),
-        mock.patch.multiple(torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext),
+        mock.patch.multiple(
+            torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext, device=nullcontext
+        ),
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(Tensor, "data_ptr", address),
     ):

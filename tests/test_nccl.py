@@ -172,9 +172,13 @@ def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
 THREAD = "ringstrategy-communication"
 
 
+_SEEDING = threading.Lock()  # all ranks are threads of one process
+
+
 def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 3))
+    with _SEEDING:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(40, 60), nn.Tanh(), nn.Linear(60, 50), nn.Tanh(), nn.Linear(50, 3))
 
 
 def loss_of(model: nn.Module, rank: int) -> Tensor:
