@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -84,17 +83,3 @@ def test_what_is_known_of_a_ring_is_what_is_counted() -> None:
     moved = 8 + (4 + wire) + hops / RANKS * wire + (4 + wire)
     assert re.match(r"\d+\.\d", counted(counts)[3])
     assert counts.bytes_moved / counts.gradients == pytest.approx(moved, rel=0.001)
-
-
-@pytest.mark.parametrize("capturing", [False, True])
-def test_a_table_of_a_cuda_graph_is_not_kept(capturing: bool) -> None:
-    from ringstrategy.kernels.triton import tables
-
-    cuda = {"is_current_stream_capturing": lambda: capturing, "current_stream": mock.Mock()}
-    with (
-        mock.patch.multiple(torch.cuda, **cuda),
-        mock.patch.object(tables, "_table", mock.Mock(__wrapped__=mock.Mock())) as make,
-    ):
-        tables.table([1, 2, 3], torch.device("cuda", 0))
-    assert make.called == (not capturing)
-    assert make.__wrapped__.called == capturing
