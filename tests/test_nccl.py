@@ -17,7 +17,7 @@ from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
 import ringstrategy.session.session as session
-from ringstrategy import AllReduce, BlockInt, Gossip, Identity
+from ringstrategy import AllReduce, BlockInt, Gossip, Identity, PowerSGD
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
 from ringstrategy.transport.base import FEW, Handle
@@ -31,8 +31,8 @@ class Event:
     def __init__(self, enable_timing: bool = False) -> None:
         self.timed, self.on = enable_timing, None
 
-    def record(self) -> None:
-        self.on = current()
+    def record(self, stream: Stream | None = None) -> None:
+        self.on = current() if stream is None else stream
 
     def query(self) -> bool:
         return True
@@ -247,6 +247,24 @@ def test_setting_up_exchanges_zeros_once_as_gradients_will_travel(calls: Calls) 
         assert {key: memory.data_ptr() for key, memory in peers._scratch.items()} == addresses
         assert peers.stats.bytes_sent != before
         assert peers.stats.probe_bytes_sent > 0
+        algorithm.close()
+
+    on_all_gpus(2, one)
+
+
+def test_setting_up_powersgd_exchanges_zeros_of_which_it_learns_nothing(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        model, algorithm, fresh = net(), PowerSGD(2), PowerSGD(2)
+        parameters = dict(model.named_parameters())
+        algorithm.setup(parameters, peers)
+        assert peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
+        unused = {
+            name: query for bucket in fresh.plan(parameters, frozenset(), 0) for name, query in bucket.state().items()
+        }
+        queries = algorithm.state_dict()["buckets"]
+        assert queries.keys() == unused.keys()
+        assert all(torch.equal(queries[name], unused[name]) for name in queries)
+        assert all(value.eq(0).all() for _, value in algorithm.residuals())
         algorithm.close()
 
     on_all_gpus(2, one)

@@ -123,7 +123,7 @@ def encode(
     Args:
         values: float32, float16 or bfloat16 (n,); stay as they are. Float32 if there is a residual or a rotation.
         wires: messages of n values, from multiples of 16 bytes.
-        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes; may be one of `wires`.
+        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes; none of `wires`.
         fmt: the codec; one that `rotates` if there are signs.
         residual: float32, float16 or bfloat16 (n,), added to the values first.
         signs: of a rotation of both; see `rotate_`. With them n is a multiple of the block, or less than 256 above one.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -137,6 +138,7 @@ class Format:
         assert values.numel() % self.block < ROTATED, "a rotation would lie in a short block"
 
 
+@lru_cache
 def of(form: Arithmetic) -> Format:
     """A codec for the kernels. Raises a ValueError if its blocks are too large for them."""
     return Format(form, *_FUNCTIONS[form.kind])

@@ -98,6 +98,11 @@ class LowRankBucket(Bucket):
         """See `Bucket.take_gradients`."""
         self._dense.take_gradients()
 
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """See `Bucket.warm_up`. From zeros no q is learnt."""
+        seed = derive_seed(0, 0, self.index)
+        peers.submit(lambda: self._mean_(peers, collective, seed), "while setting up").wait()
+
     def launch(
         self,
         peers: Peers,

@@ -13,6 +13,8 @@ from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.ring import Ring
 from ringstrategy.transport.base import FEW, Peers
 
+_LARGEST = 1 << 28  # bytes of queued values that go direct, since all that arrives has memory of its own at once
+
 
 @dataclass(frozen=True)
 class BySize(Collective):
@@ -24,7 +26,7 @@ class BySize(Collective):
     of several hosts' ranks share a link, all goes over the `Ring`, which leaves each host once; see `Hierarchical`.
 
     Where messages are only queued (NCCL), `Direct` takes two calls, a ring 2 (N-1) for each segment. There long values
-    go direct too, among at most 16 ranks.
+    go direct too, among at most 16 ranks and up to 256 MB.
 
     Args:
         segments: of `Ring`.
@@ -75,5 +77,5 @@ class BySize(Collective):
     def chosen(self, nbytes: int, peers: Peers) -> Collective:
         """How so many encoded bytes travel."""
         shared = 1 < len(set(peers.hosts)) < peers.size
-        direct = nbytes < self.below or (peers.queues and peers.size <= FEW)
+        direct = nbytes < self.below or (peers.queues and peers.size <= FEW and nbytes <= _LARGEST)
         return Direct() if direct and not shared else Ring(self.segments)

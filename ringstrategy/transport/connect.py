@@ -45,7 +45,9 @@ def connect(
     try:
         claim_gpu(device, rank, this_host(), lifeline.first)
         # over gloo it fails as soon as a process has died that is to come
-        everyone = dist.barrier(async_op=True) if "gloo" in dist.get_backend_config() else None
+        everyone = None
+        if "gloo" in dist.get_backend_config():  # a barrier might be NCCL's
+            everyone = dist.all_reduce(torch.zeros(1, device="cpu"), async_op=True)
 
         def watch() -> None:
             if everyone is not None and everyone.is_completed():

@@ -29,12 +29,12 @@ class _NcclHandle:
 
 
 class _StreamTicket:
-    def __init__(self, queued: Ticket, done: torch.cuda.Event) -> None:
-        self._queued, self._done = queued, done
+    def __init__(self, queued: Ticket, done: torch.cuda.Event, device: torch.device) -> None:
+        self._queued, self._done, self._device = queued, done, device
 
     def wait(self) -> None:
         self._queued.wait()  # an event that is not recorded yet would hold up nothing
-        torch.cuda.current_stream().wait_event(self._done)
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class NcclPeers(Peers):
@@ -52,8 +52,8 @@ class NcclPeers(Peers):
         self._group: dist.ProcessGroup | None = group
         self._control = control
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # else each hop would queue behind matrix products
+        self._device = self._stream.device  # with its index; a thread's current device may be another
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -106,15 +106,16 @@ class NcclPeers(Peers):
                 done.record()
             self._count_spans(("communication_seconds", begin, done))
 
-        return _StreamTicket(self._worker.submit(queue, partial(self._control.look_around, where)), done)
+        return _StreamTicket(self._worker.submit(queue, partial(self._control.look_around, where)), done, self._device)
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
-        """Let the current stream wait. How long it waited is known later."""
+        """Let the device's current stream wait. How long it waited is known later."""
+        stream = torch.cuda.current_stream(self._device)
         begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+        begin.record(stream)
         for ticket in tickets:
             ticket.wait()
-        done.record()
+        done.record(stream)
         self._count_spans(("exposed_seconds", begin, done))
 
     def _count_spans(self, *new: tuple[str, torch.cuda.Event, torch.cuda.Event]) -> None:

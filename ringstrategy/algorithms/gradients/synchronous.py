@@ -115,7 +115,8 @@ class Synchronous(GradientAlgorithm):
         self._learn(parameters, sparse)
         self._append_unfrozen()
         compare_plans(peers, self._plan_text)
-        if peers.queues:  # else nothing is compiled for a bucket's size, and all are connected
+        on_gpus = any(parameter.device.type == "cuda" for parameter in self._bucket_of)
+        if on_gpus or peers.queues:  # else nothing is compiled for a bucket's size, and all are connected
             with peers.stats.probe():
                 for bucket in self._buckets:
                     bucket.warm_up(peers, self.collective)
