@@ -40,7 +40,7 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 from benchmarks import harness
 from benchmarks.lab import exit_on_sigterm
 from benchmarks.trainer import quiet_trainer
-from ringstrategy import Algorithm, AllReduce, Codec, Collective, RingStrategy
+from ringstrategy import Algorithm, AllReduce, BySize, Codec, Collective, Ring, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.data.stdlib_text import StdlibText
@@ -185,7 +185,7 @@ def _settings(
 
 def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
     if cfg.stage == "rates":
-        yield "fp32", AllReduce()
+        yield "fp32", AllReduce(collective=Ring())
         return
     for name, algorithm in _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg):
         if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
@@ -214,9 +214,16 @@ def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
         yield "ddp", None
     for name, make in STRATEGIES.items():
         if isinstance(make(), Decentralized if gossip else Synchronous):
-            yield name, make()
+            yield name, _over_the_ring(make())
     for name, node in (cfg.gossip_beside if gossip else cfg.beside).items():
         yield name, instantiate(node)
+
+
+def _over_the_ring(algorithm: Algorithm) -> Algorithm:
+    """With the collective that rounds most often, also for models as short as these."""
+    if isinstance(algorithm, AllReduce) and algorithm.collective == BySize():
+        algorithm.collective = Ring()
+    return algorithm
 
 
 # One case, on one rank
