@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ringstrategy.kernels.layout import ROTATED, Arithmetic
 
-LARGEST_BLOCK = 8192  # a block lies in the registers of one program
+# A block lies in the registers of one program; compilers before 3.6 abort at some of 8192 values.
+LARGEST_BLOCK = 8192 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4096
 # 128 threads; each operation rounds, as in torch
 LAUNCH: dict[str, Any] = {"num_warps": 4 if torch.version.hip is None else 2, "enable_fp_fusion": False}
 _TILE = 512  # values of a tile, 16 bytes of float32 a thread
