@@ -116,7 +116,7 @@ def test_what_was_delivered_and_what_was_lost_make_the_true_sum(
 
     def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
         values, lost = data(peers.rank, numel), torch.full((numel,), 1e9)
-        collective.sum_(values, peers, codec, lost=lost, seed=5)
+        collective.sum_(Summand(values, codec, lost=lost, seed=5), peers)
         return values, lost
 
     results = on_all_ranks(size, one)
@@ -176,7 +176,7 @@ def test_bytes_are_those_that_the_codec_names(collective: Collective, codec: Cod
     size, numel = 4, 4096 * 40
 
     def one(peers: FakePeers) -> tuple[int | None, int | None]:
-        collective.sum_(data(peers.rank, numel), peers, codec)
+        collective.sum_(Summand(data(peers.rank, numel), codec), peers)
         return peers.stats.bytes_sent, peers.stats.bytes_received
 
     [chunk, *_] = cut_chunks(torch.empty(numel), size, collective.segments, codec.block)  # type: ignore[attr-defined]
@@ -186,7 +186,7 @@ def test_bytes_are_those_that_the_codec_names(collective: Collective, codec: Cod
 
 def test_native_bytes_cannot_be_counted() -> None:
     def one(peers: FakePeers) -> int | None:
-        Native().sum_(data(peers.rank, 10), peers, Identity())
+        Native().sum_(Summand(data(peers.rank, 10), Identity()), peers)
         return peers.stats.bytes_sent
 
     assert on_all_ranks(2, one) == [None, None]
@@ -312,7 +312,7 @@ def test_what_is_short_goes_direct_and_what_is_long_over_the_ring(numel: int) ->
     collective = BySize(below=BlockInt(8).nbytes(1025, torch.float32))
 
     def targets(peers: FakePeers) -> set[int]:
-        collective.sum_(data(peers.rank, numel), peers, BlockInt(8))
+        collective.sum_(Summand(data(peers.rank, numel), BlockInt(8)), peers)
         return {target for post in peers.network.posts[peers.rank] for target in post.targets}
 
     assert [len(to) for to in on_all_ranks(4, targets)] == [1 if numel == 1025 else 3] * 4
@@ -327,7 +327,7 @@ def test_long_messages_go_to_one_rank_after_the_other_and_short_ones_to_all_at_o
     segments, size = 3, 4
 
     def one(peers: FakePeers) -> list[tuple[int, int]]:
-        Direct(segments).sum_(data(peers.rank, 70_001), peers, codec)
+        Direct(segments).sum_(Summand(data(peers.rank, 70_001), codec), peers)
         posts = peers.network.posts[peers.rank]
         return [((post.targets[0] - peers.rank) % size, post.landed - number) for number, post in enumerate(posts)]
 
@@ -346,7 +346,7 @@ def test_long_messages_go_to_one_rank_after_the_other_and_short_ones_to_all_at_o
 def test_identity_carries_other_dtypes(collective: Collective, dtype: torch.dtype) -> None:
     def one(peers: FakePeers) -> torch.Tensor:
         values = data(peers.rank, 11, torch.float64).to(dtype) * (1j if dtype.is_complex else 1)
-        collective.sum_(values, peers, Identity())
+        collective.sum_(Summand(values, Identity()), peers)
         return values
 
     results = on_all_ranks(3, one)

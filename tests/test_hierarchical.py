@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -38,6 +38,7 @@ from ringstrategy import (
 )
 from ringstrategy.codecs import derive_seed
 from ringstrategy.collectives import mean_
+from ringstrategy.collectives.base import Summand
 from ringstrategy.transport import connect
 
 LAYOUTS = ["aabb", "aabbccdd", "aaab", "aabbbc", "aaaa", "abcd", "abab", "abbcabb"]  # each rank's host
@@ -67,7 +68,7 @@ def summed(hosts: str, numel: int, collective: Collective, codec: Codec, seed: i
 
     def one(peers: FakePeers) -> tuple[Tensor, Tensor]:
         values, lost = data(peers.rank, numel), torch.full((numel,), 1e9)
-        collective.sum_(values, peers, codec, lost=lost, seed=seed)
+        collective.sum_(Summand(values, codec, lost=lost, seed=seed), peers)
         return values, lost
 
     return on_all_ranks(len(hosts), one, hosts)
@@ -191,7 +192,7 @@ def between_and_within(hosts: str, numel: int, collective: Collective, codec: Co
     """Bytes that each host sends to other hosts, and that its ranks send each other."""
 
     def one(peers: FakePeers) -> dict[int, int]:
-        collective.sum_(data(peers.rank, numel), peers, codec)
+        collective.sum_(Summand(data(peers.rank, numel), codec), peers)
         assert peers.stats.bytes_sent == sum(peers.sent_to.values())
         return dict(peers.sent_to)
 
@@ -233,7 +234,7 @@ def test_pieces_travel_within_hosts_while_others_travel_between_them(segments: i
     hosts = "aabb"
 
     def one(peers: FakePeers) -> list[str]:
-        Hierarchical(segments=segments).sum_(data(peers.rank, 1 << 16), peers, BlockInt(8))
+        Hierarchical(segments=segments).sum_(Summand(data(peers.rank, 1 << 16), BlockInt(8)), peers)
         posts = peers.network.posts[peers.rank]
         order = ["".join({hosts[peer] for peer in (*post.targets, *post.sources)}) for post in posts]
         back = [post for post, host in zip(posts, order, strict=True) if host == hosts[peers.rank]][segments:]
@@ -252,7 +253,7 @@ def test_no_piece_is_needlessly_small(monkeypatch: pytest.MonkeyPatch, kilobytes
     monkeypatch.undo()
 
     def one(peers: FakePeers) -> int:
-        Hierarchical(segments=4).sum_(torch.zeros(kilobytes * 256), peers, BlockInt(8))
+        Hierarchical(segments=4).sum_(Summand(torch.zeros(kilobytes * 256), BlockInt(8)), peers)
         return sum(peers.rank % 2 == peer % 2 for post in peers.network.posts[peers.rank] for peer in post.targets)
 
     assert on_all_ranks(4, one, "abab") == [2 * pieces] * 4
@@ -267,7 +268,7 @@ def test_columns_and_pieces_draw_noise_of_their_own() -> None:
         results = []
         for seed in (1, 1, 2):
             values = flat.clone()
-            Hierarchical().sum_(values, peers, BlockInt(4, block, rounding="stochastic"), seed=seed)
+            Hierarchical().sum_(Summand(values, BlockInt(4, block, rounding="stochastic"), seed=seed), peers)
             results.append(values)
         return results
 
@@ -301,13 +302,11 @@ class Witness(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
+        flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
     ) -> None:
         note = torch.tensor([peers.rank], dtype=torch.uint8)
         arrived = torch.empty_like(note)
@@ -315,14 +314,14 @@ class Witness(Collective):
         peers.control.post({other: note}, {other: arrived}).wait()
         peers.submit(lambda: self.seen.append((peers.rank, peers.size, peers.hosts, arrived.item())), "here").wait()
         with pytest.raises(NotImplementedError, match=r"between=Ring\(\)"):
-            peers.all_reduce_(values)
+            peers.all_reduce_(summand.values)
         peers.close()
 
 
 def test_what_is_between_sees_one_rank_of_each_host() -> None:
     def one(peers: FakePeers) -> list[Any]:
         witness = Witness()
-        Hierarchical(witness, 1).sum_(data(peers.rank, 10), peers, Identity())
+        Hierarchical(witness, 1).sum_(Summand(data(peers.rank, 10), Identity()), peers)
         return witness.seen
 
     first, second = [(0, 2, ("b", "a"), 1)], [(1, 2, ("b", "a"), 0)]

@@ -22,6 +22,7 @@ from torch import Tensor
 from ringstrategy import topologies
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Ring
+from ringstrategy.collectives.base import Summand
 
 ROOT = Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("docs_pictures", ROOT / "docs" / "pictures.py")
@@ -120,7 +121,7 @@ def test_the_ring_sends_what_is_drawn() -> None:
 
         peers.post = noted
         values = torch.tensor([2.0 ** (size * chunk + peers.rank) for chunk in range(size)], dtype=torch.float64)
-        Ring().sum_(values, peers, codec)
+        Ring().sum_(Summand(values, codec), peers)
         assert values.tolist() == [float((2**size - 1) << size * chunk) for chunk in range(size)]
         return codec.done
 

@@ -15,6 +15,7 @@ from scripts import ROOT, lines_of, on_ranks
 
 from benchmarks import campaign, collectives, harness, lab, rows
 from ringstrategy import Direct, Hierarchical, Identity, Ring
+from ringstrategy.collectives.base import Summand
 from ringstrategy.names import STRATEGIES
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -33,7 +34,7 @@ def test_what_must_cross_a_link_is_what_crosses_it(collective, hosts, processes)
     values = torch.ones(hosts * processes * processes * 32)
 
     def crossing(peers):
-        collective.sum_(values.clone(), peers, Identity())
+        collective.sum_(Summand(values.clone(), Identity()), peers)
         return sum(count for other, count in peers.sent_to.items() if names[other] != names[peers.rank])
 
     sent = on_all_ranks(len(names), crossing, names)

@@ -26,7 +26,18 @@ _WIDENED = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Summand:
-    """What this rank adds to a sum, and how that travels: arguments of `Collective.sum_`."""
+    """What this rank adds to a sum, and how that travels.
+
+    Args:
+        values: flat; replaced by the sum. For a mean, scale by 1/size before.
+        codec: how they travel.
+        residual: same shape, any float dtype: counts as part of `values`; it is added piece by piece, where the wire is
+            busy with others.
+        lost: same shape, perhaps the same tensor: receives, at each element that this rank encodes, what encoding lost,
+            and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks. Elements where an encode met a
+            non-finite block keep theirs.
+        seed: the same on all ranks.
+    """
 
     values: Tensor
     codec: Codec
@@ -46,25 +57,17 @@ class Collective(ABC):
     @abstractmethod
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """Replace the flat `values` by their sum over all peers, with the same bits on all of them.
+        """Replace the summand's values by their sum over all peers, with the same bits on all of them.
 
-        For a mean, scale by 1/size before. `residual` (same shape, any float dtype) counts as part of `values`; it is
-        added piece by piece, where the wire is busy with others. `lost` (same shape, perhaps the same tensor) receives,
-        at each element that this rank encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is
-        what the result lacks. Blocks until done; elements where an encode met a non-finite block keep their `lost`.
-        `seed` is the same on all ranks. `flags` (flat uint8 on the values' device, as many on all ranks) become the
-        bitwise or of all ranks' flags. `riders` are summed as if each had a call of its own with one segment, but
-        in the same messages. Flags and riders only with a collective that `carries_extras`.
+        Blocks until done. `flags` (flat uint8 on the values' device, as many on all ranks) become the bitwise or of all
+        ranks' flags. `riders` are summed as if each had a call of its own with one segment, but in the same messages.
+        Flags and riders only with a collective that `carries_extras`.
 
         Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
         """
@@ -101,9 +104,7 @@ def mean_(
     """
     given = [Summand(values, codec, residual, seed=seed), *riders]
     first, *others = summed = [_with_feedback(one, peers, place) for place, one in enumerate(given)]
-    collective.sum_(
-        values, peers, codec, residual=first.residual, lost=first.lost, seed=seed, flags=flags, riders=others
-    )
+    collective.sum_(first, peers, flags=flags, riders=others)
     for one, kept in zip(summed, (each.residual for each in given), strict=True):
         if kept is None or one.lost is kept:
             continue

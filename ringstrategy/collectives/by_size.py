@@ -58,21 +58,15 @@ class BySize(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
-        summands = [Summand(values, codec), *riders]
-        nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in summands)
-        chosen = self.chosen(nbytes, peers)
-        chosen.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
+        nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in (summand, *riders))
+        self.chosen(nbytes, peers).sum_(summand, peers, flags=flags, riders=riders)
 
     def chosen(self, nbytes: int, peers: Peers) -> Collective:
         """How so many encoded bytes travel."""

@@ -9,7 +9,6 @@ from itertools import product
 
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.pieces import Pieces, cut_pieces
 from ringstrategy.transport.base import Handle, Peers
@@ -50,21 +49,16 @@ class Direct(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or (values.numel() == 0 and flags is None and not riders):
+        if size == 1 or (summand.values.numel() == 0 and flags is None and not riders):
             return
-        summand = Summand(values, codec, residual, lost, seed)
         if peers.queues:
             _sum_in_two_calls(cut_pieces(summand, peers, 1, flags=flags, riders=riders), peers)
             return

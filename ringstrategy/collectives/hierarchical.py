@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -74,23 +74,20 @@ class Hierarchical(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, hosts = peers.rank, ranks_of_hosts(peers.hosts)
         if len(hosts) == peers.size:
-            self.between.sum_(values, peers, codec, residual=residual, lost=lost, seed=seed, flags=flags, riders=riders)
+            self.between.sum_(summand, peers, flags=flags, riders=riders)
             return
         assert flags is None
         assert not riders
+        values, codec, lost = summand.values, summand.codec, summand.lost
         if values.numel() == 0:
             return
         width = min(len(host) for host in hosts)
@@ -98,7 +95,7 @@ class Hierarchical(Collective):
         own = host.index(rank)  # this rank's column, if there are so many
         columns = self._columns(values, width, len(hosts), codec.block)
         within = Identity() if codec.exact is None else codec.exact
-        pieces = Pieces(Summand(values, within, residual, seed=seed), columns, rank)
+        pieces = Pieces(replace(summand, codec=within, lost=None), columns, rank)
         each = range(pieces.count)
         owners = {column: host[column] for column in range(width) if column != own}
         others = [other for other in host if other != rank] if own < width else []  # they send this rank their parts
@@ -124,7 +121,8 @@ class Hierarchical(Collective):
                 like = Subset(peers, [ranks[own] for ranks in hosts])
                 rest = None if lost is None else pieces.part(lost, own, k)
                 # offsets begin at 0 in each piece, so each needs noise of its own
-                self.between.sum_(pieces[own, k], like, codec, lost=rest, seed=derive_seed(seed, own, k))
+                part = Summand(pieces[own, k], codec, lost=rest, seed=derive_seed(summand.seed, own, k))
+                self.between.sum_(part, like)
                 sums = dict.fromkeys(others, pieces.raw(own, k))
             finished = {owner: pieces.raw(column, k) for column, owner in owners.items()}
             spreading.append(peers.post(_not_empty(sums), _not_empty(finished)))

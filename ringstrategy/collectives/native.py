@@ -19,31 +19,28 @@ class Native(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
+        values, codec = summand.values, summand.codec
         assert flags is None
         assert not riders
         if peers.size == 1 or values.numel() == 0:
             return
         dtype = codec.summable(values.dtype)
         assert dtype is not None, "checked at construction"
-        if residual is not None:
-            values.add_(residual)
+        if summand.residual is not None:
+            values.add_(summand.residual)
         if codec.raw(values) is not None:
             peers.all_reduce_(values)
             return
         nbytes = codec.nbytes(values.numel(), values.dtype)
         wire = peers.scratch("native.wire", nbytes, values.device)[:nbytes]
-        codec.encode(values, wire, lost=lost, seed=derive_seed(seed, peers.rank))
+        codec.encode(values, wire, lost=summand.lost, seed=derive_seed(summand.seed, peers.rank))
         peers.all_reduce_(wire.view(dtype))
         codec.decode(wire, values)
 

@@ -50,21 +50,16 @@ class Ring(Collective):
 
     def sum_(
         self,
-        values: Tensor,
+        summand: Summand,
         peers: Peers,
-        codec: Codec,
         *,
-        residual: Tensor | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
         """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
-        if size == 1 or (values.numel() == 0 and flags is None and not riders):
+        if size == 1 or (summand.values.numel() == 0 and flags is None and not riders):
             return
-        summand = Summand(values, codec, residual, lost, seed)
         pieces = cut_pieces(summand, peers, self.segments, flags=flags, riders=riders)
         each, link = range(pieces.count), _Link(peers, pieces)
 

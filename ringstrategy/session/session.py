@@ -23,6 +23,7 @@ from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps
 from ringstrategy.session.optimizers import options, rates, stepped_by
 from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
+from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off
@@ -105,7 +106,7 @@ class Session:
         self._peers = connect(
             device, self._timeout, self.stats, beside_steps=isinstance(self.algorithm, ParameterAlgorithm)
         )
-        if "gloo" in dist.get_backend_config():
+        if backend_of("cpu") == "gloo":
             self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
         parameters = shared_parameters(self.module)
         use_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))

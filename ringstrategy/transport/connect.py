@@ -46,7 +46,7 @@ def connect(
         claim_gpu(device, rank, this_host(), lifeline.first)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
-        if "gloo" in dist.get_backend_config():  # a barrier might be NCCL's
+        if backend_of("cpu") == "gloo":  # a barrier might be NCCL's
             everyone = dist.all_reduce(torch.zeros(1, device="cpu"), async_op=True)
 
         def watch() -> None:
