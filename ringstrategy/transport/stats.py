@@ -24,6 +24,7 @@ class Stats:
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
         steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings.
             With one process, where nothing is averaged: backward passes that do not only accumulate.
+        steps_skipped: of these, those whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
             was exchanged before the first step, so that few steps connect or compile.
         probe_bytes_received: likewise.
@@ -36,6 +37,7 @@ class Stats:
     exposed_seconds: float = 0.0
     communication_seconds: float = 0.0
     steps: int = 0
+    steps_skipped: int = 0
     probe_bytes_sent: int = 0
     probe_bytes_received: int = 0
     probe_seconds: float = 0.0

@@ -58,6 +58,7 @@ class Auto(GradientAlgorithm):
         find_unused_parameters: see `AllReduce`, as for the arguments not named here.
         local: see `AllReduce`.
         residual_dtype: see `AllReduce`.
+        on_nonfinite: see `AllReduce`.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Auto(GradientAlgorithm):
         find_unused_parameters: bool = False,
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
+        on_nonfinite: str = "propagate",
     ) -> None:
         if isinstance(allow, Codec) or (allow is not None and not (allow and all(isinstance(x, Codec) for x in allow))):
             raise TypeError(f"allow is a list of one codec or more, such as [ringstrategy.Identity()], got {allow!r}")
@@ -83,6 +85,7 @@ class Auto(GradientAlgorithm):
             "find_unused_parameters": find_unused_parameters,
             "local": local,
             "residual_dtype": residual_dtype,
+            "on_nonfinite": on_nonfinite,
         }
         # refuses what these arguments cannot be; and holds what is left when training ends or has not begun
         self._inner = AllReduce(**self._common)  # type: ignore[arg-type]
@@ -107,7 +110,7 @@ class Auto(GradientAlgorithm):
         return (
             f"Auto(allow={list(self.allow)}, error_feedback={self.error_feedback}, tune={self.tune}, "
             f"find_unused_parameters={self._inner.find_unused_parameters}, local={described(self._inner.local)}, "
-            f"residual_dtype={self._inner.residual_dtype})"
+            f"residual_dtype={self._inner.residual_dtype}, on_nonfinite={self._inner.on_nonfinite!r})"
         )
 
     @property

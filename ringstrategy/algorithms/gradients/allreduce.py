@@ -39,6 +39,7 @@ class AllReduce(Synchronous):
         codec_threads: how many cores encode and decode a long piece at once on a CPU, with the same bytes. None: the
             cores that this process may use, shared with the other ranks of its host, less torch's threads; at least 1.
             Ranks may differ. It holds for the whole process: the last one that was set up counts.
+        on_nonfinite: see `Synchronous`.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class AllReduce(Synchronous):
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
         codec_threads: int | None = None,
+        on_nonfinite: str = "propagate",
     ) -> None:
-        super().__init__(collective, bucket_mb, find_unused_parameters, local)
+        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite)
         self.codec = Identity() if codec is None else codec
         if isinstance(self.codec, type) or not (isinstance(self.codec, Codec) or callable(self.codec)):
             raise TypeError(
@@ -81,7 +83,8 @@ class AllReduce(Synchronous):
             f"AllReduce(codec={described(self.codec)}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={described(self.local)}, residual_dtype={self.residual_dtype})"
+            f"local={described(self.local)}, residual_dtype={self.residual_dtype}, "
+            f"on_nonfinite={self.on_nonfinite!r})"
         )
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

@@ -47,6 +47,7 @@ class PowerSGD(Synchronous):
         bucket_mb: megabytes of gradients whose factors travel together. See `Synchronous`, as for what follows.
         find_unused_parameters: see `Synchronous`.
         local: see `Synchronous`.
+        on_nonfinite: see `Synchronous`.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class PowerSGD(Synchronous):
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
         local: Local | None = None,
+        on_nonfinite: str = "propagate",
     ) -> None:
-        super().__init__(collective, bucket_mb, find_unused_parameters, local)
+        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite)
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"rank is how many columns a factor has: a whole number >= 1, got {rank!r}")
         self.rank = rank
@@ -77,7 +79,7 @@ class PowerSGD(Synchronous):
             f"PowerSGD(rank={self.rank}, codec={self.codec}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={described(self.local)})"
+            f"local={described(self.local)}, on_nonfinite={self.on_nonfinite!r})"
         )
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from ringstrategy.algorithms.base import GradientAlgorithm
+from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import small
@@ -55,6 +56,12 @@ class Synchronous(GradientAlgorithm):
         local: `local(name, parameter)` is true for parameters that are never averaged. So is a parameter with a true
             attribute `ring_local`. When a fit, validation or test begins they too start from rank 0's, and a
             checkpoint holds rank 0's.
+        on_nonfinite: what happens if a mean gradient holds a NaN or an infinity, on all ranks alike, since they hold
+            the same means. "propagate": nothing, as under torch DDP. "skip": all gradients of that backward become
+            None, so that an optimizer's step changes nothing; `Stats.steps_skipped` counts, and the log tells.
+            "raise": an error that names the parameters. The last two look at all gradients at the end of backward,
+            which on a GPU waits for it. A loss scaler skips by itself, and refuses them. With one process nothing
+            is averaged or looked at.
 
     Attributes:
         launches: of the last backward, for each bucket its elements and how many seconds after `before_backward` it was
@@ -62,7 +69,12 @@ class Synchronous(GradientAlgorithm):
     """
 
     def __init__(
-        self, collective: Collective | None, bucket_mb: float, find_unused_parameters: bool, local: Local | None
+        self,
+        collective: Collective | None,
+        bucket_mb: float,
+        find_unused_parameters: bool,
+        local: Local | None,
+        on_nonfinite: str,
     ) -> None:
         self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
@@ -70,9 +82,11 @@ class Synchronous(GradientAlgorithm):
         if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
         check_local(local)
+        nonfinite.check_choice(on_nonfinite)
         self.bucket_mb = bucket_mb
         self.find_unused_parameters = find_unused_parameters
         self.local = local
+        self.on_nonfinite = on_nonfinite
 
         self._peers: Peers | None = None
         self._buckets: list[Bucket] = []
@@ -81,6 +95,7 @@ class Synchronous(GradientAlgorithm):
         self._sparse: frozenset[str] = frozenset()
         self._hooks: list[tuple[Node, RemovableHandle]] = []
         self._local_names: list[str] = []
+        self._local_parameters: list[Parameter] = []
         self._known: set[Parameter] = set()
         self._plan_text = ""
         self._pass: _Pass | None = None
@@ -123,6 +138,8 @@ class Synchronous(GradientAlgorithm):
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """See `GradientAlgorithm.check`."""
+        if scaled_loss:
+            nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._local_names and (scaled_loss or clips_by_norm):
             what = "a loss scaler" if scaled_loss else "clipping by norm"
             raise ValueError(
@@ -166,6 +183,7 @@ class Synchronous(GradientAlgorithm):
         self._known.update(new.values())
         self._frozen |= shared
         self._local_names += local_names
+        self._local_parameters += [new[name] for name in local_names]
         return new
 
     def _append_unfrozen(self) -> None:
@@ -207,6 +225,8 @@ class Synchronous(GradientAlgorithm):
         self._accumulating = not sync
         if not sync:
             return
+        if scale is not None:
+            nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._peers.lifeline is not None:
             self._peers.lifeline.begin_exchange()
         self._append_unfrozen()
@@ -234,6 +254,8 @@ class Synchronous(GradientAlgorithm):
         if self.undecided:
             for bucket in self._buckets:
                 bucket.after_backward()
+        if current is not None:
+            self._look_for_nonfinite(current.active)  # only now: residuals go back, as of any gradient that is dropped
         if current is not None and self.undecided:
             self._unstepped += 1
             if self._unstepped == _PATIENCE:
@@ -254,6 +276,33 @@ class Synchronous(GradientAlgorithm):
         self._step += 1
         self._peers.stats.steps += 1
         self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
+
+    def _look_for_nonfinite(self, buckets: Collection[Bucket]) -> None:
+        """Skip or raise, if so asked: on all ranks alike, for their means have the same bits."""
+        if self.on_nonfinite == "propagate":
+            return
+        assert self._peers is not None
+        means = {slot.name: slot.parameter.grad for bucket in buckets for slot in bucket.slots if slot.trains}
+        there = {name: grad for name, grad in means.items() if grad is not None}
+        if nonfinite.are_finite(there.values()):
+            return
+        names = [name for name, grad in there.items() if not nonfinite.are_finite([grad])]
+        where = f"{names[0]}{f' and {len(names) - 1} more parameters' if len(names) > 1 else ''}"
+        if self.on_nonfinite == "raise":
+            raise RuntimeError(
+                f"the mean gradient of {where} is not finite at step {self._step - 1}, because some rank's was not: "
+                "find its cause with Trainer(detect_anomaly=True), try a lower learning rate, or go on without such "
+                "steps (on_nonfinite='skip')"
+            )
+        trained = [slot.parameter for bucket in self._buckets for slot in bucket.slots if slot.trains]
+        nonfinite.drop([*trained, *(p for p in self._local_parameters if p.requires_grad)])
+        stats = self._peers.stats
+        stats.steps_skipped += 1
+        if stats.steps_skipped & (stats.steps_skipped - 1) == 0:  # the first, and then ever more rarely
+            self._news.append(
+                f"step {self._step - 1} is skipped on all ranks: the mean gradient of {where} is not finite "
+                f"(steps skipped so far: {stats.steps_skipped})"
+            )
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
         """See `GradientAlgorithm.before_step`."""
@@ -338,7 +387,7 @@ class Synchronous(GradientAlgorithm):
         self._buckets, self._bucket_of, self._hooks = [], {}, []
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
         self._awaited, self._awaited_state = {}, {}
-        self._local_names = []
+        self._local_names, self._local_parameters = [], []
         self._accumulating, self._unaveraged = False, {}
 
 
