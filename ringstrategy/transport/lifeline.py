@@ -14,7 +14,6 @@ compares. The store may be lost or frozen with its host, so no call waits for it
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -24,6 +23,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport.rendezvous import has_agent_store
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
@@ -144,7 +144,7 @@ class Lifeline:
         self.hosts = ["unknown"] * size
         self._left = False
         self._heard_at: float | None = None
-        self._hosts_store = rank == 0 and _store_is_rank_0s()
+        self._hosts_store = rank == 0 and not has_agent_store()
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
         self._place: _Place | None = None  # where this rank is, unless within a batch
@@ -421,7 +421,7 @@ class Lifeline:
             self.outlast()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
-            rank = 0 if _store_is_rank_0s() else -1 if peer is None else peer
+            rank = 0 if not has_agent_store() else -1 if peer is None else peer
             cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
             cause += "does not answer any more" if silent else "went away"
         host = self.hosts[rank] if rank >= 0 else "?"
@@ -493,8 +493,3 @@ def check_all_announced(run: int, size: int) -> None:
             f"rank {', '.join(map(str, others))} does not train with a RingStrategy of this version (but with another "
             "strategy, such as 'ddp'?): give every rank the same Trainer(strategy=...)"
         )
-
-
-def _store_is_rank_0s() -> bool:
-    """Does the store end with rank 0's process? torchrun's lives in its agent."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

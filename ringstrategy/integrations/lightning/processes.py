@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import last_words
 from ringstrategy.integrations.lightning import refusals
@@ -19,6 +22,7 @@ from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
+from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
@@ -86,6 +90,29 @@ class Processes(DDPStrategy):
             claim_gpu(self.root_device, self.global_rank, this_host(), first_of_run(self._run))
         atexit.unregister(_disconnect)
         atexit.register(_disconnect)
+
+    def setup_distributed(self) -> None:
+        """As `ddp`; but ranks may start later than `timeout`, and torchrun may restart them."""
+        assert self.cluster_environment is not None
+        assert self._timeout is not None
+        self.set_world_ranks()
+        if not dist.is_initialized() and self.world_size > 1:
+            start = max(self._timeout, default_pg_timeout)
+            store = None
+            if has_agent_store():
+                os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+                os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+                store = store_of_attempt(self.global_rank, self.world_size, start)
+            _init_dist_connection(
+                self.cluster_environment,
+                self._get_process_group_backend(),
+                store=store,
+                timeout=start,
+                device_id=None if self.root_device.type == "cpu" else self.root_device,
+            )
+            dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
+            dist.distributed_c10d._get_default_store().set_timeout(self._timeout)
+        super().setup_distributed()
 
     def _meet(self) -> None:
         """All ranks are about to connect. PeerLostError if one never came as far."""

@@ -1,0 +1,90 @@
+"""Where the ranks of one attempt meet: a store in which nothing is left of an earlier attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+import warnings
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_PREFIX = "ringstrategy/rendezvous"
+_POLL_SECONDS = 0.02
+_LONGEST_POLL_SECONDS = 0.5
+_QUIET_SECONDS = 60.0  # of waiting before rank 0 says for whom
+
+
+def has_agent_store() -> bool:
+    """Is the store torchrun's, in the process of its agent? It outlives rank 0, and serves every attempt."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_attempt(rank: int, size: int, timeout: timedelta) -> dist.Store:
+    """The store that MASTER_ADDR and MASTER_PORT lead to, with a prefix that only this attempt's ranks know.
+
+    torchrun keeps one store for all attempts (`--max-restarts`), and in it the addresses of processes that have ended:
+    ranks that look for each other there connect to them. No number of the attempt will do, because torchrun counts
+    restarts on each host by itself. So rank 0 draws a name, and offers it to the ranks whose words of greeting it has
+    read; a rank takes only an offer that repeats its own, which no earlier attempt can have known.
+
+    Every rank calls it, before `dist.init_process_group(store=...)`, and returns when all are there.
+
+    Args:
+        rank: of this process.
+        size: how many ranks there are.
+        timeout: how long to wait for the last rank.
+
+    Raises:
+        TimeoutError: it names the ranks that did not come.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    return dist.PrefixStore(f"{_PREFIX}/{_meet(store, rank, size, end)}", store)
+
+
+def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
+    """The name of the attempt, once all ranks know it; `end` is a time of `time.monotonic`."""
+    greeting = uuid.uuid4().hex
+    poll = _POLL_SECONDS
+    if rank == 0:
+        name = greeting
+        others = {other: f"{_PREFIX}/greeting/{other}" for other in range(1, size)}
+        taken = {other: f"{_PREFIX}/{name}/taken/{other}" for other in others}
+        read: dict[str, str] = {}
+        patience = time.monotonic() + _QUIET_SECONDS
+        while missing := [other for other, key in taken.items() if not store.check([key])]:
+            here = {str(o): store.get(key).decode() for o, key in others.items() if store.check([key])}
+            if here != read:
+                read = here
+                store.set(f"{_PREFIX}/offer", json.dumps({"name": name, "to": read}))
+            if time.monotonic() > patience:
+                patience = end
+                warnings.warn(
+                    f"ranks {missing} have not come yet: is every process started, with the same strategy?",
+                    stacklevel=2,
+                )
+            _wait_a_little(poll, end, f"ranks {missing} did not come")
+            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
+        store.set(f"{_PREFIX}/{name}/complete", "")
+        return name
+
+    store.set(f"{_PREFIX}/greeting/{rank}", greeting)
+    while True:
+        offer = json.loads(store.get(f"{_PREFIX}/offer")) if store.check([f"{_PREFIX}/offer"]) else {"to": {}}
+        if offer["to"].get(str(rank)) == greeting:
+            break
+        _wait_a_little(poll, end, "rank 0 did not come")
+        poll = min(2 * poll, _LONGEST_POLL_SECONDS)
+    store.set(f"{_PREFIX}/{offer['name']}/taken/{rank}", "")
+    while not store.check([f"{_PREFIX}/{offer['name']}/complete"]):
+        _wait_a_little(poll, end, "another rank did not come: see what rank 0 says")
+    return str(offer["name"])
+
+
+def _wait_a_little(seconds: float, end: float, missing: str) -> None:
+    if time.monotonic() > end:
+        raise TimeoutError(f"{missing} in time: is every process started, with the same strategy?")
+    time.sleep(seconds)

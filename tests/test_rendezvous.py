@@ -1,0 +1,127 @@
+"""Ranks that start late, again, or beside what an earlier attempt has left in the store."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from pool import Pool
+from test_strategy import Net, check_replicas, fit, run_script
+
+from ringstrategy import RingStrategy
+from ringstrategy.transport import rendezvous
+from ringstrategy.transport.rendezvous import _meet
+
+
+def meet(store: dist.Store, rank: int, size: int, delay: float = 0.0, limit: float = 20.0) -> str:
+    time.sleep(delay)
+    return _meet(store, rank, size, time.monotonic() + limit)
+
+
+def all_meet(store: dist.Store, delays: list[float]) -> list[str]:
+    with ThreadPoolExecutor(len(delays)) as threads:
+        meetings = [threads.submit(meet, store, rank, len(delays), delay) for rank, delay in enumerate(delays)]
+        return [meeting.result() for meeting in meetings]
+
+
+@pytest.mark.parametrize("delays", [[0.0], [0.0, 0.2], [0.3, 0.0, 0.1], [0.0, 0.3, 0.0, 0.15]])
+def test_all_ranks_of_an_attempt_get_one_name_and_each_attempt_another(delays: list[float]) -> None:
+    store = dist.HashStore()
+    names = [all_meet(store, delays) for _ in range(4)]
+    assert all(len(set(of_attempt)) == 1 for of_attempt in names)
+    assert len({of_attempt[0] for of_attempt in names}) == 4
+
+
+@pytest.mark.parametrize("fell", [[0, 1], [1, 2], [0], [2]])
+def test_what_ranks_that_fell_had_written_misleads_nobody(fell: list[int]) -> None:
+    store = dist.HashStore()
+    for _ in range(2):  # some ranks of an attempt came this far, and were killed
+        for rank in fell:
+            with pytest.raises(TimeoutError, match="did not come"):
+                meet(store, rank, 3, limit=0.1)
+    names = all_meet(store, [0.0, 0.2, 0.1])
+    assert len(set(names)) == 1
+
+
+def test_nobody_goes_on_before_the_last_rank_is_there() -> None:
+    store = dist.HashStore()
+    all_meet(store, [0.0, 0.0, 0.0])
+    gone_on: list[int] = []
+
+    def come(rank: int, delay: float) -> None:
+        meet(store, rank, 3, delay)
+        gone_on.append(rank)
+
+    threads = [threading.Thread(target=come, args=place) for place in ((0, 0.0), (1, 0.0), (2, 0.6))]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.4)
+    assert gone_on == []
+    for thread in threads:
+        thread.join(20)
+    assert sorted(gone_on) == [0, 1, 2]
+
+
+def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_QUIET_SECONDS", 0.05)
+    store = dist.HashStore()
+    with (
+        pytest.warns(UserWarning, match=r"ranks \[1, 2\] have not come yet"),
+        pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not come"),
+    ):
+        meet(store, 0, 3, limit=0.4)
+    with pytest.raises(TimeoutError, match="rank 0 did not come"):
+        meet(dist.HashStore(), 1, 3, limit=0.2)
+
+
+def _late(seconds: float) -> None:
+    if int(os.environ["RANK"]) == 1:
+        time.sleep(2.5 * seconds)
+    trainer = fit(RingStrategy(timeout=timedelta(seconds=seconds)), Net())
+    check_replicas(trainer)
+    timeouts = dist.group.WORLD._get_backend(trainer.strategy.root_device).options._timeout
+    assert timeouts == timedelta(seconds=seconds)
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
+    ranks(2, _late, 2.0)
+
+
+RESTARTED = """
+import json, os
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback
+from test_strategy import Net, check_replicas, fit
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+
+class Dies(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, place):
+        if attempt == 0 and rank == 1 and place == 2:
+            os._exit(7)
+
+trainer = fit("ring", Net(), devices=2, callbacks=[Dies()])
+check_replicas(trainer)
+open(f"rank{rank}.json", "w").write(json.dumps([attempt, trainer.global_step]))
+dist.barrier()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rendezvous", ["--standalone", "--master-addr=127.0.0.1 --master-port=29417"])
+def test_torchrun_restarts(tmp_path: Path, rendezvous: str) -> None:
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *rendezvous.split(), "--nproc-per-node=2")
+    done = run_script(tmp_path, RESTARTED, *torchrun, "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    records: list[Any] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    assert records == [[1, 12], [1, 12]]
