@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from pool import Pool
-from test_strategy import Net, check_replicas, fit, run_script
+from test_strategy import HERE, Net, check_replicas, fit, run_script, shell
 
 from ringstrategy import RingStrategy
 from ringstrategy.transport import rendezvous
@@ -125,3 +128,52 @@ def test_torchrun_restarts(tmp_path: Path, rendezvous: str) -> None:
     assert done.returncode == 0, done.stderr
     records: list[Any] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
     assert records == [[1, 12], [1, 12]]
+
+
+ENDLESS = """
+import os, time
+from pathlib import Path
+from lightning.pytorch.callbacks import Callback
+from test_strategy import Net, fit
+
+class Slow(Callback):
+    def on_train_batch_end(self, *args):
+        Path(f"rank{os.environ['RANK']}.pid").write_text(str(os.getpid()))
+        time.sleep(0.1)
+
+fit("ring", Net(), devices=2, max_epochs=50, callbacks=[Slow()])
+"""
+
+
+@pytest.mark.slow
+def test_no_rank_outlives_the_agent_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{ENDLESS}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    written = [tmp_path / f"rank{rank}.pid" for rank in range(2)]
+    with subprocess.Popen(
+        torchrun, cwd=tmp_path, env=shell(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as agent:
+        try:
+            assert until(lambda: all(path.exists() and path.read_text() for path in written), 90), "nobody trains"
+        finally:
+            agent.kill()
+    pids = [int(path.read_text()) for path in written]
+    ended = until(lambda: not any(is_running(pid) for pid in pids), 10)
+    for pid in filter(is_running, pids):
+        os.kill(pid, signal.SIGKILL)
+    assert ended, "orphans train on"
+
+
+def until(condition: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.1)
+    return condition()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

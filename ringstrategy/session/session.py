@@ -28,6 +28,7 @@ from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off
 from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.watch import Watch
 
@@ -101,6 +102,7 @@ class Session:
         """
         if not dist.is_initialized():
             raise RuntimeError(_NO_GROUP)
+        end_with_agent()
         if dist.get_world_size() == 1:
             return
         self._peers = connect(

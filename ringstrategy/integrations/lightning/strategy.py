@@ -48,7 +48,8 @@ class RingStrategy(Processes):
         checkpoint_io: see `DDPStrategy`.
         precision_plugin: see `DDPStrategy`.
         process_group_backend: "gloo" or "nccl"; None: gloo on CPUs, NCCL on GPUs. "gloo" works on GPUs too.
-        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default.
+        timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`). None: torch's default, and
+            for so long ranks wait at the start in any case.
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward and
             before validation. With gossip each rank keeps its own, and validation sees their mean.
