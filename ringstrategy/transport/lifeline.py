@@ -217,6 +217,16 @@ class Lifeline:
         """Write to the store unless there is a value already; returns the value in the store."""
         return self._store.first(key, value)
 
+    # What all ranks are to do
+
+    def ask(self, what: str) -> None:
+        """Ask rank 0 to tell all ranks. RuntimeError if the store is lost or silent."""
+        self._store.set("asked", what)
+
+    def asked(self) -> str | None:
+        """What a rank has asked last; None if none has. RuntimeError as for `ask`."""
+        return self._store.read("asked")
+
     # Leaving
 
     def leave(self, cause: str = _LAST_WORDS) -> None:

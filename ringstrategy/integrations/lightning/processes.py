@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from ringstrategy.errors import last_words
+from ringstrategy.errors import PeerLostError, last_words
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncher
 from ringstrategy.session import Session
@@ -26,6 +27,9 @@ from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
+
+
+_log = logging.getLogger("ringstrategy")
 
 
 class Processes(DDPStrategy):
@@ -180,6 +184,8 @@ class Processes(DDPStrategy):
         refusals.add_cure(exception, self.lightning_module)
         if self.session is not None:
             self.session.tell(exception)
+            if isinstance(exception, PeerLostError):  # whoever ends survivors may not leave time for a traceback
+                _log.error("rank %d: PeerLostError: %s", self.global_rank, exception)
         elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
             self._has_met = True
             # ranks that are ready wait for this one

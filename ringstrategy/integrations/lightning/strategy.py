@@ -26,6 +26,7 @@ from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.files import LOG, RankFiles
 from ringstrategy.integrations.lightning.looks import Looks
 from ringstrategy.integrations.lightning.processes import Processes
+from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
 from ringstrategy.session.state import Means, Saved, averaged, collect, copied, found, of_this_rank, restore
 from ringstrategy.transport.stats import Stats
@@ -94,6 +95,7 @@ class RingStrategy(Processes):
         self.left_with_children = False  # residuals, of processes that have ended
         self._broadcast_buffers = broadcast_buffers
         self._looks: Looks | None = None  # with the session of several ranks
+        self._stopping: Stopping | None = None  # likewise
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._carried: dict[str, Any] | None = None
         self._means: Means | None = None  # last given to a checkpoint
@@ -122,6 +124,7 @@ class RingStrategy(Processes):
             self.session.compare_optimizers()
             if self.world_size > 1:
                 self._looks = Looks(trainer, self.session, self.tell)
+                self._stopping = Stopping(trainer, self.session, self._naming_lost_peers)
 
     def configure_ddp(self) -> None:
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
@@ -340,8 +343,10 @@ class RingStrategy(Processes):
             ends.callback(self.algorithm.close if session is None else session.close)
             if looks is not None:
                 ends.callback(looks.close)
+            if self._stopping is not None:
+                ends.callback(self._stopping.close)
             try:
                 if looks is not None and session is not None and not self.alone and session.shows_consensus:
                     session.enter_consensus()  # False if training has ended with that
             finally:
-                self.session = self._looks = None
+                self.session = self._looks = self._stopping = None
