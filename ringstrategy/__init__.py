@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
     from ringstrategy.errors import PeerLostError, PlanMismatchError
-    from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor
+    from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.transport import Peers, Stats
 
@@ -53,7 +53,7 @@ _HOMES = {
     ),
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring"),
     "errors": ("PeerLostError", "PlanMismatchError"),
-    "integrations.lightning.callbacks": ("CommunicationMonitor",),
+    "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "transport": ("Peers", "Stats"),
 }
@@ -85,6 +85,7 @@ __all__ = [
     "PowerSGD",
     "PushSum",
     "RandomK",
+    "ReplicaCheck",
     "Ring",
     "RingStrategy",
     "Rotated",

@@ -391,6 +391,10 @@ class Session:
         if self._parameters is not None:
             self._parameters.settle()
 
+    def equal_parameters(self) -> dict[str, Parameter]:
+        """Those that have the same bits on all ranks between two steps, by name."""
+        return {name: value for name, value in shared_parameters(self.module).items() if value in self._equal}
+
     def glance(self) -> list[Tensor]:
         """A few values of each parameter and buffer, to detect later whether they were replaced."""
         return [sample(t.detach()) for t in (*shared_parameters(self.module).values(), *shared_buffers(self.module))]

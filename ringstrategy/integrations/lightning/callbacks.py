@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.kernels.checksum import checksums
 from ringstrategy.transport.stats import Stats
 
 _SAMPLE = 1 << 18  # values by which the consensus distance is estimated: about 1 MB to send
@@ -91,3 +93,68 @@ class CommunicationMonitor(Callback):
     def _strategy(trainer: Trainer) -> RingStrategy:
         assert isinstance(trainer.strategy, RingStrategy)
         return trainer.strategy
+
+
+class ReplicaCheck(Callback):
+    """Every few steps compare the parameters of all ranks, bit for bit; where they differ, stop with an error.
+
+    Replicas stay identical by construction. This finds what breaks that from outside: memory that flips bits, or code
+    of a user that changes parameters on one rank. All ranks raise the same RuntimeError, which names the ranks that
+    differ from most others, and a parameter. A check reads all parameters once and sends 8 bytes for each parameter.
+    Parameters that are never averaged (`ring_local`) are left out. Not for gossip, whose replicas differ.
+
+    Args:
+        every_n_steps: check after so many optimizer steps. Less: found sooner, more time.
+    """
+
+    def __init__(self, every_n_steps: int = 100) -> None:
+        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
+            raise ValueError(f"every_n_steps is a whole number of optimizer steps >= 1, got {every_n_steps!r}")
+        self.every_n_steps = every_n_steps
+        self._checked_at = 0
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse another strategy, and gossip."""
+        strategy = trainer.strategy
+        if not isinstance(strategy, RingStrategy) or strategy.algorithm.decentralized:
+            raise ValueError(
+                "ReplicaCheck compares replicas that a RingStrategy keeps identical, and with "
+                f"{strategy.algorithm if isinstance(strategy, RingStrategy) else type(strategy).__name__} they differ "
+                "or belong to others: leave it out, or pass Trainer(strategy='ring')"
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start from here."""
+        self._checked_at = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare, if it is time."""
+        every, now = self.every_n_steps, trainer.global_step
+        if now // every == self._checked_at // every:
+            return
+        self._checked_at = now
+        assert isinstance(trainer.strategy, RingStrategy)
+        session = trainer.strategy.session
+        if session is None or trainer.world_size == 1:
+            return
+        parameters = session.equal_parameters()
+        mine = checksums(list(parameters.values())).to(trainer.strategy.root_device)
+        rows = trainer.strategy.all_gather(mine).view(trainer.world_size, -1).cpu()
+        differing = _differing(rows)
+        if differing:
+            names = list(parameters)
+            said = [f"rank {rank} in {names[place]} ({count} in all)" for rank, (place, count) in differing.items()]
+            raise RuntimeError(
+                f"the replicas differ after step {now}: {', '.join(said)}. Does a callback, a hook or a random number "
+                "change parameters on some ranks only? If not, test the memory of their hosts. Resume from an earlier "
+                "checkpoint"
+            )
+
+
+def _differing(rows: torch.Tensor) -> dict[int, tuple[int, int]]:
+    """By rank the first parameter, and how many, in which it differs from most ranks (the lowest, if two halves do)."""
+    usual = torch.stack([max(column.unbind(), key=lambda value: int((column == value).sum())) for column in rows.T])
+    wrong = {rank: (row != usual).nonzero().flatten().tolist() for rank, row in enumerate(rows)}
+    return {rank: (places[0], len(places)) for rank, places in wrong.items() if places}
