@@ -174,3 +174,40 @@ def _sum() -> Tensor:
 def test_an_all_reduce_is_staged_too(ranks) -> None:
     for values in ranks(2, _sum):
         assert values.tolist() == [6.0] * 8
+
+
+def _to_two() -> list[int]:
+    """A wire to two ranks; then a part of it to one of them, and all of it to the other. Twice."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    others = [peer for peer in range(3) if peer != rank]
+    with no_gpu() as cuda:
+        peers = connect(DEVICE, timedelta(seconds=60))
+        assert isinstance(peers, StagedPeers)
+        wire, copies = on_device(65), list[int]()
+
+        def exchange(sends: dict[int, Tensor], arriving: dict[int, Tensor]) -> None:
+            before = len(cuda.current_stream().queue)
+            handle = peers.post(sends, arriving)
+            copies.append(len(cuda.current_stream().queue) - before)
+            handle.wait()
+
+        def task() -> None:
+            for place in range(2):
+                wire.fill_(10 * rank + place)
+                whole = {peer: on_device(65) for peer in others}
+                exchange(dict.fromkeys(others, wire), whole)
+                numel = {peer: 33 if rank > 3 - rank - peer else 65 for peer in others}  # the third rank has the other
+                part = {peer: on_device(numel[peer]) for peer in others}
+                exchange({others[0]: wire, others[1]: wire[:33]}, part)
+                cuda.current_stream().run(len(cuda.current_stream().queue))
+                for peer, arrived in [*whole.items(), *part.items()]:
+                    assert (arrived.as_subclass(Tensor) == 10 * peer + place).all()
+
+        peers.finish([peers.submit(task, "test")])
+        peers.close()
+    return copies
+
+
+def test_what_goes_to_several_ranks_is_copied_to_the_host_once(ranks) -> None:
+    assert ranks(3, _to_two) == [[1, 2, 1, 2]] * 3

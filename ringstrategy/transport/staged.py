@@ -94,13 +94,19 @@ class StagedPeers(GlooPeers):
         """Nothing: it arrives in memory that is taken when it is received."""
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """Copy to the host, wait for that copy (in the communication thread alone), start."""
-        on_host, leaving = dict(sends), []
+        """Copy to the host, wait for that copy (in the communication thread alone), start.
+
+        What goes to several ranks is copied once, and leaves from the same buffer.
+        """
+        on_host, staged = dict(sends), dict[tuple[int, int], Tensor]()
         for peer, tensor in sends.items():
             if tensor.device.type != "cpu":
-                leaving.append(self._pool.take(tensor.numel()))
-                on_host[peer] = leaving[-1][: tensor.numel()]
-                on_host[peer].copy_(tensor, non_blocking=True)
+                what = tensor.data_ptr(), tensor.numel()
+                if what not in staged:
+                    staged[what] = self._pool.take(tensor.numel())
+                    staged[what][: tensor.numel()].copy_(tensor, non_blocking=True)
+                on_host[peer] = staged[what][: tensor.numel()]
+        leaving = list(staged.values())
         if leaving:
             self._stream.record_event().synchronize()
         to_host, arriving = dict(recvs), []
