@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +23,8 @@ import ringstrategy.session.session as session
 from ringstrategy import AllReduce, BlockInt, Gossip, Identity, PowerSGD
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
-from ringstrategy.transport.base import FEW, Handle
+from ringstrategy.transport import held, nccl
+from ringstrategy.transport.base import FEW, Handle, Waitable
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.stats import Stats
 
@@ -34,8 +38,10 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.on = current() if stream is None else stream
 
+    done = True  # all events, as far as anybody asks
+
     def query(self) -> bool:
-        return True
+        return Event.done
 
     def elapsed_time(self, end: Event) -> float:
         assert self.timed
@@ -335,6 +341,118 @@ def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> Non
     assert not any(thread.is_alive() for thread in threads)
     with pytest.raises(RuntimeError, match="closed"):
         peers.submit(lambda: None, "later")
+
+
+def _add(values: Tensor) -> None:
+    values.add_(1)
+
+
+def test_a_task_keeps_its_tensors_until_the_device_has_done_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "done", False)
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+
+    def submit() -> tuple[Waitable, weakref.ref[Tensor]]:
+        values = torch.zeros(3)
+        return peers.submit(partial(_add, values), "now"), weakref.ref(values)
+
+    ticket, first = submit()
+    ticket.wait()
+    ticket, second = submit()
+    ticket.wait()
+    assert first() is not None
+    assert second() is not None
+    Event.done = True
+    submit()[0].wait()
+    assert first() is None
+    assert second() is None
+    peers.close()
+    assert not peers._held._tasks
+
+
+def test_what_the_device_never_does_is_kept_for_good(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "done", False)
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(held, "_never_done", never_done := [])
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    values = torch.zeros(3)
+    alive = weakref.ref(values)
+
+    def fail(values: Tensor = values) -> None:
+        values.add_(1)
+        raise ValueError("after something was queued")
+
+    with pytest.raises(ValueError, match="queued"):
+        peers.submit(fail, "now").wait()
+    with pytest.raises(RuntimeError, match=r"under way did not end within 0 s"):
+        peers.close()
+    del values, fail, peers
+    gc.collect()
+    assert alive() is not None
+    never_done.clear()
+    gc.collect()
+    assert alive() is None
+
+
+class _CutOffError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_failed_backward_leaves_its_buckets_to_the_device(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setattr(Event, "done", True)
+    size = 2
+    meet = threading.Barrier(size)
+
+    def one(peers: NcclPeers) -> None:
+        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
+        algorithm.setup(dict(model.named_parameters()), peers)
+        first = next(model.parameters())
+        meet.wait(LIMIT)
+        Event.done = False
+        first.register_hook(lambda grad: (_ for _ in ()).throw(_CutOffError()))  # in the last bucket
+        algorithm.before_backward()
+        with pytest.raises(_CutOffError):
+            loss_of(model, peers.rank).backward()
+        buckets = [weakref.ref(bucket.buffer) for bucket in algorithm._buckets]  # type: ignore[attr-defined]
+        peers.submit(lambda: None, "behind them").wait()
+        meet.wait(LIMIT)
+        if told:
+            peers._group._get_backend = lambda device: SimpleNamespace(abort=lambda: None)  # type: ignore[union-attr]
+            peers.abort("a test")
+        algorithm.close()
+        del model, first
+        gc.collect()
+        launched = [buffer() is not None for buffer in buckets]
+        assert launched.count(False) == 1, "all but the last bucket were launched"
+        meet.wait(LIMIT)
+        threading.Timer(0.2, setattr, (Event, "done", True)).start()
+        peers.close()
+        gc.collect()
+        assert [buffer() for buffer in buckets] == [None] * len(buckets)
+
+    on_all_gpus(size, one)
+
+
+def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
+    peers = nccl_peers(FakePeers(Network(2), 0), Control(Network(2), 0))
+    go, message = threading.Event(), torch.zeros(3, dtype=torch.uint8)
+
+    def late() -> None:
+        go.wait(LIMIT)
+        peers.post({1: message}, {})
+
+    ticket = peers.submit(late, "late")
+    with pytest.raises(RuntimeError, match="did not end"):
+        peers.close()
+    go.set()
+    with pytest.raises(RuntimeError, match="these peers are closed"):
+        ticket.wait()
+    assert not calls.threads
 
 
 # The group
