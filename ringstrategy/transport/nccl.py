@@ -17,7 +17,7 @@ from ringstrategy.transport.held import Held
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
-_FEW_CTAS = 4  # of one NCCL kernel: enough for links of 25 Gbit/s
+_FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
 
 
 class _NcclHandle:

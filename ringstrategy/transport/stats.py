@@ -25,7 +25,7 @@ class Stats:
         steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings.
             With one process, where nothing is averaged: backward passes that do not only accumulate.
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
-            was exchanged before the first step, so that few steps connect or compile.
+            was exchanged before the first step, so that no step connects or compiles.
         probe_bytes_received: likewise.
         probe_seconds: training waited this long for that.
     """
