@@ -141,3 +141,25 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
             assert meter.compiled == compiled
         peers.close()
     assert bool(meter.compiled) == (name not in WITHOUT_KERNELS)
+
+
+@pytest.mark.parametrize("name", ["gossip", "gossip_int8", "push_sum"])
+def test_a_mixing_costs_as_many_launches_for_many_parameters_as_for_few(name: str) -> None:
+    counts = []
+    for parts in (2, 40):
+        meter, algorithm = Meter(4), STRATEGIES[name]()
+        parameters = {f"p{place}": Parameter(torch.empty(4000 // parts, 64, device=DEVICE)) for place in range(parts)}
+        with stand_ins(meter):
+            peers = StandInPeers(meter)
+            algorithm.setup(parameters, peers)
+            assert isinstance(algorithm, ParameterAlgorithm)
+            algorithm.bind(set(parameters.values()))
+            for _ in range(3):  # the corrections of the first are applied with the second
+                meter.clear()
+                with meter.within():
+                    algorithm.after_step(set(parameters.values()))
+                    algorithm.settle()
+            peers.close()
+        counts.append((meter.operations, meter.kernels))
+    assert counts[0] == counts[1]
+    assert 3 < counts[0][0] < 25
