@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -110,6 +111,26 @@ _ASKING: dict[str, Callable[..., Any]] = {  # what they return depends on values
 }
 
 
+@cache
+def _binder(kernel: Any) -> Callable[..., tuple[Any, Any, Any]]:
+    """What Triton's launcher asks which of a kernel's binaries fits the arguments."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime.jit import create_function_from_signature
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    binder: Callable[..., tuple[Any, Any, Any]] = create_function_from_signature(
+        kernel.signature, kernel.params, backend
+    )
+    return binder
+
+
+def _specialization(kernel: Any, *args: Any, **kwargs: Any) -> str:
+    """Types, alignments, constants and options: the key by which Triton finds a compiled kernel again."""
+    _, specialization, options = _binder(kernel)(*args, **kwargs)
+    return f"{specialization} {options}"
+
+
 def _passes(rank: int) -> float:
     """Over a column, on average: 6, with each column before it 5, and but for the first 3; less the one that counts."""
     return 6 + (5 * rank * (rank - 1) / 2 + 3 * (rank - 1)) / rank - 1
@@ -129,10 +150,15 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 class Meter:
-    """Counts while it is `counting`. `itemsize`: bytes of a gradient."""
+    """Counts while it is `counting`. `itemsize`: bytes of a gradient.
+
+    Attributes:
+        compiled: for each kernel that was launched, what Triton would have compiled; never cleared.
+    """
 
     def __init__(self, itemsize: int) -> None:
         self.counting = True
+        self.compiled: set[tuple[str, str]] = set()
         self._itemsize = itemsize
         self._threads: set[int] = set()
         self.clear()
@@ -175,6 +201,7 @@ class Meter:
             given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
             moved = [tensor.nbytes for tensor in _on_device(list(given.values())) if not _is_table(tensor)]
             self.kernels += 1
+            self.compiled.add((kernel.__name__, _specialization(kernel, *args, **kwargs)))
             self.bytes_moved += sum(moved) + _MORE[kernel.__name__](given, self._itemsize)
 
     def operation(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -284,11 +311,11 @@ class _Distributed:
         return False
 
 
-class _Peers(nccl.NcclPeers):
+class StandInPeers(nccl.NcclPeers):
     """Rank 1, whose messages go nowhere. What torch does in another thread counts too."""
 
     def __init__(self, meter: Meter) -> None:
-        control = mock.Mock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
+        control = mock.MagicMock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
         super().__init__(mock.sentinel.group, control, DEVICE)
         self._meter = meter
 
@@ -336,7 +363,7 @@ class _Agreed:
         """At once."""
 
 
-def _exchange(bucket: Bucket, peers: _Peers, algorithm: Synchronous) -> None:
+def _exchange(bucket: Bucket, peers: StandInPeers, algorithm: Synchronous) -> None:
     """All that happens to a bucket from its last gradient to the optimizer's step."""
     parameters = [slot.parameter for slot in bucket.slots]
     for parameter in parameters:
@@ -360,7 +387,7 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) ->
     seconds = []
     with stand_ins(meter):
         [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-        peers = _Peers(meter)
+        peers = StandInPeers(meter)
         for _ in range(2):
             meter.clear()
             with meter.within():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -44,29 +45,50 @@ def test_a_backend_left_to_torch_is_known(ranks: Pool) -> None:
     assert ranks(2, _unnamed) == [("undefined", "gloo")] * 2
 
 
-def claims(*ranks: tuple[torch.device, str], config: str = BOTH) -> None:
-    """By ranks on devices of hosts."""
+def gpu_at(bus: int, uuid: str = "GPU-1") -> SimpleNamespace:
+    return SimpleNamespace(uuid=uuid, pci_domain_id=0, pci_bus_id=bus, pci_device_id=0)
+
+
+def claims(*ranks: tuple[torch.device, str], config: str = BOTH, seen: Sequence[SimpleNamespace] = ()) -> None:
+    """By ranks on devices of hosts. `seen`: by each rank; by default every process sees GPU i at bus i."""
     store = dist.HashStore()
-    gpus = {"get_device_properties": lambda device: SimpleNamespace(uuid=f"GPU-{device.index}")}
-    with patch.multiple(torch.cuda, **gpus), patch.object(dist, "get_backend_config", return_value=config):
+    with patch.object(dist, "get_backend_config", return_value=config):
         for rank, (device, host) in enumerate(ranks):
+            gpu = seen[rank] if seen else gpu_at(device.index or 0)
             for _ in range(2):  # a rank may claim its GPU again
-                claim_gpu(device, rank, host, lambda key, value: store.compare_set(key, "", value).decode())
+                with patch.object(torch.cuda, "get_device_properties", return_value=gpu):
+                    claim_gpu(device, rank, host, lambda key, value: store.compare_set(key, "", value).decode())
 
 
 def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "b"))
     claims((GPU, "a"), (GPU, "a"), config="cpu:gloo,cuda:gloo")
     claims((torch.device("cpu"), "a"), (torch.device("cpu"), "a"))
-    with pytest.raises(ValueError, match=r"rank 2 and rank 0 use the same GPU \(cuda:0, GPU-0\).*set_device.*'gloo'"):
+    with pytest.raises(
+        ValueError, match=r"rank 2 and rank 0 use the same GPU \(cuda:0, 0000:00:00\).*set_device.*'gloo'"
+    ):
         claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "a"))
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     claims((GPU, "a"), (GPU, "a"))
 
 
+def test_a_gpu_is_known_by_its_place_whatever_a_process_sees_of_it() -> None:
+    # CUDA_VISIBLE_DEVICES gives each rank a GPU of its own, which it calls cuda:0; or the same one by two numbers
+    claims((GPU, "a"), (GPU, "a"), seen=[gpu_at(0x1B), gpu_at(0x5E)])
+    with pytest.raises(ValueError, match=r"rank 1 and rank 0 use the same GPU \(cuda:1, 0000:1b:00\)"):
+        claims((GPU, "a"), (torch.device("cuda", 1), "a"), seen=[gpu_at(0x1B), gpu_at(0x1B)])
+
+
+def test_nccl_takes_two_instances_of_a_gpu_for_one() -> None:
+    instances = [gpu_at(0x59, "MIG-1"), gpu_at(0x59, "MIG-2")]
+    with pytest.raises(ValueError, match=r"0000:59:00.*Instances of one GPU \(MIG\) count as this GPU.*'gloo'"):
+        claims((GPU, "a"), (GPU, "a"), seen=instances)
+    claims((GPU, "a"), (GPU, "a"), config="cpu:gloo,cuda:gloo", seen=instances)
+
+
 def _on_one_gpu() -> tuple[type[Exception], str]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    one = SimpleNamespace(uuid="GPU-7")
+    one = gpu_at(7)
     with (
         patch.object(torch.cuda, "get_device_properties", return_value=one),
         patch.object(dist, "get_backend_config", return_value=BOTH),
@@ -79,7 +101,7 @@ def _on_one_gpu() -> tuple[type[Exception], str]:
 def test_two_ranks_on_one_gpu_are_told_so(ranks: Pool) -> None:
     told = dict(ranks(2, _on_one_gpu))
     assert set(told) == {ValueError, PeerLostError}
-    assert all("use the same GPU (cuda:0, GPU-7)" in message for message in told.values())
+    assert all("use the same GPU (cuda:0, 0000:07:00)" in message for message in told.values())
 
 
 def _fit_on_one_gpu() -> tuple[type[Exception] | None, list[str]]:

@@ -43,7 +43,8 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Vector
+from ringstrategy.algorithms.parameters.group import Flat, Vector, cut_like
+from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -904,3 +905,20 @@ def test_an_optimizer_may_get_more_parameters_but_not_anothers(ranks: Pool, algo
     start, end = (np.array([sums[place] for sums in found]) for place in (0, 1))
     np.testing.assert_allclose(end.mean(0), start.mean(0), rtol=0, atol=1e-5)
     assert "such as 'ring'" in found[0][2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("factor", [1.0, -1.0])
+def test_gathering_a_sum_and_adding_have_the_bits_of_a_loop(dtype: torch.dtype, factor: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(33, 7), (1,), (0,), (5, 3, 2), (1000,)]
+    parameters = {f"p{k}": nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for k, s in enumerate(shapes)}
+    flat = Flat(parameters, sums_dtype(dtype))
+    other = torch.randn(flat.values.shape, generator=generator, dtype=flat.values.dtype)
+    flat.gather_sum(other, factor)
+    before = [parameter.detach().clone() for parameter in parameters.values()]
+    for value, part, parameter in zip(cut_like(flat.values, before), cut_like(other, before), before, strict=True):
+        assert torch.equal(value, parameter.to(part.dtype) + factor * part)
+    flat.add(other)
+    for parameter, part, was in zip(parameters.values(), cut_like(other, before), before, strict=True):
+        assert torch.equal(parameter, (was.to(part.dtype) + part).to(dtype))

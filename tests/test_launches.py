@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from torch.nn import Parameter
 
-from benchmarks.launches import CASES, DEVICE, RANKS, TABLE, Meter, counted, measure, stand_ins
-from ringstrategy import AllReduce, BlockInt, Direct, Native, PowerSGD, Ring
-from ringstrategy.codecs import Cast, Codec, Identity
+from benchmarks.launches import CASES, DEVICE, RANKS, TABLE, Meter, StandInPeers, counted, measure, stand_ins
+from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, Native, PowerSGD, Ring, SmallExact
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated
+from ringstrategy.names import STRATEGIES
+from ringstrategy.topologies import Complete
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -83,3 +88,78 @@ def test_what_is_known_of_a_ring_is_what_is_counted() -> None:
     moved = 8 + (4 + wire) + hops / RANKS * wire + (4 + wire)
     assert re.match(r"\d+\.\d", counted(counts)[3])
     assert counts.bytes_moved / counts.gradients == pytest.approx(moved, rel=0.001)
+
+
+ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
+    **{name: make for name, make in STRATEGIES.items() if not name.startswith(("ring_auto", "ring_topk"))},
+    "bfloat16 residuals": lambda: AllReduce(BlockInt(4), Ring(), residual_dtype="bf16", error_feedback=True),
+    "small buckets that ride": lambda: AllReduce(SmallExact(BlockInt(8), small=BlockInt(4)), Direct(), bucket_mb=0.4),
+    "powersgd of int8": lambda: PowerSGD(2, BlockInt(8), bucket_mb=0.2),
+    "choco over a complete graph": lambda: Choco(
+        codec=Rotated(Gaussian(4)), topology=Complete(), interval=2, overlap=False
+    ),
+    "choco of short blocks": lambda: Choco(codec=BlockInt(8, block=24)),
+    "gossip in 16 bits": lambda: Gossip(codec=Cast("bf16"), unequal_data=True),
+}
+WITHOUT_KERNELS = {"ring", "ring_fp16", "ring_bf16", "gossip", "gossip_exponential", "push_sum", "gossip in 16 bits"}
+
+
+def train(algorithm: Algorithm, parameters: dict[str, Parameter]) -> None:
+    """A step of an optimizer."""
+    stepped = set(parameters.values())
+    for parameter in parameters.values():
+        parameter.grad = None
+    if isinstance(algorithm, GradientAlgorithm):
+        loss = torch.stack([parameter.float().sum() for parameter in parameters.values()]).sum()
+        algorithm.before_backward(loss)
+        loss.backward()
+        algorithm.after_backward()
+        algorithm.before_step(stepped)
+    algorithm.after_step(stepped)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtype: torch.dtype) -> None:
+    shapes = {"embedding": (77, 40), "weight": (300, 201), "bias": (201,), "long": (1_000_003,), "matrix": (64, 96)}
+    parameters = {n: Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for n, shape in shapes.items()}
+    later = {"later": Parameter(torch.empty(123, 31, dtype=dtype, device=DEVICE))}
+    frozen = Parameter(torch.empty(99, dtype=dtype, device=DEVICE), requires_grad=False)
+    meter, algorithm = Meter(dtype.itemsize), ALGORITHMS[name]()
+    with stand_ins(meter), meter.within():
+        peers = StandInPeers(meter)
+        algorithm.setup({**parameters, "frozen": frozen}, peers)
+        for new in ({}, later):
+            parameters |= new
+            if new:
+                algorithm.adopt({**parameters, "frozen": frozen})
+            if isinstance(algorithm, ParameterAlgorithm):
+                algorithm.bind(set(parameters.values()))
+            compiled = set(meter.compiled)
+            for _ in range(5):
+                train(algorithm, parameters)
+            assert meter.compiled == compiled
+        peers.close()
+    assert bool(meter.compiled) == (name not in WITHOUT_KERNELS)
+
+
+@pytest.mark.parametrize("name", ["gossip", "gossip_int8", "push_sum"])
+def test_a_mixing_costs_as_many_launches_for_many_parameters_as_for_few(name: str) -> None:
+    counts = []
+    for parts in (2, 40):
+        meter, algorithm = Meter(4), STRATEGIES[name]()
+        parameters = {f"p{place}": Parameter(torch.empty(4000 // parts, 64, device=DEVICE)) for place in range(parts)}
+        with stand_ins(meter):
+            peers = StandInPeers(meter)
+            algorithm.setup(parameters, peers)
+            assert isinstance(algorithm, ParameterAlgorithm)
+            algorithm.bind(set(parameters.values()))
+            for _ in range(3):  # the corrections of the first are applied with the second
+                meter.clear()
+                with meter.within():
+                    algorithm.after_step(set(parameters.values()))
+                    algorithm.settle()
+            peers.close()
+        counts.append((meter.operations, meter.kernels))
+    assert counts[0] == counts[1]
+    assert 3 < counts[0][0] < 25

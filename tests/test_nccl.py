@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +21,15 @@ from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
 import ringstrategy.session.session as session
-from ringstrategy import AllReduce, BlockInt, Gossip, Identity, PowerSGD
+from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, Peers, PlanMismatchError, PowerSGD, PushSum
+from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.codecs import Cast, Gaussian, Rotated
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
-from ringstrategy.transport.base import FEW, Handle
+from ringstrategy.names import STRATEGIES
+from ringstrategy.topologies import Exponential, OnePeerExponential
+from ringstrategy.transport import held, nccl
+from ringstrategy.transport.base import FEW, Handle, Waitable
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.stats import Stats
 
@@ -34,8 +43,10 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         self.on = current() if stream is None else stream
 
+    done = True  # all events, as far as anybody asks
+
     def query(self) -> bool:
-        return True
+        return Event.done
 
     def elapsed_time(self, end: Event) -> float:
         assert self.timed
@@ -337,6 +348,264 @@ def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> Non
         peers.submit(lambda: None, "later")
 
 
+def _add(values: Tensor) -> None:
+    values.add_(1)
+
+
+def test_a_task_keeps_its_tensors_until_the_device_has_done_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "done", False)
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+
+    def submit() -> tuple[Waitable, weakref.ref[Tensor]]:
+        values = torch.zeros(3)
+        return peers.submit(partial(_add, values), "now"), weakref.ref(values)
+
+    ticket, first = submit()
+    ticket.wait()
+    ticket, second = submit()
+    ticket.wait()
+    assert first() is not None
+    assert second() is not None
+    Event.done = True
+    submit()[0].wait()
+    assert first() is None
+    assert second() is None
+    peers.close()
+    assert not peers._held._tasks
+
+
+def test_what_the_device_never_does_is_kept_for_good(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "done", False)
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr(held, "_never_done", never_done := [])
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    values = torch.zeros(3)
+    alive = weakref.ref(values)
+
+    def fail(values: Tensor = values) -> None:
+        values.add_(1)
+        raise ValueError("after something was queued")
+
+    with pytest.raises(ValueError, match="queued"):
+        peers.submit(fail, "now").wait()
+    with pytest.raises(RuntimeError, match=r"under way did not end within 0 s"):
+        peers.close()
+    del values, fail, peers
+    gc.collect()
+    assert alive() is not None
+    never_done.clear()
+    gc.collect()
+    assert alive() is None
+
+
+class _CutOffError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_failed_backward_leaves_its_buckets_to_the_device(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    monkeypatch.setattr(Event, "done", True)
+    size = 2
+    meet = threading.Barrier(size)
+
+    def one(peers: NcclPeers) -> None:
+        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
+        algorithm.setup(dict(model.named_parameters()), peers)
+        first = next(model.parameters())
+        meet.wait(LIMIT)
+        Event.done = False
+        first.register_hook(lambda grad: (_ for _ in ()).throw(_CutOffError()))  # in the last bucket
+        algorithm.before_backward()
+        with pytest.raises(_CutOffError):
+            loss_of(model, peers.rank).backward()
+        buckets = [weakref.ref(bucket.buffer) for bucket in algorithm._buckets]  # type: ignore[attr-defined]
+        peers.submit(lambda: None, "behind them").wait()
+        meet.wait(LIMIT)
+        if told:
+            peers._group._get_backend = lambda device: SimpleNamespace(abort=lambda: None)  # type: ignore[union-attr]
+            peers.abort("a test")
+        algorithm.close()
+        del model, first
+        gc.collect()
+        launched = [buffer() is not None for buffer in buckets]
+        assert launched.count(False) == 1, "all but the last bucket were launched"
+        meet.wait(LIMIT)
+        threading.Timer(0.2, setattr, (Event, "done", True)).start()
+        peers.close()
+        gc.collect()
+        assert [buffer() for buffer in buckets] == [None] * len(buckets)
+
+    on_all_gpus(size, one)
+
+
+def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
+    peers = nccl_peers(FakePeers(Network(2), 0), Control(Network(2), 0))
+    go, message = threading.Event(), torch.zeros(3, dtype=torch.uint8)
+
+    def late() -> None:
+        go.wait(LIMIT)
+        peers.post({1: message}, {})
+
+    ticket = peers.submit(late, "late")
+    with pytest.raises(RuntimeError, match="did not end"):
+        peers.close()
+    go.set()
+    with pytest.raises(RuntimeError, match="these peers are closed"):
+        ticket.wait()
+    assert not calls.threads
+
+
+# Warm-up
+
+MIXED: dict[str, Callable[[], Decentralized]] = {
+    "gossip": lambda: Gossip(OnePeerExponential(), Cast("bf16")),
+    "unequal data": lambda: Gossip(unequal_data=True, overlap=False),
+    "choco": lambda: Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
+    "push_sum": lambda: PushSum(Exponential()),
+}
+
+
+def mixed(peers: Peers, name: str, state: dict[str, Any] | None = None) -> tuple[list[Tensor], dict[str, Any], int]:
+    """Parameters after five steps, of which some are mixed; state; and bytes of training."""
+    algorithm, generator = MIXED[name](), torch.Generator().manual_seed(peers.rank)
+    shapes = {"weight": (30, 17), "bias": (17,), "matrix": (64, 24)}
+    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
+    before = peers.stats.bytes_sent
+    algorithm.setup(parameters, peers)
+    if state is not None:
+        algorithm.load_own_state(state)
+    algorithm.bind(set(parameters.values()))
+    assert before is not None
+    for _ in range(5):
+        for parameter in parameters.values():
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator))
+        algorithm.after_step(set(parameters.values()))
+    algorithm.settle()
+    kept = copy.deepcopy(algorithm.own_state())
+    peers.stats.bytes_sent, sent = 0, peers.stats.bytes_sent
+    algorithm.close()
+    assert sent is not None
+    return [parameter.detach() for parameter in parameters.values()], kept, sent - before
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, name: str) -> None:
+    size = 3
+    plain = on_all_ranks(size, lambda peers: (first := mixed(peers, name), mixed(peers, name, first[1])))
+
+    def warm(peers: NcclPeers) -> Any:
+        first = mixed(peers, name)
+        assert peers.stats.probe_bytes_sent > 0
+        return first, mixed(peers, name, first[1])
+
+    for expected, found in zip(plain, on_all_gpus(size, warm), strict=True):
+        for (parameters, kept, sent), (others, also_kept, also_sent) in zip(expected, found, strict=True):
+            assert all(map(torch.equal, parameters, others))
+            for what in ("kept", "others"):
+                torch.testing.assert_close(kept[what], also_kept[what], rtol=0, atol=0)
+            assert sent == also_sent > 0
+
+
+def test_all_neighbours_of_gossip_are_connected_at_setup(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
+        algorithm, parameter = Gossip(OnePeerExponential(), overlap=False), nn.Parameter(torch.randn(70))
+        algorithm.setup({"weight": parameter}, peers)
+        algorithm.bind({parameter})
+        connected = {target for post in posts for target in post.targets}
+        before = len(posts)
+        for _ in range(7):
+            algorithm.after_step({parameter})
+        met = [target for post in posts[before:] for target in post.targets]
+        assert len(set(met)) == 3
+        assert set(met) <= connected
+        algorithm.close()
+
+    on_all_gpus(6, one)
+
+
+@pytest.mark.parametrize("how", ["joins", "unfreezes"])
+@pytest.mark.parametrize("make", [lambda: AllReduce(BlockInt(8), error_feedback=True), lambda: PowerSGD(2)])
+def test_a_later_parameter_is_warmed_up_before_its_first_backward(
+    calls: Calls, make: Callable[[], AllReduce | PowerSGD], how: str
+) -> None:
+    """And has the gradients that it would have had without, with the residual that a checkpoint has for it."""
+
+    def one(peers: Peers) -> Any:
+        algorithm, rank = make(), peers.rank
+        at_first, later = nn.Parameter(torch.zeros(40, 30)), nn.Parameter(torch.zeros(50, 40))
+        later.requires_grad_(how == "joins")
+        known = {"first": at_first} if how == "joins" else {"first": at_first, "later": later}
+        algorithm.setup(known, peers)
+        if how == "joins":
+            algorithm.adopt({**known, "later": later})
+        else:
+            algorithm.load_residuals({"later": torch.full((50, 40), 0.25 * (rank + 1))})
+            later.requires_grad_()
+        probed, grads = [peers.stats.probe_bytes_sent], []
+        for step in range(2):
+            generator = torch.Generator().manual_seed(10 * rank + step)
+            loss = torch.stack([(p * torch.randn(p.shape, generator=generator)).sum() for p in (later, at_first)]).sum()
+            at_first.grad = later.grad = None
+            algorithm.before_backward(loss)
+            probed.append(peers.stats.probe_bytes_sent)
+            loss.backward()
+            algorithm.after_backward()
+            grads += [at_first.grad.clone(), later.grad.clone()]  # type: ignore[union-attr]
+            algorithm.after_step({at_first, later})
+        residuals = {name: value.clone() for name, value in algorithm.residuals()}
+        algorithm.close()
+        return grads, residuals, probed
+
+    for expected, found in zip(on_all_ranks(3, one), on_all_gpus(3, one), strict=True):
+        assert all(map(torch.equal, expected[0], found[0]))
+        torch.testing.assert_close(expected[1], found[1], rtol=0, atol=0)
+        assert expected[2] == [0, 0, 0]
+        setup, first, second = found[2]
+        assert 0 < setup <= first == second
+        assert (setup < first) == (how == "unfreezes")
+
+
+def test_ranks_whose_new_parameters_differ_are_told_before_the_warm_up(calls: Calls) -> None:
+    def one(peers: NcclPeers) -> None:
+        algorithm, first = AllReduce(BlockInt(8)), nn.Parameter(torch.zeros(40))
+        algorithm.setup({"first": first}, peers)
+        later = nn.Parameter(torch.zeros(300), requires_grad=peers.rank != 1)
+        with pytest.raises(PlanMismatchError, match=r"frozen there.*later"):
+            algorithm.adopt({"first": first, "later": later})
+        algorithm.close()
+
+    on_all_gpus(2, one)
+
+
+def test_sparse_gradients_connect_all_pairs_at_setup(calls: Calls) -> None:
+    size = 3
+
+    def one(peers: NcclPeers) -> Tensor:
+        posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
+        rows = nn.Embedding(9, 4, sparse=True)
+        nn.init.zeros_(rows.weight)
+        algorithm = AllReduce()
+        algorithm.setup({"weight": rows.weight}, peers, sparse=frozenset({"weight"}))
+        assert {target for post in posts for target in post.targets} == set(range(size)) - {peers.rank}
+        loss = rows(torch.arange(peers.rank + 1)).sum() * 3
+        algorithm.before_backward(loss)
+        loss.backward()
+        algorithm.after_backward()
+        assert rows.weight.grad is not None
+        grad = rows.weight.grad.to_dense()
+        algorithm.close()
+        return grad
+
+    for grad in on_all_gpus(size, one):
+        assert grad[:, 0].tolist() == pytest.approx([3, 2, 1, 0, 0, 0, 0, 0, 0])
+
+
 # The group
 
 
@@ -367,10 +636,10 @@ def test_the_group_has_high_priority_and_connects_at_setup(
     assert begun == [("the group", 1), ("the group", size)][: 2 if size <= FEW else 1]
 
 
-@pytest.mark.parametrize(("algorithm", "beside_steps"), [(AllReduce(), False), (Gossip(), True)])
-def test_gossip_leaves_more_of_the_gpu_to_steps(
-    monkeypatch: pytest.MonkeyPatch, algorithm: Any, beside_steps: bool
-) -> None:
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_what_may_wait_through_steps_leaves_more_of_the_gpu_to_them(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    algorithm = STRATEGIES[name]()
+    beside_steps = hasattr(algorithm, "late")  # its exchanges may end in a later step than they begin
     asked: dict[str, Any] = {}
 
     class ConnectedError(Exception):

@@ -190,6 +190,10 @@ class DenseBucket(Bucket):
             mean_(self.buffer, peers, collective, self.codec, residual=residual, seed=seed)
 
         peers.submit(work, "while setting up").wait()
+        self.warm_up_copies()
+
+    def warm_up_copies(self) -> None:
+        """The part of `warm_up` that is `gather` and `scatter`."""
         if self._places is not None:
             from ringstrategy.kernels.triton.buckets import pack, unpack
 

@@ -101,7 +101,11 @@ class LowRankBucket(Bucket):
     def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`. From zeros no q is learnt."""
         seed = derive_seed(0, 0, self.index)
+        kept = None if self._dense.residual is None else self._dense.residual.clone()
         peers.submit(lambda: self._mean_(peers, collective, seed), "while setting up").wait()
+        if self._dense.residual is not None and kept is not None:
+            self._dense.residual.copy_(kept)
+        self._dense.warm_up_copies()
 
     def launch(
         self,

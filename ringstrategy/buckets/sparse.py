@@ -53,6 +53,15 @@ class SparseBucket(Bucket):
             self._indices = rows.indices().contiguous()
             self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
 
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """See `Bucket.warm_up`: each rank sends one row of zeros."""
+        parameter = self.slots[0].parameter
+        self._indices = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+        dtype = sums_dtype(parameter.dtype)
+        self._values = torch.zeros(1, *parameter.shape[1:], dtype=dtype, device=parameter.device)
+        peers.submit(lambda: self._exchange(peers, [1] * peers.size), "while setting up").wait()
+        self._mean = None
+
     def launch(
         self,
         peers: Peers,

@@ -160,7 +160,11 @@ class _Triton:
         return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
 
     def warm_up(self, form: BlockFormat) -> None:
-        """Raise a ValueError if blocks are too large for the kernels. Triton compiles for each shape, when it comes."""
+        """Raise a ValueError if blocks are too large for the kernels.
+
+        It compiles nothing. Triton does so at the first launch for a shape, which is one of zeros: see
+        `Bucket.warm_up`.
+        """
         from ringstrategy.kernels.triton.formats import of
 
         of(form.arithmetic)

@@ -452,10 +452,12 @@ class Session:
     @property
     def lifeline(self) -> Lifeline | None:
         """This rank's line to the store, while peers are connected."""
-        return None if self._peers is None else self._peers.lifeline
+        peers = self._peers
+        return None if peers is None else peers.lifeline
 
     def _waits_in_vain(self) -> bool:
-        return self.lifeline is not None and self.lifeline.news(self.place) is not None
+        lifeline = self.lifeline  # once: `close` may come between
+        return lifeline is not None and lifeline.news(self.place) is not None
 
     @contextmanager
     def naming_lost_peers(self) -> Generator[None, None, None]:

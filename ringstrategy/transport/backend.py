@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +31,15 @@ def claim_gpu(device: torch.device, rank: int, host: str, first: Callable[[str, 
     """
     if device.type != "cuda" or backend_of("cuda") != "nccl" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return
-    gpu = torch.cuda.get_device_properties(device).uuid
+    # As NCCL tells GPUs apart: by their places, which do not depend on what a process sees of them; two instances (MIG)
+    # of one GPU have one place.
+    seen: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the places
+    gpu = f"{seen.pci_domain_id:04x}:{seen.pci_bus_id:02x}:{seen.pci_device_id:02x}"
     owner = int(first(f"gpu/{os.environ.get('NCCL_HOSTID', host)}/{gpu}", str(rank)))
     if owner != rank:
         raise ValueError(
             f"rank {rank} and rank {owner} use the same GPU ({device}, {gpu}), and over NCCL each rank needs its own: "
             "start as many processes as there are GPUs, Trainer(devices=...) or torchrun --nproc-per-node, and in your "
-            "own loop call torch.cuda.set_device with LOCAL_RANK first. To share a GPU all the same, use gloo: "
-            "RingStrategy(process_group_backend='gloo')"
+            "own loop call torch.cuda.set_device with LOCAL_RANK first. Instances of one GPU (MIG) count as this GPU. "
+            "To share it all the same, use gloo: RingStrategy(process_group_backend='gloo')"
         )

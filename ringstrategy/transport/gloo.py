@@ -98,8 +98,9 @@ class GlooPeers(Peers):
     def expect(self, source: int, arriving: Tensor) -> None:
         """Start to receive."""
         if arriving.numel():
+            group = opened(self._group)
             try:
-                work = self._start(partial(dist.irecv, tag=self._tag), arriving, source)
+                work = self._start(partial(dist.irecv, group=group, tag=self._tag), arriving, source)
             except RuntimeError as error:
                 raise TransportError(source, error) from error
             self._expected[source, arriving.data_ptr()] = work
@@ -107,28 +108,30 @@ class GlooPeers(Peers):
     def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
         """`post` messages that only match messages with the same tag."""
         works: list[tuple[int, dist.Work]] = []
-        peer = None
+        peer, group = None, opened(self._group)
+        receive, send = (partial(start, group=group, tag=tag) for start in (dist.irecv, dist.isend))
         try:
             for peer, tensor in recvs.items():
                 work = self._expected.pop((peer, tensor.data_ptr()), None) if self._expected else None
-                works.append((peer, work or self._start(partial(dist.irecv, tag=tag), tensor, peer)))
+                works.append((peer, work or self._start(receive, tensor, peer)))
             for peer, tensor in sends.items():
-                works.append((peer, self._start(partial(dist.isend, tag=tag), tensor, peer)))
+                works.append((peer, self._start(send, tensor, peer)))
         except RuntimeError as error:
             raise TransportError(peer, error) from error
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _GlooHandle(works)
 
     def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
-        work = operation(tensor, self._global_ranks[peer], group=self._group)
+        work = operation(tensor, self._global_ranks[peer])
         assert work is not None, "this rank is not in its own group"
         return work
 
     def all_reduce_(self, values: Tensor) -> None:
         """Gloo's all-reduce."""
         self.stats.uncountable()
+        group = opened(self._group)
         try:
-            dist.all_reduce(values, group=self._group)
+            dist.all_reduce(values, group=group)
         except RuntimeError as error:
             raise TransportError(None, error) from error
 
@@ -222,6 +225,13 @@ class _Control(Peers):
 
     def close(self) -> None:
         """Closed with the others."""
+
+
+def opened(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """RuntimeError after `close`: torch takes None for the default group, and a thread may outlive its peers."""
+    if group is None:
+        raise RuntimeError("these peers are closed")
+    return group
 
 
 def break_off(group: dist.ProcessGroup | None) -> None:

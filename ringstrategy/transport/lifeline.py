@@ -128,7 +128,10 @@ class _Place(NamedTuple):
 
 
 class Lifeline:
-    """One rank's line to the store.
+    """One rank's line to the store. Any thread may call any method.
+
+    The training thread says where this rank is. It looks for news while it waits for an exchange, and so do the thread
+    that queues exchanges over NCCL, which waits for gloo's, and the watch. A communication thread explains what broke.
 
     Args:
         store: reachable by all ranks, with a prefix of its own for each set of peers.
@@ -142,6 +145,8 @@ class Lifeline:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self._rank = _Store(store), rank
         self.hosts = ["unknown"] * size
+        # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
+        self._lock = threading.RLock()
         self._left = False
         self._heard_at: float | None = None
         self._hosts_store = rank == 0 and not has_agent_store()
@@ -230,11 +235,14 @@ class Lifeline:
     # Leaving
 
     def leave(self, cause: str = _LAST_WORDS) -> None:
-        """Write why this rank leaves, once. Call it before its connections close."""
-        if not self._left:
-            self._left = True
-            with contextlib.suppress(RuntimeError):  # the store is gone with its host: the others see for themselves
-                self._store.set(f"left/{self._rank}", cause)
+        """Write why this rank leaves, once. Call it before its connections close, in each thread that closes some."""
+        with self._lock:  # whoever comes second goes on when the first one's words are there
+            if not self._left:
+                self._left = True
+                with contextlib.suppress(
+                    RuntimeError
+                ):  # the store is gone with its host: the others see for themselves
+                    self._store.set(f"left/{self._rank}", cause)
 
     def witness(self) -> None:
         """Leave because a connection of this rank broke. Call it before its other connections close."""
@@ -242,8 +250,10 @@ class Lifeline:
 
     def fail(self, cause: str) -> None:
         """Leave because of an error on this rank, and make all other ranks stop."""
-        if not self._left:
+        with self._lock:
+            leaves = not self._left
             self.leave(cause)
+        if leaves:
             with contextlib.suppress(RuntimeError):
                 self._publish(self._rank, f"it stopped with {cause}")
 
@@ -298,20 +308,24 @@ class Lifeline:
 
     def begin_batch(self) -> None:
         """This rank trains on the next batch."""
-        self._batches, self._place, self._doubted_at = self._batches + 1, None, None
+        with self._lock:
+            self._batches, self._place, self._doubted_at = self._batches + 1, None, None
 
     def end_batch(self) -> None:
         """All that the batch had to exchange has begun."""
-        self._place, self._doubted_at = _Place(_BETWEEN, self._batches, self._exchanges), None
+        with self._lock:
+            self._place, self._doubted_at = _Place(_BETWEEN, self._batches, self._exchanges), None
 
     def begin_exchange(self) -> None:
         """This rank takes part in the next exchange: of a backward's gradients, or a mixing of parameters."""
-        self._exchanges += 1
+        with self._lock:
+            self._exchanges += 1
 
     def leave_training(self, what: str) -> None:
         """This rank went on to `what`, such as its validation; all ranks do, after as many batches and exchanges."""
-        self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
-        self._milestones.append(self._place)
+        with self._lock:
+            self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
+            self._milestones.append(self._place)
 
     @contextlib.contextmanager
     def changing(self) -> Generator[None, None, None]:
@@ -320,7 +334,8 @@ class Lifeline:
         try:
             yield
         finally:
-            self._place = None
+            with self._lock:
+                self._place = None
 
     def news(self, where: str) -> PeerLostError | None:
         """The error to raise if another rank has published a loss, or waits where this one will not come.
@@ -331,8 +346,9 @@ class Lifeline:
             published = self._store.read("lost")
             if published is None:
                 return self._compare_places(where)
-            self._heard_at = self._heard_at or time.monotonic()
-            if time.monotonic() < self._heard_at + GRACE_SECONDS / 2:
+            with self._lock:
+                heard_at = self._heard_at = self._heard_at or time.monotonic()
+            if time.monotonic() < heard_at + GRACE_SECONDS / 2:
                 return None
         except StoreSilentError:
             return None  # it may only be slow: what is waited for has a timeout of its own
@@ -351,14 +367,17 @@ class Lifeline:
             if said is None:
                 continue
             rank, count, theirs = _Place.read(said)
-            differs = self._misses(count, theirs)
+            with self._lock:
+                differs = self._misses(count, theirs)
             if differs is not None:
                 advice = "" if differs.endswith(_SAME_MODEL) else f": {_SAME_STEPS}"
                 self._publish(rank, f"it went on to {theirs}, and {differs}{advice}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
-        if self._place is not None:
-            key = "between" if self._place.what == _BETWEEN else "elsewhere"
-            mine = self._place.written(self._rank, len(self._milestones))
+        with self._lock:
+            place, milestones = self._place, len(self._milestones)
+        if place is not None:
+            key = "between" if place.what == _BETWEEN else "elsewhere"
+            mine = place.written(self._rank, milestones)
             if notes[key] != mine:  # else the next one's turn
                 self._store.set(key, mine)
         return None
@@ -399,10 +418,11 @@ class Lifeline:
         has not come yet is only late.
         """
         try:
-            place = f"word/{self._exchanges}"
-            if self._word_at not in (None, place):
-                self._store.forget(self._word_at)
-            self._word_at = place
+            with self._lock:
+                place = f"word/{self._exchanges}"
+                earlier, self._word_at = self._word_at, place
+            if earlier not in (None, place):
+                self._store.forget(earlier)
             differs = f"{place}/differs"
             if self._store.first(place, digest) == digest and not self._store.has([differs]):
                 return {}

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
-from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.gloo import GlooPeers, opened
+from ringstrategy.transport.held import Held
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
-_FEW_CTAS = 4  # of one NCCL kernel: enough for links of 25 Gbit/s
+_FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
 
 
 class _NcclHandle:
@@ -55,6 +56,7 @@ class NcclPeers(Peers):
         self._stream = torch.cuda.Stream(device, priority=-1)  # else each hop would queue behind matrix products
         self._device = self._stream.device  # with its index; a thread's current device may be another
         self._worker: Worker | None = Worker("ringstrategy-communication")
+        self._held = Held()
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
@@ -71,22 +73,23 @@ class NcclPeers(Peers):
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """One NCCL group call; NCCL matches in order."""
-        operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], self._group) for p, t in recvs.items()]
-        operations += [dist.P2POp(dist.isend, t, self._global_ranks[p], self._group) for p, t in sends.items()]
+        group = opened(self._group)
+        operations = [dist.P2POp(dist.irecv, t, self._global_ranks[p], group) for p, t in recvs.items()]
+        operations += [dist.P2POp(dist.isend, t, self._global_ranks[p], group) for p, t in sends.items()]
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _NcclHandle(dist.batch_isend_irecv(operations) if operations else [])
 
     def all_to_all(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> Handle:
         """One NCCL group call, of which torch makes one operation; it takes messages of any size, wherever they lie."""
         self.stats.count(sum(t.nbytes for t in leaving), sum(t.nbytes for t in arriving))
-        work = dist.all_to_all(list(arriving), list(leaving), group=self._group, async_op=True)
+        work = dist.all_to_all(list(arriving), list(leaving), group=opened(self._group), async_op=True)
         assert work is not None, "this rank is not in its own group"
         return _NcclHandle([work])
 
     def all_reduce_(self, values: Tensor) -> None:
         """NCCL's all-reduce."""
         self.stats.uncountable()
-        dist.all_reduce(values, group=self._group)
+        dist.all_reduce(values, group=opened(self._group))
 
     def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
@@ -103,7 +106,9 @@ class NcclPeers(Peers):
                     task()
                 except dist.DistError as error:
                     raise self.explain(error, where) from error
-                done.record()
+                finally:
+                    done.record()
+                    self._held.until(done, task)
             self._count_spans(("communication_seconds", begin, done))
 
         return _StreamTicket(self._worker.submit(queue, partial(self._control.look_around, where)), done, self._device)
@@ -138,22 +143,26 @@ class NcclPeers(Peers):
             self._group._get_backend(self._device).abort()
 
     def close(self) -> None:
-        """End the thread, drain the stream, then end both groups."""
+        """End the thread, drain the stream, then end both groups.
+
+        Tasks under way keep their tensors until they are done; after an `abort`, until NCCL has broken them off.
+        """
         worker, self._worker = self._worker, None
         limit = CLOSE_SECONDS_AFTER_ERROR if self._aborted else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
         group, self._group = self._group, None  # only now: the thread may still have used it
         try:
+            if ended and not self._aborted:
+                ended = self._held.release(limit)
+                self._count_spans()
             if group is not None and dist.is_initialized():
-                if ended and not self._aborted:
-                    self._stream.synchronize()
-                    self._count_spans()
                 dist.destroy_process_group(group)
         finally:
+            self._held.release(limit)
             self._control.close()
             self.forget_scratch()
         if not ended and not self._aborted:
-            raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
+            raise RuntimeError(f"the exchanges under way did not end within {limit:.0f} s")
 
 
 def nccl_group(device: torch.device, timeout: timedelta, *, beside_steps: bool) -> dist.ProcessGroup:

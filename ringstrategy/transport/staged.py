@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ringstrategy.transport.base import Handle, Waitable
 from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.held import Held
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Task
+from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR, Task
 
 
 class _Pool:
@@ -89,18 +90,25 @@ class StagedPeers(GlooPeers):
         super().__init__(group, lifeline, stats, hosts)
         self._stream = torch.cuda.Stream(device)
         self._pool = _Pool()
+        self._held = Held()
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """Nothing: it arrives in memory that is taken when it is received."""
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """Copy to the host, wait for that copy (in the communication thread alone), start."""
-        on_host, leaving = dict(sends), []
+        """Copy to the host, wait for that copy (in the communication thread alone), start.
+
+        What goes to several ranks is copied once, and leaves from the same buffer.
+        """
+        on_host, staged = dict(sends), dict[tuple[int, int], Tensor]()
         for peer, tensor in sends.items():
             if tensor.device.type != "cpu":
-                leaving.append(self._pool.take(tensor.numel()))
-                on_host[peer] = leaving[-1][: tensor.numel()]
-                on_host[peer].copy_(tensor, non_blocking=True)
+                what = tensor.data_ptr(), tensor.numel()
+                if what not in staged:
+                    staged[what] = self._pool.take(tensor.numel())
+                    staged[what][: tensor.numel()].copy_(tensor, non_blocking=True)
+                on_host[peer] = staged[what][: tensor.numel()]
+        leaving = list(staged.values())
         if leaving:
             self._stream.record_event().synchronize()
         to_host, arriving = dict(recvs), []
@@ -129,7 +137,17 @@ class StagedPeers(GlooPeers):
             torch.cuda.set_device(self._stream.device)  # else the thread would make a context on device 0 too
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(ready)
-                task()
-                done.record(self._stream)
+                try:
+                    task()
+                finally:
+                    done.record(self._stream)
+                    self._held.until(done, task)
 
         return _StagedTicket(super().submit(on_stream, where), done, self._stream.device)
+
+    def close(self) -> None:
+        """As gloo's. Tasks keep their tensors until the copies that they have queued are done."""
+        try:
+            super().close()
+        finally:
+            self._held.release(CLOSE_SECONDS_AFTER_ERROR)

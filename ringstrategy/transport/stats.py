@@ -26,7 +26,7 @@ class Stats:
             With one process, where nothing is averaged: backward passes that do not only accumulate.
         steps_skipped: of these, those whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
-            was exchanged before the first step, so that few steps connect or compile.
+            was exchanged before the first step, so that no step connects or compiles.
         probe_bytes_received: likewise.
         probe_seconds: training waited this long for that.
     """

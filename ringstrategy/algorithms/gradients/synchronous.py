@@ -130,11 +130,19 @@ class Synchronous(GradientAlgorithm):
         self._learn(parameters, sparse)
         self._append_unfrozen()
         compare_plans(peers, self._plan_text)
-        on_gpus = any(parameter.device.type == "cuda" for parameter in self._bucket_of)
-        if on_gpus or peers.queues:  # else nothing is compiled for a bucket's size, and all are connected
-            with peers.stats.probe():
-                for bucket in self._buckets:
-                    bucket.warm_up(peers, self.collective)
+        self._warm_up(self._buckets)
+
+    def _warm_up(self, buckets: Collection[Bucket], agreed: Waitable | None = None) -> None:
+        """Before the first exchange of new buckets, and once the ranks have `agreed` on them."""
+        assert self._peers is not None
+        on_gpus = any(slot.parameter.device.type == "cuda" for bucket in buckets for slot in bucket.slots)
+        if not buckets or not (on_gpus or self._peers.queues):
+            return  # nothing is compiled for a bucket's size, and all are connected
+        if agreed is not None:
+            agreed.wait()
+        with self._peers.stats.probe():
+            for bucket in buckets:
+                bucket.warm_up(self._peers, self.collective)
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """See `GradientAlgorithm.check`."""
@@ -149,11 +157,13 @@ class Synchronous(GradientAlgorithm):
             )
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """See `Algorithm.adopt`. They join at the next backward that finds them not frozen."""
+        """See `Algorithm.adopt`. They join now, or at the first backward that finds them not frozen."""
         new = self._learn(parameters, sparse)
         gone = self._forget(set(parameters.values()))
         if (new or gone) and self._peers is not None:
+            joining = self._append_unfrozen()
             compare_changes(self._peers, self._plan_text, new, gone)
+            self._warm_up(joining)
         return list(new.values())
 
     def _forget(self, there: set[Parameter]) -> list[str]:
@@ -186,10 +196,11 @@ class Synchronous(GradientAlgorithm):
         self._local_parameters += [new[name] for name in local_names]
         return new
 
-    def _append_unfrozen(self) -> None:
+    def _append_unfrozen(self) -> list[Bucket]:
+        """Buckets for the parameters that are not frozen any more."""
         joining = {name: parameter for name, parameter in self._frozen.items() if parameter.requires_grad}
         if not joining and self._plan_text:
-            return
+            return []
         assert self._peers is not None
         for name in joining:
             del self._frozen[name]
@@ -207,6 +218,7 @@ class Synchronous(GradientAlgorithm):
             bucket.load_state(self._awaited_state)
             bucket.residuals.load_parts(self._stepped)
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
+        return new
 
     def before_backward(
         self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
@@ -229,10 +241,11 @@ class Synchronous(GradientAlgorithm):
             nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._peers.lifeline is not None:
             self._peers.lifeline.begin_exchange()
-        self._append_unfrozen()
+        joining = self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
         most = small(self._capacity)
         self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, most)
+        self._warm_up(joining, self._pass.agreed)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
             for parameter in self._bucket_of:
@@ -429,7 +442,7 @@ class _Pass:
 
         where = f"at step {step}, before its first bucket"
         tagged = collective.tagged and bool(self.active)
-        self._agreed = agree_beside(peers, Word(said, details), tagged=tagged, where=where)
+        self.agreed = agree_beside(peers, Word(said, details), tagged=tagged, where=where)
 
     def ready(self, parameter: Parameter, bucket: Bucket) -> None:
         """The gradient of `parameter` is complete, or will not come."""
@@ -477,7 +490,7 @@ class _Pass:
         of = f"bucket {bucket.index}" if not riders else f"buckets {', '.join(map(str, [*riders, bucket.index]))}"
         where = f"at step {self._step}, in {of} of {len(self._waiting)}"
         self._tickets.append(
-            bucket.launch(self._peers, self._collective, self._agreed, seed, where, flags, list(riders.values()))
+            bucket.launch(self._peers, self._collective, self.agreed, seed, where, flags, list(riders.values()))
         )
         if last and flags is None:
             self._tickets.append(self._control(self._collect_used))
@@ -497,7 +510,7 @@ class _Pass:
         with self._lock:
             while self._launched < len(self.active):
                 self._launch()
-        self._peers.finish([self._agreed, *self._tickets])
+        self._peers.finish([self.agreed, *self._tickets])
         place = {s.parameter: i for i, s in enumerate(s for b in self.active for s in b.slots)}
 
         def used(slot: Slot) -> bool:

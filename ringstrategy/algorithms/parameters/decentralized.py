@@ -262,7 +262,35 @@ class Decentralized(ParameterAlgorithm):
         self._groups.append(new)
         if not self._kept.resume(new):
             self.begin(new)
+        self._warm_up(new)
         return new
+
+    def _warm_up(self, group: Group) -> None:
+        """On GPUs: exchange zeros as values will travel, and a byte with all later neighbours.
+
+        So no mixing compiles or connects. What the group keeps stays as it is, for zeros are added to it.
+        """
+        peers = self._peers
+        assert peers is not None
+        if not peers.queues and all(flat.values.device.type == "cpu" for flat in group.flats):
+            return
+        self.settle()  # what is under way is no part of this
+        corrections = [vector.correction for vector in group.vectors]
+        for vector in group.vectors:
+            vector.correction = torch.empty_like(vector.correction)
+        for flat in group.flats:
+            flat.values.zero_()
+
+        def work() -> None:
+            self._mix(peers, group, 0)
+            device = group.flats[0].values.device
+            for step in range(1, self.topology.period(peers.size)):
+                self.exchange.connect(self.topology, peers, step, device)
+
+        with peers.stats.probe():
+            peers.submit(work, "while setting up").wait()
+        for vector, correction in zip(group.vectors, corrections, strict=True):
+            vector.correction = correction
 
     def _refuse_to_share(self, group: Group, wanted: Mapping[str, Parameter]) -> None:
         """ValueError if another optimizer still steps parameters of this group that are not `wanted`."""

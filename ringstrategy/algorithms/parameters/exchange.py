@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.group import Vector
@@ -83,7 +84,7 @@ class Exchange:
         topology, codec, values = algorithm.topology, algorithm.codec, vector.values
         weights, row = self.sources(topology, peers, step), topology.weights(peers.rank, peers.size, step)
         surplus = 0.0 if topology.doubly_stochastic else sum(row.values()) - 1
-        targets = [peer for peer in range(peers.size) if peer != peers.rank and _reads(topology, peer, peers, step)]
+        targets = _targets(topology, peers, step)
         cuts = cut(0, values.numel(), -(-values.numel() // PIECE), codec.block)
         pieces = [Piece(vector, begin, end, peers, seed) for begin, end in cuts]
 
@@ -110,11 +111,19 @@ class Exchange:
             if surplus:
                 correction.add_(own, alpha=algorithm.gain * surplus)
 
+    def connect(self, topology: Topology, peers: Peers, step: int, device: torch.device) -> None:
+        """Exchange a byte with the neighbours of `step`: NCCL connects a pair at its first message."""
+        sources, targets = self.sources(topology, peers, step), _targets(topology, peers, step)
+        arriving = {peer: torch.empty(1, dtype=torch.uint8, device=device) for peer in sources}
+        peers.post(dict.fromkeys(targets, torch.zeros(1, dtype=torch.uint8, device=device)), arriving).wait()
+
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
         """Replace by the mean over all ranks, with the same bits on all of them; the training thread waits."""
         flat /= peers.size
         peers.finish([peers.submit(lambda: mean_(flat, peers, BySize(), Identity()), where)])
 
 
-def _reads(topology: Topology, peer: int, peers: Peers, step: int) -> bool:
-    return peers.rank in topology.weights(peer, peers.size, step)
+def _targets(topology: Topology, peers: Peers, step: int) -> list[int]:
+    """The other ranks that read this one's values."""
+    others = (peer for peer in range(peers.size) if peer != peers.rank)
+    return [peer for peer in others if peers.rank in topology.weights(peer, peers.size, step)]

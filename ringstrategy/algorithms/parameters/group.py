@@ -51,16 +51,22 @@ class Flat(Vector):
 
     @torch.no_grad()
     def gather_sum(self, other: Tensor, factor: float = 1.0) -> None:
-        """Write the parameters plus factor * other, a flat tensor of `values`' dtype, to `values` in one pass."""
+        """Write the parameters plus factor * other, a flat tensor of `values`' dtype, to `values`.
+
+        On GPUs in two launches, however many parameters there are; on CPUs, of one dtype, in one pass over the memory.
+        """
+        if self.values.device.type != "cpu" or self.parameters[0].dtype != self.values.dtype:
+            self.gather()
+            self.values.add_(other, alpha=factor)
+            return
         rows = (cut_like(flat, self.parameters) for flat in (self.values, other))
         for parameter, value, change in zip(self.parameters, *rows, strict=True):
-            torch.add(parameter.to(value.dtype), change, alpha=factor, out=value)  # of two dtypes it is slow
+            torch.add(parameter, change, alpha=factor, out=value)
 
     @torch.no_grad()
     def add(self, flat: Tensor) -> None:
         """Add to the parameters."""
-        for parameter, change in zip(self.parameters, cut_like(flat, self.parameters), strict=True):
-            parameter.add_(change)
+        torch._foreach_add_(self.parameters, cut_like(flat, self.parameters))
 
 
 class Group:

@@ -63,8 +63,12 @@ class PushSum(Decentralized):
         divisor = weight.values.add_(weight.correction)[:, None]
         for flat in group.flats:
             excess = flat.memory["excess"].add_(flat.correction)
-            for parameter, numerator in zip(flat.parameters, cut_like(excess, flat.parameters), strict=True):
-                numerator.add_(parameter)
-                quotient = numerator.view(len(divisor), -1) / divisor.to(numerator.dtype)
-                parameter.copy_(quotient.view_as(parameter))
-                numerator.sub_(parameter)
+            numerators, quotients = cut_like(excess, flat.parameters), flat.values
+            torch._foreach_add_(numerators, flat.parameters)
+            # in one launch; the simulator has every rank's part of one parameter before the next parameter
+            like = flat.parameters if len(divisor) > 1 else [excess]
+            for numerator, quotient in zip(cut_like(excess, like), cut_like(quotients, like), strict=True):
+                shape = len(divisor), -1
+                torch.div(numerator.view(shape), divisor.to(excess.dtype), out=quotient.view(shape))
+            torch._foreach_copy_(flat.parameters, cut_like(quotients, flat.parameters))
+            torch._foreach_sub_(numerators, flat.parameters)
