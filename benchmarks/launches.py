@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -289,7 +290,7 @@ class _Peers(nccl.NcclPeers):
 
     def __init__(self, meter: Meter) -> None:
         control = mock.Mock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
-        super().__init__(mock.sentinel.group, control, DEVICE)
+        super().__init__(mock.sentinel.group, control, DEVICE, timedelta(minutes=1))
         self._meter = meter
 
     def submit(self, task: Task, where: str) -> Waitable:

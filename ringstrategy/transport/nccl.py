@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
+from ringstrategy.transport.base import FEW, Handle, Peers, Waitable, Windows
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.symmetric import SymmetricMemory
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
 _FEW_CTAS = 4  # of one NCCL kernel: enough for links of 25 Gbit/s
@@ -47,7 +48,7 @@ class NcclPeers(Peers):
 
     queues = True
 
-    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device, timeout: timedelta) -> None:
         super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
@@ -55,6 +56,9 @@ class NcclPeers(Peers):
         self._stream = torch.cuda.Stream(device, priority=-1)  # else each hop would queue behind matrix products
         self._device = self._stream.device  # with its index; a thread's current device may be another
         self._worker: Worker | None = Worker("ringstrategy-communication")
+        self._shared = SymmetricMemory(
+            group, self._global_ranks, self.hosts, self.rank, self._device, timeout, self.stats
+        )
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
@@ -87,6 +91,10 @@ class NcclPeers(Peers):
         """NCCL's all-reduce."""
         self.stats.uncountable()
         dist.all_reduce(values, group=self._group)
+
+    def windows(self, nbytes: int) -> Windows | None:
+        """See `Peers.windows`. A call for more memory than any before allocates it, and waits for all ranks."""
+        return self._shared.windows(nbytes)
 
     def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
@@ -148,6 +156,7 @@ class NcclPeers(Peers):
                 if ended and not self._aborted:
                     self._stream.synchronize()
                     self._count_spans()
+                self._shared.close(aborted=self._aborted or not ended)
                 dist.destroy_process_group(group)
         finally:
             self._control.close()
