@@ -32,6 +32,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
 
 from ringstrategy.kernels.triton import formats
+from ringstrategy.kernels.triton.add import add_
 from ringstrategy.kernels.triton.buckets import Places, pack, unpack
 from ringstrategy.kernels.triton.decode import decode
 from ringstrategy.kernels.triton.encode import encode
@@ -175,6 +176,24 @@ def test_bytes_are_the_torch_codecs(codec):
             assert_same(minima[finite], minima_[finite])
         assert_same(lost, lost_)
         assert_same(decoded, decoded_)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_parts_are_added_in_their_order(count, shift):
+    for numel in (0, 1, 3, 2047, 2048, 2049, 5000):
+        # from other places than multiples of 16 bytes too; sums of these depend on their order
+        parts = [heavy_tailed(numel + shift, seed=seed)[shift:] * 10.0 ** (3 * seed % 8) for seed in range(count)]
+        parts = [torch.cat([heavy_tailed(shift), part])[shift:] for part in parts]
+        ours = torch.cat([heavy_tailed(shift), heavy_tailed(numel, seed=20)])[shift:]
+        if numel > 2:
+            ours[0], ours[1], parts[0][2] = torch.inf, torch.finfo(torch.float32).smallest_normal / 8, torch.nan
+            parts[-1][1] = torch.finfo(torch.float32).smallest_normal / 4
+        theirs = ours.clone()
+        for part in parts:
+            theirs.add_(part)
+        add_(ours, parts)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("codec", SUMMED, ids=str)

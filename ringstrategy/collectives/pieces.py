@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -109,10 +109,9 @@ class Pieces:
         if self._residual is not None:
             self[chunk, k].add_(self.part(self._residual, chunk, k))
 
-    def add_(self, chunk: int, k: int, arrived: Iterable[Tensor]) -> None:
+    def add_(self, chunk: int, k: int, arrived: Sequence[Tensor]) -> None:
         """Add what arrived to the piece, in that order."""
-        for wire in arrived:
-            self._codec.decode(wire, self[chunk, k], add=True)
+        self._codec.add(arrived, self[chunk, k])
 
     def encode_part(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
         """The message to the next who adds to the piece: its bytes and flags, those that arrived included.
