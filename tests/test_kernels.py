@@ -15,7 +15,7 @@ import ringstrategy.kernels.triton
 import torch
 import torch.distributed as dist
 
-from ringstrategy import AllReduce, Direct, Stats
+from ringstrategy import AllReduce, Direct, Hierarchical, Stats, TwoShot
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
@@ -674,6 +674,7 @@ _TWO_HOSTS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
     **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 
 
@@ -728,6 +729,8 @@ def _share(device, algorithm, backend):
         return torch.cat([parameter.detach().cpu().view(-1) for parameter in module.parameters()]), before
 
     shared, before = descend([rank], algorithm)
+    if isinstance(peers, NcclPeers) and isinstance(algorithm.collective, TwoShot | Hierarchical):
+        assert peers._shared._pair, "messages travelled, since memory could not be shared: see the log"
     peers.close()
     everyone = [torch.empty_like(shared) for _ in range(size)]
     dist.all_gather(everyone, shared)
@@ -742,8 +745,13 @@ def _share(device, algorithm, backend):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "algorithm",
-    [AllReduce(BlockInt(8)), AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True)],
-    ids=lambda algorithm: str(algorithm.codec),
+    [
+        AllReduce(BlockInt(8)),
+        AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True),
+        AllReduce(BlockInt(8), TwoShot()),
+        AllReduce(collective=Hierarchical()),
+    ],
+    ids=lambda algorithm: f"{algorithm.codec} {type(algorithm.collective).__name__}",
 )
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_processes_that_share_one_gpu_stay_identical(ranks, algorithm, size, backend):
