@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,11 +46,11 @@ from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives import Direct, Ring
+from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Waitable
+from ringstrategy.transport.base import Waitable, Windows
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -75,6 +76,8 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
         torch.float32,
     ),
     "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
+    "`BlockInt(8)`, `TwoShot`": (lambda: AllReduce(BlockInt(8), TwoShot()), torch.float32),
+    "`Hierarchical` on one host": (lambda: AllReduce(collective=Hierarchical()), torch.float32),
     "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
 }
 
@@ -96,6 +99,7 @@ class Counts(NamedTuple):
 _MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
     "_encode_kernel": lambda given, _: given["count"] * given["wire"].nbytes if _is_table(given["payloads"]) else 0,
     "_decode_kernel": lambda given, _: 0,
+    "_add_kernel": lambda given, _: (given["count"] + 1) * given["out"].nbytes,  # reads and writes it
     "_rotate_kernel": lambda given, _: given["values"].nbytes,  # reads and writes them
     "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
     "_pack_kernel": lambda given, itemsize: given["n"] * itemsize,
@@ -312,21 +316,43 @@ class _Distributed:
 
 
 class StandInPeers(nccl.NcclPeers):
-    """Rank 1, whose messages go nowhere. What torch does in another thread counts too."""
+    """Rank 1, whose messages go nowhere. What torch does in another thread counts too.
 
-    def __init__(self, meter: Meter) -> None:
-        control = mock.MagicMock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
-        super().__init__(mock.sentinel.group, control, DEVICE)
-        self._meter = meter
+    Args:
+        meter: counts.
+        shares: all ranks are on one host, and read each other's memory.
+    """
+
+    def __init__(self, meter: Meter, *, shares: bool = False) -> None:
+        hosts = ("one",) * RANKS if shares else tuple(map(str, range(RANKS)))
+        control = mock.MagicMock(rank=1, size=RANKS, stats=Stats(), hosts=hosts)
+        super().__init__(mock.sentinel.group, control, DEVICE, timedelta(minutes=1))
+        self.meter, self._shares = meter, shares
+
+    def windows(self, nbytes: int) -> Windows | None:
+        """See `Peers.windows`."""
+        return _Window(self, nbytes) if self._shares else None
 
     def submit(self, task: Task, where: str) -> Waitable:
         """See `Peers.submit`."""
 
         def counted() -> None:
-            with self._meter.within():
+            with self.meter.within():
                 task()
 
         return super().submit(counted, where)
+
+
+class _Window(Windows):
+    """Of all ranks. A barrier is a launch of torch's."""
+
+    def __init__(self, peers: StandInPeers, nbytes: int) -> None:
+        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, DEVICE) for rank in range(RANKS)}
+        self._meter = peers.meter
+
+    def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
+        """See `Windows.barrier`."""
+        self._meter.operations += self._meter.counting
 
 
 @contextmanager
@@ -387,7 +413,7 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) ->
     seconds = []
     with stand_ins(meter):
         [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-        peers = StandInPeers(meter)
+        peers = StandInPeers(meter, shares=isinstance(algorithm.collective, TwoShot | Hierarchical))
         for _ in range(2):
             meter.clear()
             with meter.within():

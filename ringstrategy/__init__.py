@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         Sign,
         TopK,
     )
-    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
+    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import PeerLostError, PlanMismatchError
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
@@ -51,7 +51,7 @@ _HOMES = {
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
     ),
-    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring"),
+    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
@@ -93,6 +93,7 @@ __all__ = [
     "SmallExact",
     "Stats",
     "TopK",
+    "TwoShot",
     "__version__",
 ]
 

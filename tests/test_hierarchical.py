@@ -35,6 +35,7 @@ from ringstrategy import (
     Ring,
     Rotated,
     TopK,
+    TwoShot,
 )
 from ringstrategy.codecs import derive_seed
 from ringstrategy.collectives import mean_
@@ -332,6 +333,7 @@ def test_what_is_between_sees_one_rank_of_each_host() -> None:
     ("make", "error", "cure"),
     [
         (lambda: Hierarchical(Native()), ValueError, r"between=Ring\(\)"),
+        (lambda: Hierarchical(TwoShot()), ValueError, r"between=Direct\(\)"),
         (lambda: Hierarchical("ring"), TypeError, r"ringstrategy\.Ring\(\)"),
         (lambda: Hierarchical(segments=0), ValueError, "whole number"),
         (lambda: AllReduce(TopK(), Hierarchical()), ValueError, r"Direct\(\) \(here the argument `between`"),

@@ -15,7 +15,7 @@ import ringstrategy.kernels.triton
 import torch
 import torch.distributed as dist
 
-from ringstrategy import AllReduce, Direct, Stats
+from ringstrategy import AllReduce, Direct, Hierarchical, Stats, TwoShot
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
@@ -32,6 +32,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
 
 from ringstrategy.kernels.triton import formats
+from ringstrategy.kernels.triton.add import add_
 from ringstrategy.kernels.triton.buckets import Places, pack, unpack
 from ringstrategy.kernels.triton.decode import decode
 from ringstrategy.kernels.triton.encode import encode
@@ -175,6 +176,24 @@ def test_bytes_are_the_torch_codecs(codec):
             assert_same(minima[finite], minima_[finite])
         assert_same(lost, lost_)
         assert_same(decoded, decoded_)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_parts_are_added_in_their_order(count, shift):
+    for numel in (0, 1, 3, 2047, 2048, 2049, 5000):
+        # from other places than multiples of 16 bytes too; sums of these depend on their order
+        parts = [heavy_tailed(numel + shift, seed=seed)[shift:] * 10.0 ** (3 * seed % 8) for seed in range(count)]
+        parts = [torch.cat([heavy_tailed(shift), part])[shift:] for part in parts]
+        ours = torch.cat([heavy_tailed(shift), heavy_tailed(numel, seed=20)])[shift:]
+        if numel > 2:
+            ours[0], ours[1], parts[0][2] = torch.inf, torch.finfo(torch.float32).smallest_normal / 8, torch.nan
+            parts[-1][1] = torch.finfo(torch.float32).smallest_normal / 4
+        theirs = ours.clone()
+        for part in parts:
+            theirs.add_(part)
+        add_(ours, parts)
+        assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize("codec", SUMMED, ids=str)
@@ -655,6 +674,7 @@ _TWO_HOSTS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
     **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
 }
 
 
@@ -709,6 +729,8 @@ def _share(device, algorithm, backend):
         return torch.cat([parameter.detach().cpu().view(-1) for parameter in module.parameters()]), before
 
     shared, before = descend([rank], algorithm)
+    if isinstance(peers, NcclPeers) and isinstance(algorithm.collective, TwoShot | Hierarchical):
+        assert peers._shared._pair, "messages travelled, since memory could not be shared: see the log"
     peers.close()
     everyone = [torch.empty_like(shared) for _ in range(size)]
     dist.all_gather(everyone, shared)
@@ -723,8 +745,13 @@ def _share(device, algorithm, backend):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "algorithm",
-    [AllReduce(BlockInt(8)), AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True)],
-    ids=lambda algorithm: str(algorithm.codec),
+    [
+        AllReduce(BlockInt(8)),
+        AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True),
+        AllReduce(BlockInt(8), TwoShot()),
+        AllReduce(collective=Hierarchical()),
+    ],
+    ids=lambda algorithm: f"{algorithm.codec} {type(algorithm.collective).__name__}",
 )
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_processes_that_share_one_gpu_stay_identical(ranks, algorithm, size, backend):

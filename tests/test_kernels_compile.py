@@ -15,6 +15,8 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from ringstrategy.kernels.triton.add import _SPAN as _ADDED
+from ringstrategy.kernels.triton.add import _add_kernel
 from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
 from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
@@ -78,6 +80,7 @@ CASES = [
     ("sm_80", "relay", "sign", "rotated", HALF_FED_BACK),
     ("sm_80", "decode", "gaussian4", "rotated"),
     ("sm_80", "pack"),
+    *((target, "add") for target in ("sm_80", "sm_90", "gfx942")),
     ("gfx942", "encode", "int8"),
     ("gfx942", "relay", "gaussian4"),
     ("gfx942", "reduce", "int4"),
@@ -105,6 +108,7 @@ def compiled(monkeypatch, target, kernel, codec=None, *options):
     lost = None if "losing nothing" in options else kind
     jitted, arguments = {
         "decode": (_decode_kernel, (U8, kind, kind, n, *turn, fmt, 2)),
+        "add": (_add_kernel, (F32, I64, N, 3, _ADDED, 16)),
         "pack": (_pack_kernel, (I64, I64, I32, I32, F32, N, 0.25, _SPAN)),
         "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, N, _SPAN)),
         "rotate": (_rotate_kernel, (F32, N, *signs(SEED), _ROWS, False)),
@@ -155,15 +159,16 @@ def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
     assert spilled == 0 or OLD  # that one spills in two of these cases
 
 
-@pytest.mark.parametrize("kernel", ["rotate", "encode", "decode"])
+@pytest.mark.parametrize("kernel", ["rotate", "encode", "decode", "add"])
 def test_no_seed_and_no_length_is_a_reason_to_compile_again(kernel, monkeypatch):
     # 1 would be a constant, multiples of 16 a hint
-    jitted = {"rotate": _rotate_kernel, "encode": _encode_kernel, "decode": _decode_kernel}[kernel]
+    kernels = {"rotate": _rotate_kernel, "encode": _encode_kernel, "decode": _decode_kernel, "add": _add_kernel}
+    jitted = kernels[kernel]
     keys = set()
     monkeypatch.setattr(jitted, "_do_compile", lambda key, *rest, **more: keys.add(key))
     turns = [tuple(range(8)), (1,) * 8, (0,) * 8, (16,) * 8, (-1,) * 8, (-(2**31),) * 8, (2**31 - 1,) * 8, signs(SEED)]
     for n, turn in zip([N, 1, 16, 3, N, 5, 7, 2048], turns, strict=True):
         monkeypatch.setattr(f"{__name__}.N", n)
         monkeypatch.setattr(f"{__name__}.signs", lambda seed, turn=turn: turn)
-        compiled(monkeypatch, "sm_90", kernel, None if kernel == "rotate" else "gaussian4", "rotated")
+        compiled(monkeypatch, "sm_90", kernel, None if kernel in ("rotate", "add") else "gaussian4", "rotated")
     assert len(keys) == 1

@@ -162,9 +162,9 @@ class Control(FakePeers):
         return
 
 
-def on_all_gpus(size: int, function: Callable[[NcclPeers], Any]) -> list[Any]:
+def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | None = None) -> list[Any]:
     """Run `function` on every rank, over NCCL's stand-in."""
-    beside = Network(size)
+    beside = Network(size, hosts)
 
     def one(group: FakePeers) -> Any:
         peers = nccl_peers(group, Control(beside, group.rank))
@@ -177,7 +177,7 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any]) -> list[Any]:
 
 
 def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"))  # type: ignore[arg-type]
+    return NcclPeers(group, control, torch.device("cpu"), timedelta(seconds=7))  # type: ignore[arg-type]
 
 
 THREAD = "ringstrategy-communication"

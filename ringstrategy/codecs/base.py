@@ -57,6 +57,11 @@ class Codec(ABC):
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Write (or with `add`, add) the values in `wire` to `out`."""
 
+    def add(self, wires: Sequence[Tensor], out: Tensor) -> None:
+        """Add the values in each of the wires to `out`, in this order."""
+        for wire in wires:
+            self.decode(wire, out, add=True)
+
     def reduce(
         self,
         wires: Sequence[Tensor],
@@ -71,8 +76,7 @@ class Codec(ABC):
 
         `values` may be used as scratch; `wire_out` shares no memory with `wires`.
         """
-        for wire in wires:
-            self.decode(wire, values, add=True)
+        self.add(wires, values)
         self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
 
     def hop(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -23,7 +23,8 @@ class Pieces:
         rank: whose encodes these are.
         flags: ride behind the first piece of each chunk while it is a part of the sum; see `Collective.sum_`.
         riders: each cut into as many chunks of one piece, which travels behind the first piece of the chunk.
-        rides: are these riders? Then their values lie in the middle of a message, never in place.
+        copied: the values' own bytes are never the wire: riders lie in the middle of a message, and what other ranks
+            read by address lies in memory that all of them know.
 
     Attributes:
         count: pieces of each chunk.
@@ -39,7 +40,7 @@ class Pieces:
         flags: Tensor | None = None,
         riders: Sequence[Pieces] = (),
         *,
-        rides: bool = False,
+        copied: bool = False,
     ) -> None:
         self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
         self._lost = summand.lost
@@ -47,7 +48,7 @@ class Pieces:
         self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
         self._chunks = chunks
         self.count = len(chunks[0])
-        self.in_place = self._codec.raw(self._values) is not None and not riders and not rides
+        self.in_place = self._codec.raw(self._values) is not None and not riders and not copied
         dtype = self._values.dtype
         self._nbytes = [[self._codec.nbytes(end - begin, dtype) for begin, end in chunk] for chunk in chunks]
         self._riders: list[list[tuple[Pieces, int]]] = []  # by chunk: where their bytes begin in its first message
@@ -108,10 +109,9 @@ class Pieces:
         if self._residual is not None:
             self[chunk, k].add_(self.part(self._residual, chunk, k))
 
-    def add_(self, chunk: int, k: int, arrived: Iterable[Tensor]) -> None:
+    def add_(self, chunk: int, k: int, arrived: Sequence[Tensor]) -> None:
         """Add what arrived to the piece, in that order."""
-        for wire in arrived:
-            self._codec.decode(wire, self[chunk, k], add=True)
+        self._codec.add(arrived, self[chunk, k])
 
     def encode_part(self, chunk: int, k: int, memory: Tensor, arrived: Sequence[Tensor] = ()) -> Tensor:
         """The message to the next who adds to the piece: its bytes and flags, those that arrived included.
@@ -175,15 +175,21 @@ class Pieces:
 
 
 def cut_pieces(
-    summand: Summand, peers: Peers, segments: int, *, flags: Tensor | None, riders: Sequence[Summand]
+    summand: Summand,
+    peers: Peers,
+    segments: int,
+    *,
+    flags: Tensor | None,
+    riders: Sequence[Summand],
+    copied: bool = False,
 ) -> Pieces:
     """One chunk for each rank, each in at most `segments` pieces; of the riders in one."""
 
     def cut(one: Summand, segments: int) -> list[list[tuple[int, int]]]:
         return cut_chunks(one.values, peers.size, segments, one.codec.block)
 
-    riding = [Pieces(rider, cut(rider, 1), peers.rank, rides=True) for rider in riders]
-    return Pieces(summand, cut(summand, segments), peers.rank, flags, riding)
+    riding = [Pieces(rider, cut(rider, 1), peers.rank, copied=True) for rider in riders]
+    return Pieces(summand, cut(summand, segments), peers.rank, flags, riding, copied=copied)
 
 
 def _aligned(nbytes: int) -> int:

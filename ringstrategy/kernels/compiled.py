@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, mix, orthonormal, reference, sparse
+from ringstrategy.kernels import add, cast, mix, orthonormal, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -160,6 +160,10 @@ class Compiled:
     def warm_up_cast(self, dtype: torch.dtype) -> None:
         """See `Engine.warm_up_cast`."""
         _lose(dtype)
+
+    def add_(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """In torch; see `Engine.add_`."""
+        add.add_(out, parts)
 
     def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """See `Engine.mix`; sums that are not float32 go to the reference."""

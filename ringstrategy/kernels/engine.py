@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, mix, orthonormal, sparse
+from ringstrategy.kernels import add, cast, mix, orthonormal, sparse
 from ringstrategy.kernels.layout import ROTATED, BlockFormat, Signs, SparseFormat
 
 if TYPE_CHECKING:
@@ -89,6 +89,9 @@ class Engine(Protocol):
 
     def warm_up_cast(self, dtype: torch.dtype) -> None:
         """Do what the first `lose` of values rounded to this dtype would wait for."""
+
+    def add_(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """Add the parts, like `out` of any dtype and length, in this order; each sum is rounded to that dtype."""
 
     def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """Write the sum of weight * (theirs - own), added in that order, to `out`.
@@ -188,6 +191,15 @@ class _Triton:
 
     def warm_up_cast(self, dtype: torch.dtype) -> None:
         """Nothing."""
+
+    def add_(self, out: Tensor, parts: Sequence[Tensor]) -> None:
+        """See `Engine.add_`: one launch for several parts of float32."""
+        if out.dtype != torch.float32 or len(parts) < 2:
+            add.add_(out, parts)
+            return
+        from ringstrategy.kernels.triton.add import add_
+
+        add_(out, parts)
 
     def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """In torch; see `Engine.mix`."""

@@ -62,7 +62,7 @@ def connect(
         if backend_of(device.type) != "nccl":
             return StagedPeers(host_group, lifeline, stats, hosts, device)
         device_group = nccl_group(device, timeout, beside_steps=beside_steps)
-        return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device)
+        return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device, timeout)
     except PeerLostError:
         raise
     except BaseException as error:

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
+from ringstrategy.transport.base import FEW, Handle, Peers, Waitable, Windows
 from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
 from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.symmetric import SymmetricMemory
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
 _FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
@@ -48,7 +49,7 @@ class NcclPeers(Peers):
 
     queues = True
 
-    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device, timeout: timedelta) -> None:
         super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
@@ -57,6 +58,9 @@ class NcclPeers(Peers):
         self._device = self._stream.device  # with its index; a thread's current device may be another
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._held = Held()
+        self._shared = SymmetricMemory(
+            group, self._global_ranks, self.hosts, self.rank, self._device, timeout, self.stats
+        )
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
@@ -90,6 +94,10 @@ class NcclPeers(Peers):
         """NCCL's all-reduce."""
         self.stats.uncountable()
         dist.all_reduce(values, group=opened(self._group))
+
+    def windows(self, nbytes: int) -> Windows | None:
+        """See `Peers.windows`. A call for more memory than any before allocates it, and waits for all ranks."""
+        return self._shared.windows(nbytes)
 
     def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
@@ -156,6 +164,7 @@ class NcclPeers(Peers):
                 ended = self._held.release(limit)
                 self._count_spans()
             if group is not None and dist.is_initialized():
+                self._shared.close(aborted=self._aborted or not ended)
                 dist.destroy_process_group(group)
         finally:
             self._held.release(limit)
