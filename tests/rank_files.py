@@ -18,3 +18,16 @@ def rank_file(path: str | Path, rank: int) -> Path:
 
 def rank_state(path: str | Path, rank: int) -> dict[str, Any]:
     return unseal(torch.load(rank_file(path, rank), weights_only=True), weights_only=True)
+
+
+def whole(path: str | Path, size: int) -> dict[str, Any] | None:
+    """The checkpoint, after a look at the files of all ranks that it names. None if it is not there."""
+    if not Path(path).exists():
+        return None
+    checkpoint: dict[str, Any] = torch.load(path, weights_only=True)
+    shared = checkpoint["ringstrategy"]
+    for rank in range(size):
+        state = rank_state(path, rank)
+        assert state["step"] == shared["algorithm"]["step"]
+        assert (state["rank"], state["world_size"], state["save"]) == (rank, size, shared["files"])
+    return checkpoint

@@ -167,7 +167,7 @@ def written_by_all(ranks: Ranks, files: Files, write: Callable[[], None], undo: 
     if problems:  # all ranks have heard of it. If a rank is lost instead, others may have heard that all is well
         undo()
         raise RuntimeError(
-            f"{files.path} was not saved, and a checkpoint that was there before is as it was: {_by_rank(problems)}"
+            f"{files.path} could not be saved ({_by_rank(problems)}). A checkpoint that lies there is whole"
         ) from failure
 
 
