@@ -24,6 +24,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
+from scripts import lines_of
 from test_feedback import about_residuals, equal, lossy, residuals
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
@@ -115,6 +116,7 @@ class Photographs:
         Path(self.album).mkdir(exist_ok=True)
 
     def __call__(self, name: str, path: str, operation: Operation) -> Any:
+        time.sleep(0.02 * int(os.environ["RANK"]))  # rank 0 is the first, wherever it does not wait
         with open(f"{self.folder}.lock", "w") as lock:  # all ranks wait while one copies
             fcntl.flock(lock, fcntl.LOCK_EX)
             count = len(os.listdir(self.album))
@@ -125,10 +127,12 @@ class Photographs:
             return operation()
 
 
-def _photographed(folder: str, strategy: Strategy) -> Tensor:
+def _photographed(folder: str, strategy: Strategy, again: int = 0) -> Tensor:
     save = ModelCheckpoint(folder, "{epoch}", save_last=True)
     with watched(Photographs(folder)):
         trainer = fit(strategy(), Net(), max_epochs=3, callbacks=[save], enable_checkpointing=True)
+        for _ in range(again):
+            trainer.save_checkpoint(f"{folder}/last.ckpt")
     return flat(trainer)
 
 
@@ -160,12 +164,17 @@ def test_a_kill_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new(
     assert not torch.equal(*ends)
 
 
-def test_files_of_ranks_are_on_the_disk_before_the_checkpoint_that_names_them(ranks: Pool, tmp_path: Path) -> None:
+@both_kinds
+def test_files_of_ranks_are_on_the_disk_before_the_checkpoint_that_names_them(
+    ranks: Pool, tmp_path: Path, strategy: Strategy
+) -> None:
     folder = tmp_path / "run"
-    ranks(2, _photographed, str(folder), lossy)
+    ranks(2, _photographed, str(folder), strategy, 2)
     steps = (tmp_path / "run.log").read_text().splitlines()
+    opened = [step for step in steps if step.startswith("open ") and "/.rank-" in step]
+    assert len(set(opened)) == len(opened), "what a checkpoint names is not written again, be it at the same step"
     renamed = [number for number, step in enumerate(steps) if step == f"replace {folder}/last.ckpt"]
-    assert len(renamed) == 3
+    assert len(renamed) == 5
     begin = 0
     for end in renamed:
         save = steps[begin:end]
@@ -214,7 +223,8 @@ class SavesUntilItCan(L.Callback):
     def __init__(self, path: str, victim: int) -> None:
         self.path, self.victim = path, victim
         self.failures: list[str] = []
-        self.steps: list[int] = []
+        self.steps: list[int] = []  # of the checkpoint that lies there after each failure
+        self.sets: list[int] = []  # how many of the ranks' files
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         if trainer.global_step == 3:
@@ -236,14 +246,15 @@ class SavesUntilItCan(L.Callback):
             checkpoint = whole(self.path, 2)
             assert checkpoint is not None
             self.steps.append(checkpoint["global_step"])
-            assert not list(Path(f"{self.path}.ringstrategy").glob("*/.*")), "half a file was left"
+            self.sets.append(len(os.listdir(f"{self.path}.ringstrategy")))
+            assert not list(Path(self.path).parent.rglob(".*")), "half a file was left"
             dist.barrier()
 
 
-def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], list[int]]:
+def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], list[int], list[int]]:
     saves = SavesUntilItCan(f"{folder}/saved.ckpt", victim)
     fit(strategy(), Net(), max_epochs=1, callbacks=[saves])
-    return saves.failures, saves.steps
+    return saves.failures, saves.steps, saves.sets
 
 
 @both_kinds
@@ -251,7 +262,7 @@ def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], l
 def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
     ranks: Pool, tmp_path: Path, strategy: Strategy, victim: int
 ) -> None:
-    (failures, steps), (failures_of_1, _) = ranks(2, _refused, str(tmp_path), strategy, victim)
+    (failures, steps, sets), (failures_of_1, _, _) = ranks(2, _refused, str(tmp_path), strategy, victim)
     assert failures == failures_of_1
     for failure in failures:
         assert f"{tmp_path}/saved.ckpt could not be saved (rank {victim}: OSError: " in failure
@@ -259,6 +270,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
         assert failure.endswith("A checkpoint that lies there is whole")
     # a folder, its name, and a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that
     assert steps == ([*([3] * 11), 5] if victim == 0 else [3] * 7), "after its rename it is the new one"
+    assert sets == [*([1] * 7), *([2, 3, 4, 5, 6] if victim == 0 else [])], "whose checkpoint may be there is kept"
     checkpoint = whole(tmp_path / "saved.ckpt", 2)
     assert checkpoint is not None
     assert checkpoint["global_step"] == 5
@@ -507,3 +519,13 @@ def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
     checkpoint_io.save_checkpoint({"step": 2}, link)
     assert [torch.load(path) for path in (target, link)] == [{"step": 1}, {"step": 2}]
     assert not link.is_symlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_campaign_of_kills_finds_no_torn_checkpoint(tmp_path: Path) -> None:
+    """`--faults 100` takes half an hour, so this is a few of it."""
+    rows = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "3")
+    assert {row["case"] for row in rows} == {"checkpoint, residuals", "checkpoint, gossip"}
+    for row in rows:
+        assert (row["faults"], row["whole"], row["torn"], row["hung"]) == (3, 3, 0, 0)

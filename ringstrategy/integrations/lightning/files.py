@@ -173,7 +173,7 @@ def _make(folder: str) -> None:
 
 
 def _missing(folder: str) -> Iterator[str]:
-    while not os.path.isdir(folder):
+    while not os.path.isdir(folder) and folder != os.path.dirname(folder):
         yield folder
         folder = os.path.dirname(folder)
 
