@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "kernels", "launches", "overhead", "slow_rank", "packets"),
+    *("training", "collectives", "codecs", "kernels", "launches", "overhead", "slow_rank", "packets", "faults"),
     *("time_to_accuracy", "accuracy", "campaign", "report", "demo", "lab"),
 )
 

@@ -80,6 +80,10 @@ CELLS: dict[str, Cell] = {
     "stalls": lambda row: shown(row.stalls, "{:.0f}"),
     "TCP_NODELAY": lambda row: shown(row.sockets, f"{row.sockets_with_nodelay} of {{:.0f}}"),
     "other messages": lambda row: shown(max(row.other_messages, default=None), "{:.3g}"),
+    "faults": lambda row: shown(row.faults, "{:.0f}"),
+    "whole": lambda row: shown(row.whole, "{:.0f}"),
+    "torn": lambda row: shown(row.torn, "{:.0f}"),
+    "hung": lambda row: shown(row.hung, "{:.0f}"),
     "error": lambda row: shown(row.error, "{:.1e}"),
     "same bits": lambda row: {True: "yes", False: "NO"}.get(row.ranks_identical, "-"),
 }

@@ -79,6 +79,11 @@ class Row:
     steps_ahead_limit: list[int] | None = None  # by the graph
     kept: float | None = None  # of the speed without a slow rank
 
+    faults: int | None = None  # of a campaign of faults: how many,
+    whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,
+    torn: int | None = None  # how many did not,
+    hung: int | None = None  # and after how many a rank that was spared did not end by itself
+
     codec: str = ""
     operation: str = ""
     gigabytes_per_second: float = float("nan")  # of float32 values, median

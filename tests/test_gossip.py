@@ -21,6 +21,7 @@ from fakes import FakePeers, on_all_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pool import Pool, RankFailed
+from rank_files import rank_file, rank_state
 from test_feedback import scaler
 from test_strategy import Net, fit, gathered, net, rows, run_script, said, same_everywhere, trainer_with, world
 from torch import Tensor, nn
@@ -531,7 +532,7 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
         assert torch.equal(value, second.state_dict()[name]), name
     one, two = (t.optimizers[0].state_dict() for t in (again, again))
     assert one.keys() == two.keys()
-    own = torch.load(f"{path}.ringstrategy/rank_{again.global_rank:05d}.pt", weights_only=True)["own"]
+    own = rank_state(path, again.global_rank)["own"]
     saved = torch.load(path, weights_only=True)["state_dict"]
     excess = {name: kept.get("excess", 0) for name, kept in own["algorithm"]["kept"].items()}
     mine = own["checkpoint"]["state_dict"]
@@ -588,7 +589,7 @@ def test_another_number_of_ranks_starts_from_the_mean_and_so_do_ranks_whose_file
     path = tmp_path / "saved.ckpt"
     assert ranks(2, _load, str(path), True) == [True, True]
     assert ranks(3, _load, str(path), True) == [False, False, False]
-    next((tmp_path / "saved.ckpt.ringstrategy").glob("rank_00001*")).unlink()
+    rank_file(path, 1).unlink()
     assert ranks(3, _load, str(path), True) == [True, True, True]
 
 
@@ -783,7 +784,7 @@ def test_an_exception_saves_local_weights_and_hangs_nobody(ranks: Pool, tmp_path
     outcomes = ranks(3, _fails, str(tmp_path), Gossip(RingGraph()), limit=50.0)
     assert outcomes.count("ArithmeticError") == 1
     assert set(outcomes) == {"ArithmeticError", "PeerLostError"}
-    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]
+    own = rank_state(tmp_path / "left.ckpt", 1)["own"]
     own = own["checkpoint"]["state_dict"]
     assert all(value.isfinite().all() for value in own.values())
 
@@ -807,7 +808,7 @@ def _begins(path: str, algorithm: Decentralized) -> float:
 @pytest.mark.slow
 def test_copies_saved_within_an_exchange_are_not_taken_back(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, _torn, str(tmp_path), limit=50.0)
-    own = torch.load(tmp_path / "left.ckpt.ringstrategy" / "rank_00001.pt", weights_only=True)["own"]
+    own = rank_state(tmp_path / "left.ckpt", 1)["own"]
     assert own["algorithm"]["torn"]
     assert len(set(ranks(3, _begins, str(tmp_path / "left.ckpt"), Choco(Star())))) == 1
 

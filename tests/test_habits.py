@@ -22,6 +22,7 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from pool import Pool
+from rank_files import rank_state
 from test_strategy import (
     Gan,
     Manual,
@@ -306,7 +307,7 @@ def _everything(folder: str) -> None:
     for path in paths:
         saved = torch.load(path, weights_only=True)["state_dict"]
         assert torch.equal(saved["untouched"], untouched)
-        own = torch.load(f"{path}.ringstrategy/rank_{trainer.global_rank:05d}.pt", weights_only=True)["own"]
+        own = rank_state(path, trainer.global_rank)["own"]
         mine = own["checkpoint"]["state_dict"]
         for name in ("touched", "teacher.weight", "seen"):
             assert close(saved[name], mean_of(mine[name])), name
@@ -345,9 +346,7 @@ def _lightnings_ema(folder: str) -> None:
     for epoch in range(4):
         path = f"{folder}/epoch={epoch}.ckpt"
         saved = torch.load(path, weights_only=True)
-        mine = torch.load(f"{path}.ringstrategy/rank_{model.global_rank:05d}.pt", weights_only=True)["own"][
-            "checkpoint"
-        ]
+        mine = rank_state(path, model.global_rank)["own"]["checkpoint"]
         for key in ("state_dict", "current_model_state"):
             for name, value in saved[key].items():
                 if value.is_floating_point():

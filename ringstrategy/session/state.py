@@ -3,6 +3,9 @@
 A checkpoint holds what all ranks share, and the sum of all ranks' residuals. Beside it lies one file a rank: its
 residuals or, with gossip, its parameters, optimizers and whatever the algorithm keeps. Both hold tensors and primitives
 only, so that `weights_only=True` loads them.
+
+All ranks write their files before the checkpoint that names them is written, and agree on it. So it is whole, or not
+there. All ranks also agree on what they read: none goes on alone.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +24,8 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, Parameter
 from ringstrategy.collectives.base import sums_dtype
 
 _SHOWN = 5  # names in a message
+_LONGEST = 1000  # bytes that ranks tell each other
+_LOST = "the residuals in it begin at zero"
 
 
 class Ranks(Protocol):
@@ -51,17 +57,29 @@ class Ranks(Protocol):
 
 
 class Files(Protocol):
-    """The files beside one checkpoint, one a rank."""
+    """The files beside one checkpoint: of each save a set, one a rank."""
 
     @property
-    def folder(self) -> str:
-        """Where they lie, for messages."""
+    def path(self) -> str:
+        """The checkpoint's, for messages."""
 
-    def save(self, state: dict[str, Any], rank: int) -> None:
-        """Write a rank's file."""
+    def name(self, save: str | None, rank: int) -> str:
+        """Where a rank's file lies, for messages."""
 
-    def load(self, rank: int) -> dict[str, Any] | None:
-        """A rank's file; None if there is none."""
+    def save(self, state: dict[str, Any], save: str, rank: int) -> None:
+        """Write a rank's file of the set `save`. It is on the disk when this returns."""
+
+    def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
+        """A rank's file of that set (None: as versions before sets wrote it); None if there is none.
+
+        ValueError, which names the file, if it is damaged or cannot be read.
+        """
+
+    def keep_only(self, save: str) -> None:
+        """Remove the other sets: a checkpoint that names this one has replaced theirs."""
+
+    def discard(self, save: str) -> None:
+        """Remove this set, which no checkpoint names."""
 
 
 @dataclass(frozen=True)
@@ -95,33 +113,62 @@ class Means:
     own: Mapping[str, Any]
 
 
-def collect(ranks: Ranks, own: Mapping[str, Any] | None, files: Files) -> dict[str, Any]:
+def collect(ranks: Ranks, own: Mapping[str, Any] | None, files: Files, token: str) -> dict[str, Any]:
     """Write what only this rank has beside the checkpoint; returns what belongs into the checkpoint.
 
     All ranks call it, unless the run of this rank ended in an exception: then it calls nobody, and the sum is None.
+    Every rank's file is on its disk when this returns. RuntimeError on all ranks if one of them could not write.
 
     Args:
         ranks: all of them, and the algorithm that they run.
         own: the checkpoint as this rank would load it; None if it is the same on all ranks.
         files: those beside the checkpoint.
+        token: the same on all ranks, and used for no other save to this path.
     """
     algorithm = ranks.algorithm
     state = algorithm.state_dict()
     held = algorithm.residuals() if isinstance(algorithm, GradientAlgorithm) else ()
     residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in held}
+    save = None
     if residuals or own is not None:
+        # after an exception ranks may be a step apart, and cannot ask each other
+        save = f"exception-{token}" if ranks.alone else f"step-{state['step']}-{token}"
         kept = algorithm.own_state() if isinstance(algorithm, ParameterAlgorithm) else {}
         mine = {
+            "save": save,
             "rank": ranks.global_rank,
             "world_size": ranks.world_size,
             "step": state["step"],
             "residuals": residuals,
             "own": None if own is None else {"checkpoint": own, "algorithm": kept},
         }
-        files.save(mine, ranks.global_rank)
+        written_by_all(
+            ranks, files, partial(files.save, mine, save, ranks.global_rank), undo=partial(files.discard, save)
+        )
     total = None if residuals and ranks.alone else _sum(ranks, residuals)
     shared = {"world_size": ranks.world_size, "algorithm": state, "residual_sum": total}
-    return {**shared, "decentralized": algorithm.decentralized}
+    return {**shared, "decentralized": algorithm.decentralized, "files": save}
+
+
+def written_by_all(ranks: Ranks, files: Files, write: Callable[[], None], undo: Callable[[], None]) -> None:
+    """Call `write`, on all ranks. RuntimeError on all of them if one could not, after `undo`.
+
+    If `alone`, only what `write` raises.
+    """
+    if ranks.alone:
+        write()
+        return
+    failure = None
+    try:
+        write()
+    except Exception as error:
+        failure = error
+    problems = _told(ranks, "" if failure is None else f"{type(failure).__name__}: {failure}")
+    if problems:  # all ranks have heard of it. If a rank is lost instead, others may have heard that all is well
+        undo()
+        raise RuntimeError(
+            f"{files.path} could not be saved ({_by_rank(problems)}). A checkpoint that lies there is whole"
+        ) from failure
 
 
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,15 +228,15 @@ def found(ranks: Ranks, files: Files, shared: Mapping[str, Any], log: Log) -> Sa
             "all ranks start from the mean of its ranks and from rank 0's optimizers."
         )
         return saved
-    mine = _load(saved, ranks.global_rank)
+    mine = _mine(ranks, saved, "all ranks start from the checkpoint's parameters and optimizers")
     if mine is not None and mine["own"]["algorithm"]["torn"]:
         mine = None
     missing = _missing(ranks, mine)
     if missing:
         log.warn(
-            f"what rank {_list(missing)} has of its own is not in {files.folder} (it must be kept beside its "
-            "checkpoint), or an exception saved it within an exchange: all ranks start from the checkpoint's "
-            "parameters and optimizers"
+            f"what rank {_list(missing)} has of its own is not beside {files.path} ({_place(saved, missing)} must be "
+            "kept with its checkpoint), or an exception saved it within an exchange: all ranks start from the "
+            "checkpoint's parameters and optimizers"
         )
         return saved
     assert mine is not None
@@ -215,14 +262,14 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
     else:
         total = shared["residual_sum"]
         if total is None:
-            total = _sum_of_files(saved, log)
+            total = _sum_of_files(ranks, saved, log)
         if now == 1:
             if total and before > 1:
                 log.info(
                     f"The checkpoint is of {before} ranks. One rank needs no error feedback: "
                     "the sum of their residuals is carried on into the checkpoints of this run."
                 )
-            return {**shared, "world_size": 1, "residual_sum": total}
+            return {**shared, "world_size": 1, "residual_sum": total, "files": None}
         residuals = {name: value / now for name, value in total.items()}
         if total:
             log.info(
@@ -238,12 +285,33 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
             )
     algorithm.load_state_dict(shared["algorithm"])
     homeless = algorithm.load_residuals(residuals) if isinstance(algorithm, GradientAlgorithm) else list(residuals)
-    if homeless:
+    homeless_by_rank = _told(ranks, _names(homeless))
+    if homeless_by_rank:
         log.warn(
-            f"the checkpoint has error-feedback residuals of {_names(homeless)} that this run has no place for "
-            "(no feedback here, or a parameter was renamed or has another shape): what they held is dropped"
+            f"the checkpoint has error-feedback residuals of {_by_rank(homeless_by_rank)} that this run has no place "
+            "for (no feedback here, or a parameter was renamed or has another shape): what they held is dropped"
         )
     return None
+
+
+def _told(ranks: Ranks, text: str) -> dict[int, str]:
+    """What ranks have to say, without those whose text is empty. All ranks call it, unless there is only one."""
+    if ranks.world_size == 1:
+        return {0: text} if text else {}
+    said = torch.zeros(_LONGEST, dtype=torch.uint8)
+    letters = text.encode()[:_LONGEST]
+    said[: len(letters)] = torch.tensor(list(letters), dtype=torch.uint8)
+    rows = ranks.all_gather(said.to(ranks.root_device)).view(-1, _LONGEST).cpu()
+    texts = [bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore") for row in rows]
+    return {rank: text for rank, text in enumerate(texts) if text}
+
+
+def _by_rank(texts: Mapping[int, str]) -> str:
+    """Each text behind the ranks that say it."""
+    whose: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        whose.setdefault(text, []).append(rank)
+    return "; ".join(f"rank {_list(members)}: {text}" for text, members in whose.items())
 
 
 def _missing(ranks: Ranks, mine: dict[str, Any] | None) -> list[int]:
@@ -257,48 +325,90 @@ def _own(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Tensor]:
     total, size = saved.shared["residual_sum"], ranks.world_size
     if total is not None and not total:
         return {}
-    mine = _load(saved, ranks.global_rank)
+    instead = f"each rank takes 1/{size} of the sum of all residuals" if total is not None else _LOST
+    mine = _mine(ranks, saved, instead)
     missing = _missing(ranks, mine)
     if missing and total is not None:
         log.warn(
-            f"the residuals of rank {_list(missing)} are not in {saved.files.folder} (it must be kept beside its "
-            f"checkpoint): each rank takes 1/{size} of their sum instead of its own"
+            f"the residuals of rank {_list(missing)} are not beside {saved.files.path} ({_place(saved, missing)} must "
+            f"be kept with its checkpoint): each rank takes 1/{size} of their sum instead of its own"
         )
         return {name: value / size for name, value in total.items()}
     if missing:
-        _warn_lost(log, f"of rank {_list(missing)}, whose files are not in {saved.files.folder},")
+        _warn_lost(log, saved, missing)
     residuals: dict[str, Tensor] = {} if mine is None else mine["residuals"]
     return residuals
 
 
-def _sum_of_files(saved: Saved, log: Log) -> dict[str, Tensor]:
+def _sum_of_files(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Tensor]:
     """The sum that the checkpoint does not have, because an exception wrote it."""
     total: dict[str, Tensor] = {}
     missing = []
-    for rank in range(saved.shared["world_size"]):
-        state = _load(saved, rank)
-        if state is None:
-            missing.append(rank)
-            continue
-        for name, value in state["residuals"].items():
-            wide = value.to(sums_dtype(value.dtype))
-            total[name] = total[name] + wide if name in total else wide
+
+    def add_all() -> None:
+        for rank in range(saved.shared["world_size"]):
+            state = _load(saved, rank)
+            if state is None:
+                missing.append(rank)
+                continue
+            for name, value in state["residuals"].items():
+                wide = value.to(sums_dtype(value.dtype))
+                total[name] = total[name] + wide if name in total else wide
+
+    _read_by_all(ranks, saved, add_all, _LOST)
     if missing:
-        _warn_lost(log, f"of rank {_list(missing)}, whose files are not in {saved.files.folder},")
+        _warn_lost(log, saved, missing)
     return total
 
 
-def _warn_lost(log: Log, whose: str) -> None:
-    log.warn(f"the checkpoint was written at an exception: residuals {whose} are lost and begin at zero")
+def _warn_lost(log: Log, saved: Saved, missing: list[int]) -> None:
+    log.warn(
+        f"the checkpoint was written at an exception: residuals of rank {_list(missing)}, whose files are not beside "
+        f"{saved.files.path} ({_place(saved, missing)}), are lost and begin at zero"
+    )
+
+
+def _mine(ranks: Ranks, saved: Saved, instead: str) -> dict[str, Any] | None:
+    """This rank's file, or None. All ranks call it, and all raise if a file is damaged; `instead`: if it were gone."""
+    loaded: list[dict[str, Any] | None] = []
+    _read_by_all(ranks, saved, lambda: loaded.append(_load(saved, ranks.global_rank)), instead)
+    return loaded[0]
+
+
+def _read_by_all(ranks: Ranks, saved: Saved, read: Callable[[], None], instead: str) -> None:
+    failure = None
+    try:
+        read()
+    except ValueError as error:
+        failure = error
+    problems = _told(ranks, "" if failure is None else f"{failure}")
+    if problems:
+        raise ValueError(
+            f"training cannot resume from {saved.files.path}: {_by_rank(problems)}. Resume from another checkpoint, or "
+            f"bring back the file from a copy, or delete it: then {instead}"
+        ) from failure
 
 
 def _load(saved: Saved, rank: int) -> dict[str, Any] | None:
-    """A rank's file, or None if there is none, or it is another checkpoint's."""
-    state = saved.files.load(rank)
+    """A rank's file, or None if there is none of this checkpoint's step. ValueError if it is not what was saved."""
+    shared = saved.shared
+    save = shared.get("files")
+    state = saved.files.load(save, rank)
     if state is None:
         return None
-    belongs = (state["world_size"], state["step"]) == (saved.shared["world_size"], saved.shared["algorithm"]["step"])
-    return state if belongs else None
+    here, name = f"rank {rank} of {shared['world_size']}", saved.files.name(save, rank)
+    try:
+        of = f"rank {state['rank']} of {state['world_size']}"
+        belongs = of == here and state["step"] == shared["algorithm"]["step"]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{name} is damaged: it is no file of a rank") from error
+    if save is not None and (of, state["save"]) != (here, save):
+        raise ValueError(f"{name} is the file of {of} of the save {state['save']}, and not of {here} of this one")
+    return state if belongs else None  # after an exception ranks may be a step apart
+
+
+def _place(saved: Saved, missing: list[int]) -> str:
+    return saved.files.name(saved.shared.get("files"), missing[0])
 
 
 def _names(names: Iterable[str]) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import secrets
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
@@ -23,12 +25,22 @@ from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
-from ringstrategy.integrations.lightning.files import LOG, RankFiles
+from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIO, finish
 from ringstrategy.integrations.lightning.looks import Looks
 from ringstrategy.integrations.lightning.processes import Processes
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
-from ringstrategy.session.state import Means, Saved, averaged, collect, copied, found, of_this_rank, restore
+from ringstrategy.session.state import (
+    Means,
+    Saved,
+    averaged,
+    collect,
+    copied,
+    found,
+    of_this_rank,
+    restore,
+    written_by_all,
+)
 from ringstrategy.transport.stats import Stats
 
 if TYPE_CHECKING:
@@ -99,6 +111,7 @@ class RingStrategy(Processes):
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._carried: dict[str, Any] | None = None
         self._means: Means | None = None  # last given to a checkpoint
+        self._fit_token = ""  # of the fit, for the files that ranks write when an exception ends it
 
     def __repr__(self) -> str:
         """Names the algorithm and the right import: a `pytorch_lightning` Trainer prints it when it refuses us."""
@@ -139,6 +152,7 @@ class RingStrategy(Processes):
                 "Trainer(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
             )
         self._open_session(module)
+        self._fit_token = str(self.broadcast(secrets.token_hex(4)))
         own = None if self._resume is None or self._resume.own is None else copied(module.state_dict())
         _sync_module_states(module)
         if own is not None:
@@ -280,18 +294,35 @@ class RingStrategy(Processes):
 
     # Checkpoints
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
-        """Add the algorithm's state, under the key `ringstrategy`, and a file of residuals for each rank beside.
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one that writes files whole or not at all."""
+        if self._checkpoint_io is None or type(self._checkpoint_io) is TorchCheckpointIO:
+            self._checkpoint_io = WholeCheckpointIO()
+        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # unless it has one already
+        return self._checkpoint_io
 
-        After training too; but not to a checkpoint of weights alone, from which no training goes on.
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: CheckpointIO | None) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None) -> None:
+        """Add the algorithm's state, under the key `ringstrategy`, and a file of what is its own for each rank beside.
+
+        After training too; but not to a checkpoint of weights alone, from which no training goes on. The files of the
+        ranks are on the disk before the checkpoint that names them is written, which replaces the one before in one
+        step. RuntimeError on all ranks if one of them could not write.
         """
         means, self._means = self._means, None
+        named = None
+        files = RankFiles(self.checkpoint_io, filepath, storage_options=storage_options)
         if "optimizer_states" in checkpoint:
             own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
-            files = RankFiles(self.checkpoint_io, filepath, storage_options=storage_options)
-            state = collect(self, own, files) if self.world_size > 1 else self._carried
+            state = collect(self, own, files, self._token()) if self.world_size > 1 else self._carried
             if state is not None:
                 checkpoint["ringstrategy"] = state
+                named = state["files"]
             if self.left_with_children:
                 rank_zero_warn(
                     "the processes that trained are gone, and their error-feedback residuals with them: "
@@ -299,7 +330,22 @@ class RingStrategy(Processes):
                 )
         if means is not None:
             checkpoint["state_dict"] = averaged(self, checkpoint["state_dict"], means)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+        def write() -> None:
+            super(RingStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+            if named is not None:
+                finish(self.checkpoint_io)
+
+        if named is None or self.alone:
+            write()
+            return
+        written_by_all(self, files, write, undo=lambda: None)  # who knows how far a user's `CheckpointIO` came
+        if self.local_rank == 0:  # of each node: its disk may be its own
+            files.keep_only(named)
+
+    def _token(self) -> str:
+        """The same on all ranks, another one for each save; after an exception the one of the fit: nobody answers."""
+        return self._fit_token if self.alone else str(self.broadcast(secrets.token_hex(4)))
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Keep the algorithm's state for `setup`, which comes later, unless training is under way.

@@ -1,0 +1,531 @@
+"""A checkpoint is whole or not there: wherever a save is stopped, whatever becomes of its files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from listening import listening
+from pool import Pool
+from rank_files import rank_file, rank_state, whole
+from scripts import lines_of
+from test_feedback import about_residuals, equal, lossy, residuals
+from test_strategy import Net, fit, rows, trainer_with
+from torch import Tensor
+
+from ringstrategy import Gossip, RingStrategy
+from ringstrategy.integrations.lightning import files
+from ringstrategy.integrations.lightning.files import RankFiles, WholeCheckpointIO
+from ringstrategy.session.sealed import seal
+from ringstrategy.topologies import Star
+
+pytestmark = pytest.mark.timeout(180)
+Strategy = Callable[[], RingStrategy]
+Operation = Callable[[], Any]
+
+
+def gossip() -> RingStrategy:
+    return RingStrategy(Gossip(Star(), interval=3, overlap=2))
+
+
+both_kinds = pytest.mark.parametrize("strategy", [lossy, gossip])
+
+
+def flat(trainer: L.Trainer) -> Tensor:
+    """What this rank has in the end: parameters, momentum, residuals."""
+    optimizer = trainer.optimizers[0].state_dict()["state"]
+    kept = [value for state in optimizer.values() for value in state.values() if isinstance(value, Tensor)]
+    algorithm = trainer.strategy.algorithm
+    kept += list(residuals(algorithm).values()) if hasattr(algorithm, "residuals") else []
+    return torch.cat([value.detach().reshape(-1) for value in (*trainer.lightning_module.parameters(), *kept)])
+
+
+# Each moment of a save
+
+
+class _InHalves(io.FileIO):
+    """A file that is written in two steps."""
+
+    def __init__(self, path: str, mode: str) -> None:
+        super().__init__(path, mode)
+
+    def write(self, content: Any) -> int:
+        half = len(content) // 2
+        super().write(content[:half])
+        return half + int(os_step("write", str(self.name), lambda: super(_InHalves, self).write(content[half:])))
+
+
+_watching: list[Callable[[str, str, Operation], Any]] = []
+
+
+def os_step(name: str, path: str, operation: Operation) -> Any:
+    """One call of the system, as whoever watches lets it be made; what they call themselves is not watched."""
+    if not _watching:
+        return operation()
+    watcher = _watching.pop()
+    try:
+        return watcher(name, path, operation)
+    finally:
+        _watching.append(watcher)
+
+
+@contextmanager
+def watched(watcher: Callable[[str, str, Operation], Any]) -> Iterator[None]:
+    """Each step by which a file or folder is made, filled, flushed, renamed or removed goes through the watcher."""
+
+    def by_name(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **options: Any) -> Any:
+            flushed = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else None
+            named = flushed or os.fspath(args[0] if name == "replace" else path)
+            return os_step(name, named, lambda: real(path, *args, **options))
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mkdir", "fsync", "replace", "remove", "unlink", "rmdir"):
+            patch.setattr(os, name, by_name(name, getattr(os, name)))
+        patch.setattr(files, "open", lambda path, mode: os_step("open", path, lambda: _InHalves(path, mode)), False)
+        _watching.append(watcher)
+        try:
+            yield
+        finally:
+            _watching.clear()
+
+
+class Photographs:
+    """Before each step of any rank: a copy of the folder, as a kill of all ranks would leave it there."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.album = folder, f"{folder}.album"
+        Path(self.album).mkdir(exist_ok=True)
+
+    def __call__(self, name: str, path: str, operation: Operation) -> Any:
+        time.sleep(0.02 * int(os.environ["RANK"]))  # rank 0 is the first, wherever it does not wait
+        with open(f"{self.folder}.lock", "w") as lock:  # all ranks wait while one copies
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            count = len(os.listdir(self.album))
+            copy = f"{self.album}/{count:04d}"
+            shutil.copytree(self.folder, copy) if os.path.isdir(self.folder) else os.mkdir(copy)
+            with open(f"{self.folder}.log", "a") as log:
+                log.write(f"{name} {path}\n")
+            return operation()
+
+
+def _photographed(folder: str, strategy: Strategy, again: int = 0) -> Tensor:
+    save = ModelCheckpoint(folder, "{epoch}", save_last=True)
+    with watched(Photographs(folder)):
+        trainer = fit(strategy(), Net(), max_epochs=3, callbacks=[save], enable_checkpointing=True)
+        for _ in range(again):
+            trainer.save_checkpoint(f"{folder}/last.ckpt")
+    return flat(trainer)
+
+
+def _goes_on(path: str, strategy: Strategy) -> tuple[Tensor, list[str]]:
+    with listening() as heard:
+        trainer = fit(strategy(), Net(), max_epochs=3, ckpt_path=path)
+    return flat(trainer), [text for text in heard if "rank" in text and not text.startswith("Rest")]
+
+
+@both_kinds
+def test_a_kill_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new(
+    ranks: Pool, tmp_path: Path, strategy: Strategy
+) -> None:
+    ends = ranks(2, _photographed, str(tmp_path / "run"), strategy)
+    photographs = sorted((tmp_path / "run.album").iterdir())
+    found: dict[int | None, list[Path]] = {}
+    for photograph in photographs:
+        for path in photograph.glob("*.ckpt"):
+            whole(path, 2)
+        checkpoint = whole(photograph / "last.ckpt", 2)
+        found.setdefault(None if checkpoint is None else checkpoint["epoch"], []).append(photograph)
+    assert list(found) == [None, 0, 1, 2], "each in its turn, and no other"
+    assert all(len(moments) > 10 for epoch, moments in found.items() if epoch != 2)
+    for epoch in (0, 1):
+        for photograph in (found[epoch][0], found[epoch][-1]):  # old files lie there still; new ones already
+            for rank, (end, heard) in enumerate(ranks(2, _goes_on, str(photograph / "last.ckpt"), strategy)):
+                assert torch.equal(end, ends[rank]), (photograph, rank)
+                assert not heard
+    assert not torch.equal(*ends)
+
+
+@both_kinds
+def test_files_of_ranks_are_on_the_disk_before_the_checkpoint_that_names_them(
+    ranks: Pool, tmp_path: Path, strategy: Strategy
+) -> None:
+    folder = tmp_path / "run"
+    ranks(2, _photographed, str(folder), strategy, 2)
+    steps = (tmp_path / "run.log").read_text().splitlines()
+    opened = [step for step in steps if step.startswith("open ") and "/.rank-" in step]
+    assert len(set(opened)) == len(opened), "what a checkpoint names is not written again, be it at the same step"
+    renamed = [number for number, step in enumerate(steps) if step == f"replace {folder}/last.ckpt"]
+    assert len(renamed) == 5
+    begin = 0
+    for end in renamed:
+        save = steps[begin:end]
+        [named] = {step.split("/")[-2] for step in save if step.startswith(f"replace {folder}/last.ckpt.ring")}
+        inside = f"{folder}/last.ckpt.ringstrategy/{named}"
+        for rank in range(2):
+            temporary = f"{inside}/.rank-{rank:05d}.pt.saving"
+            order = [save.index(f"{step} {temporary}") for step in ("open", "write", "fsync")]
+            order.append(save.index(f"replace {inside}/rank_{rank:05d}.pt"))
+            assert order == sorted(order)
+            assert f"fsync {inside}" in save[order[-1] :]
+        made = save.index(f"mkdir {inside}")
+        assert f"fsync {folder}/last.ckpt.ringstrategy" in save[made:]
+        main = [save.index(f"{step} {folder}/.last.ckpt.saving") for step in ("open", "write", "fsync")]
+        assert main == sorted(main)
+        assert main[0] > max(number for number, step in enumerate(save) if inside in step)
+        removed = [number for number, step in enumerate(steps) if step.startswith(("unlink", "rmdir", "remove"))]
+        assert not [number for number in removed if begin + made < number < end and "last.ckpt" in steps[number]]
+        assert steps[end + 1] == f"fsync {folder}"
+        begin = end + 1
+
+
+# A disk that refuses
+
+
+class Refuses:
+    """The step of this number finds the disk full; None: none does, and the other rank is the first to make folders."""
+
+    def __init__(self, number: int | None) -> None:
+        self.left, self.hit = number, False
+
+    def __call__(self, name: str, path: str, operation: Operation) -> Any:
+        if self.left is None:
+            time.sleep(0.3 * (name == "mkdir"))
+        elif name in ("mkdir", "open", "write", "fsync", "replace"):
+            self.left -= 1
+            if self.left == -1:
+                self.hit = True
+                raise OSError(errno.ENOSPC, "No space left on device", path)
+        return operation()
+
+
+class SavesUntilItCan(L.Callback):
+    """After three batches a save; after five, one that fails at its first step on `victim`, one at its second, ..."""
+
+    def __init__(self, path: str, victim: int) -> None:
+        self.path, self.victim = path, victim
+        self.failures: list[str] = []
+        self.steps: list[int] = []  # of the checkpoint that lies there after each failure
+        self.sets: list[int] = []  # how many of the ranks' files
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(self.path)
+            dist.barrier()
+        if trainer.global_step != 5:
+            return
+        while True:
+            refuses = Refuses(len(self.failures) if trainer.global_rank == self.victim else None)
+            try:
+                with watched(refuses):
+                    trainer.save_checkpoint(self.path)
+            except RuntimeError as error:
+                self.failures.append(str(error))
+            else:
+                assert not refuses.hit
+                break
+            dist.barrier()
+            checkpoint = whole(self.path, 2)
+            assert checkpoint is not None
+            self.steps.append(checkpoint["global_step"])
+            self.sets.append(len(os.listdir(f"{self.path}.ringstrategy")))
+            assert not list(Path(self.path).parent.rglob(".*")), "half a file was left"
+            dist.barrier()
+
+
+def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], list[int], list[int]]:
+    saves = SavesUntilItCan(f"{folder}/saved.ckpt", victim)
+    fit(strategy(), Net(), max_epochs=1, callbacks=[saves])
+    return saves.failures, saves.steps, saves.sets
+
+
+@both_kinds
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
+    ranks: Pool, tmp_path: Path, strategy: Strategy, victim: int
+) -> None:
+    (failures, steps, sets), (failures_of_1, _, _) = ranks(2, _refused, str(tmp_path), strategy, victim)
+    assert failures == failures_of_1
+    for failure in failures:
+        assert f"{tmp_path}/saved.ckpt could not be saved (rank {victim}: OSError: " in failure
+        assert "No space left" in failure
+        assert failure.endswith("A checkpoint that lies there is whole")
+    # a folder, its name, and a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that
+    assert steps == ([*([3] * 11), 5] if victim == 0 else [3] * 7), "after its rename it is the new one"
+    assert sets == [*([1] * 7), *([2, 3, 4, 5, 6] if victim == 0 else [])], "whose checkpoint may be there is kept"
+    checkpoint = whole(tmp_path / "saved.ckpt", 2)
+    assert checkpoint is not None
+    assert checkpoint["global_step"] == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved.ckpt", "saved.ckpt.ringstrategy"]
+    assert len(list((tmp_path / "saved.ckpt.ringstrategy").iterdir())) == 1, "what failed is cleared away"
+
+
+# Damage
+
+
+def _saved(path: str, strategy: Strategy) -> None:
+    trainer = fit(strategy(), Net(), max_epochs=1)
+    trainer.save_checkpoint(path)
+
+
+def _truncate(file: Path, _: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def _empty(file: Path, _: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _garbage(file: Path, _: Path) -> None:
+    file.write_bytes(random.Random(0).randbytes(len(file.read_bytes())))
+
+
+def _flip(file: Path, _: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def _swap(file: Path, other: Path) -> None:
+    file.write_bytes(other.read_bytes())
+
+
+def _be_of_another_save(file: Path, _: Path) -> None:
+    state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
+    torch.save(seal({**state, "save": "step-6-another"}), file)
+
+
+def _be_a_folder(file: Path, _: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGE = [_truncate, _empty, _garbage, _flip, _swap, _be_of_another_save, _be_a_folder]
+
+
+def _refuses_to_resume(paths: list[str], strategy: Strategy) -> list[str]:
+    messages = []
+    for path in paths:
+        with pytest.raises(ValueError, match="training cannot resume") as caught:
+            fit(strategy(), Net(), ckpt_path=path)
+        messages.append(str(caught.value))
+    return messages
+
+
+@both_kinds
+def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
+    ranks: Pool, tmp_path: Path, strategy: Strategy
+) -> None:
+    ranks(2, _saved, str(tmp_path / "good" / "saved.ckpt"), strategy)
+    paths, damaged = [], []
+    for number, damage in enumerate(DAMAGE):
+        folder = tmp_path / damage.__name__
+        shutil.copytree(tmp_path / "good", folder)
+        path = folder / "saved.ckpt"
+        victim = number % 2
+        damage(rank_file(path, victim), rank_file(path, 1 - victim))
+        paths.append(str(path))
+        damaged.append((victim, rank_file(path, victim)))
+    first, second = ranks(2, _refuses_to_resume, paths, strategy, limit=120)
+    assert first == second
+    for (victim, file), message in zip(damaged, first, strict=True):
+        assert f": rank {victim}: {file} " in message
+        assert "Resume from another checkpoint, or bring back the file from a copy, or delete it: then " in message
+        assert ("of the sum of all residuals" in message) == (strategy is lossy)
+    # the cure
+    (_, file), path = damaged[0], paths[0]
+    file.unlink()
+    (_, heard), (_, silent) = ranks(2, _goes_on, path, strategy)
+    assert "rank 0" in heard[0]
+    assert "not beside" in heard[0]
+    assert not silent
+
+
+def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
+    checkpoint_io, state = WholeCheckpointIO(), {"save": "x", "rank": 0, "residuals": {"w": torch.arange(9.0)}}
+    beside = RankFiles(checkpoint_io, tmp_path / "saved.ckpt")
+    beside.save(state, "x", 0)
+    file = Path(beside.name("x", 0))
+    content, draw, unnoticed = file.read_bytes(), random.Random(0), 0
+    for _ in range(300):
+        flipped = bytearray(content)
+        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        file.write_bytes(flipped)
+        with suppress(ValueError):
+            loaded = beside.load("x", 0)
+            unnoticed += 1
+            assert loaded is not None
+            assert loaded["save"] == "x"
+            assert loaded["rank"] == 0
+            assert torch.equal(loaded["residuals"]["w"], state["residuals"]["w"]), "a bit that says nothing"
+    assert unnoticed < 150
+
+
+def _heard_about(path: str) -> list[str]:
+    with listening() as heard:
+        fit(lossy(), Net(), max_epochs=3, ckpt_path=path)
+    return about_residuals(heard)
+
+
+def test_what_a_rank_has_no_place_for_is_said_though_it_is_not_rank_0(ranks: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "saved.ckpt"
+    ranks(2, _saved, str(path), lossy)
+    state = rank_state(path, 1)
+    name = sorted(state["residuals"])[0]
+    state["residuals"][name] = torch.zeros(1, 1, 7)
+    torch.save(seal(state), rank_file(path, 1))
+    [message], silent = ranks(2, _heard_about, str(path))
+    assert f"of rank 1: {name} that this run has no place for" in message
+    assert not silent
+
+
+# Where checkpoints are
+
+
+def _many(folder: str) -> list[str]:
+    """Two callbacks save into one folder, and one of them links."""
+    ends = []
+    for part, last in (("copied", True), ("linked", "link")):
+        saves = [
+            ModelCheckpoint(f"{folder}/{part}", "{epoch}", save_top_k=1, save_last=last),
+            ModelCheckpoint(f"{folder}/{part}", "first-{step}", save_top_k=2, monitor="step"),
+        ]
+        whole_run = fit(lossy(), Net(), max_epochs=3, callbacks=saves, enable_checkpointing=True)
+        for path in sorted(Path(folder, part).glob("*.ckpt")):
+            end, heard = _goes_on(str(path), lossy)
+            ends.append(f"{part}/{path.name} {torch.equal(end, flat(whole_run))} {heard}")
+    return ends
+
+
+def test_many_checkpoints_in_a_folder_each_have_one_set(ranks: Pool, tmp_path: Path) -> None:
+    expected = [
+        f"{part}/{name} True []"
+        for part in ("copied", "linked")
+        for name in ("epoch=2.ckpt", "first-step=12.ckpt", "first-step=6.ckpt", "last.ckpt")
+    ]
+    for ends in ranks(2, _many, str(tmp_path), limit=120):
+        assert ends == expected
+    for part in ("copied", "linked"):
+        named = {path.name for path in (tmp_path / part).glob("*.ckpt") if not path.is_symlink()}
+        folders = [path for path in (tmp_path / part).iterdir() if path.is_dir()]
+        assert {path.name for path in folders} == {f"{name}.ringstrategy" for name in named}
+        assert all(len(list(path.iterdir())) == 1 for path in folders)
+
+
+def _resumes_with(path: str, saved: str) -> tuple[bool, list[str]]:
+    """Are its residuals those of the other checkpoint?"""
+    first: list[bool] = []
+
+    class Start(L.Callback):
+        def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
+            there = rank_state(saved, trainer.global_rank)["residuals"]
+            first.append(equal(residuals(trainer.strategy.algorithm), there) and any(v.any() for v in there.values()))
+
+    with listening() as heard:
+        fit(lossy(), Net(), max_epochs=2, ckpt_path=path, callbacks=[Start()])
+    return first[0], about_residuals(heard)
+
+
+def test_moved_folders_and_renamed_checkpoints_are_whole(ranks: Pool, tmp_path: Path) -> None:
+    path, moved = tmp_path / "run" / "saved.ckpt", tmp_path / "elsewhere" / "renamed.ckpt"
+    ranks(2, _saved, str(path), lossy)
+    moved.parent.mkdir()
+    shutil.copy(path, moved)
+    shutil.copytree(f"{path}.ringstrategy", f"{moved}.ringstrategy")
+    assert ranks(2, _resumes_with, str(moved), str(path)) == [(True, [])] * 2
+
+
+def test_checkpoints_of_before_are_still_loaded(ranks: Pool, tmp_path: Path) -> None:
+    path, old = tmp_path / "saved.ckpt", tmp_path / "old.ckpt"
+    ranks(2, _saved, str(path), lossy)
+    checkpoint = torch.load(path, weights_only=True)
+    del checkpoint["ringstrategy"]["files"]
+    torch.save(checkpoint, old)
+    Path(f"{old}.ringstrategy").mkdir()
+    for rank in range(2):
+        state = rank_state(path, rank)
+        del state["save"]
+        torch.save(state, f"{old}.ringstrategy/rank_{rank:05d}.pt")
+    assert ranks(2, _resumes_with, str(old), str(path)) == [(True, [])] * 2
+    for rank in range(2):
+        shutil.rmtree(f"{old}.ringstrategy") if rank == 0 else None
+    assert ranks(2, _resumes_with, str(old), str(path))[0][0] is False
+
+
+def _elsewhere(folder: str, kind: str) -> list[str]:
+    path, options = f"{folder}/{kind}.ckpt", {}
+    if kind == "address":
+        path = f"local://{path}"  # fsspec's, which is not known as a path
+    else:
+        options = {"plugins": [AsyncCheckpointIO()]}
+    trainer = trainer_with(lossy(), max_epochs=1, **options)
+    trainer.fit(Net(), rows())
+    for _ in range(3):
+        trainer.save_checkpoint(path)
+        dist.barrier()
+        assert whole(f"{folder}/{kind}.ckpt", 2) is not None
+        assert len(os.listdir(f"{folder}/{kind}.ckpt.ringstrategy")) == 1
+        dist.barrier()
+    good, heard = _resumes_with(path, f"{folder}/{kind}.ckpt")
+    assert good
+    dist.barrier()
+    trainer.strategy.remove_checkpoint(path)
+    return heard
+
+
+@pytest.mark.parametrize("kind", ["address", "behind"])
+def test_addresses_and_writers_behind_training_are_whole_too(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    assert ranks(2, _elsewhere, str(tmp_path), kind) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def test_half_written_files_are_not_counted_as_checkpoints(tmp_path: Path) -> None:
+    path = _CheckpointConnector.hpc_save_path(str(tmp_path))
+    counted = []
+
+    def look(name: str, _: str, operation: Operation) -> Any:
+        counted.append(_CheckpointConnector.hpc_save_path(str(tmp_path)) if name == "write" else path)
+        return operation()
+
+    with watched(look):
+        WholeCheckpointIO().save_checkpoint({"step": 1}, path)
+    assert counted == [path] * len(counted)
+    assert len(counted) > 3
+    assert _CheckpointConnector.hpc_save_path(str(tmp_path)) != path
+
+
+def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    checkpoint_io, link, target = WholeCheckpointIO(), tmp_path / "last.ckpt", tmp_path / "best.ckpt"
+    checkpoint_io.save_checkpoint({"step": 1}, target)
+    link.symlink_to(target.name)
+    checkpoint_io.save_checkpoint({"step": 2}, link)
+    assert [torch.load(path) for path in (target, link)] == [{"step": 1}, {"step": 2}]
+    assert not link.is_symlink()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_campaign_of_kills_finds_no_torn_checkpoint(tmp_path: Path) -> None:
+    """`--faults 100` takes half an hour, so this is a few of it."""
+    rows = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "3")
+    assert {row["case"] for row in rows} == {"checkpoint, residuals", "checkpoint, gossip"}
+    for row in rows:
+        assert (row["faults"], row["whole"], row["torn"], row["hung"]) == (3, 3, 0, 0)
