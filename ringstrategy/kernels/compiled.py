@@ -55,6 +55,14 @@ class Compiled:
             self._encode_others(values, wires, wire, form, lost, seed, offset)
             return
         assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
+        if lost is not None and lost.dtype != values.dtype:
+            rest = (lost if residual is None else residual).to(values.dtype)
+            added = None if residual is None else rest
+            self.encode(
+                values, wires, wire, form, residual=added, signs=signs, lost=rest, seed=seed, offset=offset
+            )  # fmt: skip
+            lost.copy_(rest)
+            return
         noise = form.noise(seed, offset, values.numel())
         hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
         given = (

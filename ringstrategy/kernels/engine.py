@@ -41,7 +41,8 @@ class Engine(Protocol):
             form: of the messages.
             residual: of any float dtype, added to the values; only where the engine `fuses`.
             signs: of a rotation of values and residual; what is lost is turned back. Only where it `fuses`.
-            lost: like `values`; None: nobody wants to know.
+            lost: like `values`, or where the engine `fuses` of any float dtype; None: nobody wants to know. From a
+                block that is not finite it gets the residual; without a residual it stays as it was there.
             seed: of stochastic rounding.
             offset: place of the first value in its bucket, at the edge of a block.
         """
