@@ -99,9 +99,16 @@ _MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
     "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
     "_pack_kernel": lambda given, itemsize: given["n"] * itemsize,
     "_unpack_kernel": lambda given, itemsize: given["n"] * itemsize,
+    "_sample_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
+    "_compare_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
+    "_part_kernel": lambda given, _: 0,
+    # nothing, for the optimizer here steps the means as they are
+    "_go_kernel": lambda given, _: -given["now"].nbytes - given["before"].nbytes,
 }
+_SECTOR = 32  # bytes that memory gives at a time
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach"}  # no memory
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # they do not read what they change
+_CHOOSING = {"index", "take", "gather"}  # they read of their first input as much as they return
 _ASKING: dict[str, Callable[..., Any]] = {  # what they return depends on values, of which there are none
     "_local_scalar_dense": lambda _: False,  # also 0
     "equal": lambda *_: False,
@@ -211,9 +218,13 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not (func.is_view or name in _FREE) and (inputs or _on_device(result)):
             changed = _changed(func, args, kwargs)
-            overwrites = name in _OVERWRITING or "out" in kwargs
-            read = [tensor for tensor in inputs if not (overwrites and any(tensor is one for one in changed))]
-            self._meter.operation(read, changed or _on_device(result))
+            if name in _OVERWRITING:
+                inputs = [tensor for tensor in inputs if not any(tensor is one for one in changed)]
+            elif "out" in kwargs:
+                inputs = _on_device([args, {key: value for key, value in kwargs.items() if key != "out"}])
+            elif name in _CHOOSING:
+                inputs[0] = result
+            self._meter.operation(inputs, changed or _on_device(result))
         return result
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import cast, mix, orthonormal, reference, sparse
+from ringstrategy.kernels import cast, feedback, mix, orthonormal, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -190,6 +190,25 @@ class Compiled:
     def orthonormalise_(self, columns: Tensor) -> None:
         """See `Engine.orthonormalise_`: in torch, with the same bits on every CPU."""
         orthonormal.orthonormalise_(columns)
+
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """See `Engine.sample`: in torch."""
+        return feedback.sample(tensors)
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """See `Engine.stepped_parts`: in torch."""
+        return feedback.stepped_parts(then, tensors, late, scale, stepped)
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """See `Engine.go_`: in torch."""
+        feedback.go_(now, before, edges, parts)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""

@@ -110,6 +110,36 @@ class Engine(Protocol):
         A column that is zero or depends on those before it becomes zero; a NaN or an infinity makes its column NaN.
         """
 
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """512 values of each, the same places each time: float64 (tensors, 512).
+
+        0 where a tensor has fewer, for what is not finite, and for None, but not all are None.
+        """
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """Of each tensor the part that it still holds of what `sample` gave `then`: float64 (tensors,), 1 for None.
+
+        That is <now, then> / <then, then>, at least 0; for a tensor that was zero, this of all together.
+
+        Args:
+            then: as `sample` gave it.
+            tensors: like those; None: not asked for.
+            late: the largest part of late for each, float64 (tensors,): parts are relative to it, and it follows. None:
+                they are not, and at most 1.
+            scale: a number on the device, by which parts are multiplied before they are compared with it; None: 1.
+            stepped: false: all parts are 0. A boolean on the device where only that knows.
+        """
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """now = before + part * (now - before), exact at 0 and 1, between each two edges, for which there is a part."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
@@ -201,6 +231,33 @@ class _Triton:
         from ringstrategy.kernels.triton.orthonormal import orthonormalise_
 
         orthonormalise_(columns, orthonormal.DEPENDENT)
+
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """See `Engine.sample`: one launch."""
+        from ringstrategy.kernels.triton.feedback import sample
+
+        sampled: Tensor = sample(tensors)
+        return sampled
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """See `Engine.stepped_parts`: two launches."""
+        from ringstrategy.kernels.triton.feedback import stepped_parts
+
+        parts: Tensor = stepped_parts(then, tensors, late, scale, stepped)
+        return parts
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """See `Engine.go_`: one launch."""
+        from ringstrategy.kernels.triton.feedback import go_
+
+        go_(now, before, edges, parts)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""
