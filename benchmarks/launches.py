@@ -13,8 +13,9 @@ streams and events of torch.cuda are replaced by stand-ins that count. So the co
   reads its input twice counts as reading it once.
 - NCCL: calls, each of which may hold several sends and receives.
 - waits: places where the host waits until the device has done all that is queued.
-- host: microseconds of Python and of torch's dispatcher on this machine. What CUDA and Triton need for each launch,
-  and NCCL for each call, comes on top of it.
+- host: processor time in Python and in torch on this machine, for the same steps of a bucket of a thousandth of the
+  size, cut into as many pieces, on the CPU: torch's operations on the meta device are written in Python, and take up to
+  300 us each. What CUDA and Triton need for each launch, and NCCL for each call, comes on top of it.
 """
 
 from __future__ import annotations
@@ -41,10 +42,11 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import harness
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
+from ringstrategy.buckets import factors, residuals
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives import Direct, Ring
+from ringstrategy.collectives import Direct, Ring, base
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
@@ -53,9 +55,12 @@ from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
 RANKS = 8
-ROUNDS = 5  # of which the host's time is the median
+ROUNDS = 20  # of which the host's time is the median
 SHAPES = [(1280, 1024)] * 5  # 25 MB of float32
 DEVICE = torch.device("meta")
+_SHRUNK = 1024  # how many times fewer gradients a bucket has whose host time is taken
+_TIMED = [(40, 32)] * 5
+_HERE = torch.device("cpu")
 _STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
 _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
 TABLE = re.compile(r"(?<=<!-- python -m benchmarks launches -->\n).*?(?=<!-- end -->)", re.S)
@@ -298,9 +303,9 @@ class _Distributed:
 class _Peers(nccl.NcclPeers):
     """Rank 1, whose messages go nowhere. What torch does in another thread counts too."""
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, device: torch.device) -> None:
         control = mock.Mock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
-        super().__init__(mock.sentinel.group, control, DEVICE)
+        super().__init__(mock.sentinel.group, control, device)
         self._meter = meter
 
     def submit(self, task: Task, where: str) -> Waitable:
@@ -318,7 +323,7 @@ def stand_ins(meter: Meter) -> Iterator[None]:
     """For what only a machine with a GPU has."""
     from triton.runtime.jit import JITFunction
 
-    make = torch.tensor
+    make, where = torch.tensor, Tensor.data_ptr
 
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if device is not None and torch.device(device) == DEVICE:
@@ -327,10 +332,12 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         return make(data, device=device, **kwargs)
 
     def address(tensor: Tensor) -> int:
+        if tensor.device != DEVICE:
+            return where(tensor)
         return int(tensor.untyped_storage()._cdata // 16 * 16 + tensor.storage_offset() * tensor.element_size())
 
     with (
-        mock.patch.object(engine, "_cpu", return_value=engine._CUDA),  # the meta device is none that it knows
+        mock.patch.object(engine, "_cpu", _on_gpu),  # the meta device is none that it knows
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
         mock.patch.object(nccl, "dist", _Distributed(meter)),
         mock.patch.multiple(
@@ -340,6 +347,10 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         mock.patch.object(Tensor, "data_ptr", address),
     ):
         yield
+
+
+def _on_gpu() -> engine.Engine:
+    return engine._CUDA
 
 
 class _Agreed:
@@ -362,35 +373,55 @@ def _exchange(bucket: Bucket, peers: _Peers, algorithm: Synchronous) -> None:
     bucket.after_step(set(parameters), True)
 
 
-def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
-    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` further ones, unless it waits."""
-    meter = Meter(dtype.itemsize)
+def _bucket(
+    algorithm: Synchronous, dtype: torch.dtype, shapes: Sequence[tuple[int, int]], device: torch.device
+) -> Bucket:
     parameters = {
-        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for place, shape in enumerate(SHAPES)
+        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=device)) for place, shape in enumerate(shapes)
     }
-    seconds = []
+    [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
+    return bucket
+
+
+def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
+    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` of a smaller one, unless it waits."""
+    meter = Meter(dtype.itemsize)
     with stand_ins(meter):
-        [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-        peers = _Peers(meter)
+        bucket, peers = _bucket(algorithm, dtype, SHAPES, DEVICE), _Peers(meter, DEVICE)
         for _ in range(2):
             meter.clear()
             with meter.within():
                 _exchange(bucket, peers, algorithm)
-        meter.counting = False
-        for _ in range(0 if meter.waits else rounds):
-            begin = time.perf_counter()
-            _exchange(bucket, peers, algorithm)
-            seconds.append(time.perf_counter() - begin)
         peers.close()
+        meter.counting = False
+        seconds = [] if meter.waits else _host_seconds(meter, algorithm, dtype, rounds)
     return Counts(
         kernels=meter.kernels,
         operations=meter.operations,
         calls=meter.calls,
         bytes_moved=meter.bytes_moved,
         waits=tuple(dict.fromkeys(meter.waits)),
-        gradients=sum(parameter.numel() for parameter in parameters.values()),
+        gradients=sum(slot.parameter.numel() for slot in bucket.slots),
         host_seconds=statistics.median(seconds) if seconds else None,
     )
+
+
+def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, rounds: int) -> list[float]:
+    """Of the processor, by all threads together: what else runs on this machine does not count."""
+    with (
+        mock.patch.object(residuals, "may_read", return_value=False),  # this CPU stands for a GPU
+        mock.patch.object(factors, "may_read", return_value=False),
+        mock.patch.object(base, "SMALLEST_HALF", base.SMALLEST_HALF // _SHRUNK),
+        mock.patch.object(base, "SMALLEST_SEGMENT", base.SMALLEST_SEGMENT // _SHRUNK),
+    ):
+        bucket, peers = _bucket(algorithm, dtype, _TIMED, _HERE), _Peers(meter, _HERE)
+        seconds = []
+        for _ in range(rounds):
+            begin = time.process_time()
+            _exchange(bucket, peers, algorithm)
+            seconds.append(time.process_time() - begin)
+        peers.close()
+    return seconds
 
 
 def counted(counts: Counts) -> list[str]:
