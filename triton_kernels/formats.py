@@ -132,10 +132,10 @@ class Format:
     def check(self, values: Tensor, *wires: Tensor) -> None:
         """Assert what the kernels rely on."""
         assert values.is_contiguous(), f"values must be flat, got strides {values.stride()}"
+        nbytes = self.form.nbytes(values.numel()) if wires else 0
         for wire in wires:
             assert wire.dtype == torch.uint8, f"a message is uint8, not {wire.dtype}"
             assert wire.is_contiguous(), f"a message must be flat, got strides {wire.stride()}"
-            nbytes = self.form.nbytes(values.numel())
             assert wire.numel() == nbytes, f"{wire.numel()} bytes for {values.numel()} values, not {nbytes}"
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"

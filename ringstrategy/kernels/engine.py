@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -144,6 +145,12 @@ class Engine(Protocol):
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
 
+@cache
+def _triton(module: str) -> Any:
+    """Of the Triton kernels, imported when it is first needed."""
+    return import_module(f"ringstrategy.kernels.triton.{module}")
+
+
 class _Triton:
     """Triton's kernels, imported when they are first needed."""
 
@@ -161,40 +168,31 @@ class _Triton:
         offset: int,
     ) -> None:
         """See `Engine.encode`."""
-        from ringstrategy.kernels.triton.encode import encode
-        from ringstrategy.kernels.triton.formats import of
-
-        encode(
-            values, wires, wire, of(form.arithmetic),
+        _triton("encode").encode(
+            values, wires, wire, _triton("formats").of(form.arithmetic),
             residual=residual, signs=signs, lost=lost, seed=seed, offset=offset,
         )  # fmt: skip
 
     def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool) -> None:
         """See `Engine.decode`."""
-        from ringstrategy.kernels.triton.decode import decode
-        from ringstrategy.kernels.triton.formats import of
-
-        decode(wire, out, of(form.arithmetic), signs=signs, add=add)
+        _triton("decode").decode(wire, out, _triton("formats").of(form.arithmetic), signs=signs, add=add)
 
     def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """See `Engine.rotate_`."""
-        from ringstrategy.kernels.triton.rotate import rotate_
-
-        rotate_(values, signs, inverse=inverse)
+        _triton("rotate").rotate_(values, signs, inverse=inverse)
 
     def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
         """Rotations of blocks of 256, 512, 1024, ... values, unless a short block at the end is rotated in part."""
-        from ringstrategy.kernels.triton.formats import of
-
         if values.dtype != torch.float32:
             return False
-        return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
+        if not rotated:
+            return True
+        rotates: bool = _triton("formats").of(form.arithmetic).rotates
+        return rotates and values.numel() % form.block < ROTATED
 
     def warm_up(self, form: BlockFormat) -> None:
         """Raise a ValueError if blocks are too large for the kernels. Triton compiles for each shape, when it comes."""
-        from ringstrategy.kernels.triton.formats import of
-
-        of(form.arithmetic)
+        _triton("formats").of(form.arithmetic)
 
     def encode_sparse(
         self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None
@@ -228,15 +226,11 @@ class _Triton:
         if columns.dtype != torch.float32:
             orthonormal.orthonormalise_(columns)
             return
-        from ringstrategy.kernels.triton.orthonormal import orthonormalise_
-
-        orthonormalise_(columns, orthonormal.DEPENDENT)
+        _triton("orthonormal").orthonormalise_(columns, orthonormal.DEPENDENT)
 
     def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """See `Engine.sample`: one launch."""
-        from ringstrategy.kernels.triton.feedback import sample
-
-        sampled: Tensor = sample(tensors)
+        sampled: Tensor = _triton("feedback").sample(tensors)
         return sampled
 
     def stepped_parts(
@@ -248,22 +242,17 @@ class _Triton:
         stepped: Tensor | bool,
     ) -> Tensor:
         """See `Engine.stepped_parts`: two launches."""
-        from ringstrategy.kernels.triton.feedback import stepped_parts
-
-        parts: Tensor = stepped_parts(then, tensors, late, scale, stepped)
+        parts: Tensor = _triton("feedback").stepped_parts(then, tensors, late, scale, stepped)
         return parts
 
     def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
         """See `Engine.go_`: one launch."""
-        from ringstrategy.kernels.triton.feedback import go_
-
-        go_(now, before, edges, parts)
+        _triton("feedback").go_(now, before, edges, parts)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""
-        from ringstrategy.kernels.triton.buckets import Places
-
-        return Places(numels, dtypes, device)
+        places: Places = _triton("buckets").Places(numels, dtypes, device)
+        return places
 
 
 _CUDA: Engine = _Triton()
