@@ -13,15 +13,15 @@ streams and events of torch.cuda are replaced by stand-ins that count. So the co
   reads its input twice counts as reading it once.
 - NCCL: calls, each of which may hold several sends and receives.
 - waits: places where the host waits until the device has done all that is queued.
-- host: microseconds of Python and of torch's dispatcher on this machine. What CUDA and Triton need for each launch,
-  and NCCL for each call, comes on top of it.
+- host: processor time in Python and in torch on this machine, for the same steps of a bucket of a thousandth of the
+  size, cut into as many pieces, on the CPU: torch's operations on the meta device are written in Python, and take up to
+  300 us each. What CUDA and Triton need for each launch, and NCCL for each call, comes on top of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-import statistics
 import threading
 import time
 import traceback
@@ -43,10 +43,11 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import harness
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
+from ringstrategy.buckets import factors, residuals
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot
+from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot, base
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
@@ -55,9 +56,12 @@ from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
 RANKS = 8
-ROUNDS = 5  # of which the host's time is the median
+ROUNDS = 100  # of which the host's time is the shortest
 SHAPES = [(1280, 1024)] * 5  # 25 MB of float32
 DEVICE = torch.device("meta")
+_SHRUNK = 1024  # how many times fewer gradients a bucket has whose host time is taken
+_TIMED = [(40, 32)] * 5
+_HERE = torch.device("cpu")
 _STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
 _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
 TABLE = re.compile(r"(?<=<!-- python -m benchmarks launches -->\n).*?(?=<!-- end -->)", re.S)
@@ -104,9 +108,16 @@ _MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
     "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
     "_pack_kernel": lambda given, itemsize: given["n"] * itemsize,
     "_unpack_kernel": lambda given, itemsize: given["n"] * itemsize,
+    "_sample_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
+    "_compare_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
+    "_part_kernel": lambda given, _: 0,
+    # nothing, for the optimizer here steps the means as they are
+    "_go_kernel": lambda given, _: -given["now"].nbytes - given["before"].nbytes,
 }
+_SECTOR = 32  # bytes that memory gives at a time
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach"}  # no memory
 _OVERWRITING = {"copy_", "fill_", "zero_"}  # they do not read what they change
+_CHOOSING = {"index", "take", "gather"}  # they read of their first input as much as they return
 _ASKING: dict[str, Callable[..., Any]] = {  # what they return depends on values, of which there are none
     "_local_scalar_dense": lambda _: False,  # also 0
     "equal": lambda *_: False,
@@ -242,9 +253,13 @@ class _Operations(TorchDispatchMode):
         result = func(*args, **kwargs)
         if not (func.is_view or name in _FREE) and (inputs or _on_device(result)):
             changed = _changed(func, args, kwargs)
-            overwrites = name in _OVERWRITING or "out" in kwargs
-            read = [tensor for tensor in inputs if not (overwrites and any(tensor is one for one in changed))]
-            self._meter.operation(read, changed or _on_device(result))
+            if name in _OVERWRITING:
+                inputs = [tensor for tensor in inputs if not any(tensor is one for one in changed)]
+            elif "out" in kwargs:
+                inputs = _on_device([args, {key: value for key, value in kwargs.items() if key != "out"}])
+            elif name in _CHOOSING:
+                inputs[0] = result
+            self._meter.operation(inputs, changed or _on_device(result))
         return result
 
 
@@ -320,14 +335,15 @@ class StandInPeers(nccl.NcclPeers):
 
     Args:
         meter: counts.
+        device: of the values.
         shares: all ranks are on one host, and read each other's memory.
     """
 
-    def __init__(self, meter: Meter, *, shares: bool = False) -> None:
+    def __init__(self, meter: Meter, device: torch.device = DEVICE, *, shares: bool = False) -> None:
         hosts = ("one",) * RANKS if shares else tuple(map(str, range(RANKS)))
         control = mock.MagicMock(rank=1, size=RANKS, stats=Stats(), hosts=hosts)
-        super().__init__(mock.sentinel.group, control, DEVICE, timedelta(minutes=1))
-        self.meter, self._shares = meter, shares
+        super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
+        self.meter, self.device, self._shares = meter, device, shares
 
     def windows(self, nbytes: int) -> Windows | None:
         """See `Peers.windows`."""
@@ -347,7 +363,7 @@ class _Window(Windows):
     """Of all ranks. A barrier is a launch of torch's."""
 
     def __init__(self, peers: StandInPeers, nbytes: int) -> None:
-        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, DEVICE) for rank in range(RANKS)}
+        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, peers.device) for rank in range(RANKS)}
         self._meter = peers.meter
 
     def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
@@ -372,7 +388,7 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         return int(tensor.untyped_storage()._cdata // 16 * 16 + tensor.storage_offset() * tensor.element_size())
 
     with (
-        mock.patch.object(engine, "_cpu", return_value=engine._CUDA),  # the meta device is none that it knows
+        mock.patch.object(engine, "_cpu", _on_gpu),  # the meta device is none that it knows
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
         mock.patch.object(nccl, "dist", _Distributed(meter)),
         mock.patch.multiple(
@@ -382,6 +398,10 @@ def stand_ins(meter: Meter) -> Iterator[None]:
         mock.patch.object(Tensor, "data_ptr", address),
     ):
         yield
+
+
+def _on_gpu() -> engine.Engine:
+    return engine._CUDA
 
 
 class _Agreed:
@@ -404,35 +424,60 @@ def _exchange(bucket: Bucket, peers: StandInPeers, algorithm: Synchronous) -> No
     bucket.after_step(set(parameters), True)
 
 
-def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
-    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` further ones, unless it waits."""
-    meter = Meter(dtype.itemsize)
+def _bucket(
+    algorithm: Synchronous, dtype: torch.dtype, shapes: Sequence[tuple[int, int]], device: torch.device
+) -> Bucket:
     parameters = {
-        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for place, shape in enumerate(SHAPES)
+        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=device)) for place, shape in enumerate(shapes)
     }
-    seconds = []
+    [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
+    return bucket
+
+
+def _shares(algorithm: Synchronous) -> bool:
+    return isinstance(algorithm.collective, TwoShot | Hierarchical)
+
+
+def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
+    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` of a smaller one, unless it waits."""
+    meter = Meter(dtype.itemsize)
     with stand_ins(meter):
-        [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-        peers = StandInPeers(meter, shares=isinstance(algorithm.collective, TwoShot | Hierarchical))
+        bucket, peers = _bucket(algorithm, dtype, SHAPES, DEVICE), StandInPeers(meter, shares=_shares(algorithm))
         for _ in range(2):
             meter.clear()
             with meter.within():
                 _exchange(bucket, peers, algorithm)
-        meter.counting = False
-        for _ in range(0 if meter.waits else rounds):
-            begin = time.perf_counter()
-            _exchange(bucket, peers, algorithm)
-            seconds.append(time.perf_counter() - begin)
         peers.close()
+        meter.counting = False
+        seconds = [] if meter.waits else _host_seconds(meter, algorithm, dtype, rounds)
     return Counts(
         kernels=meter.kernels,
         operations=meter.operations,
         calls=meter.calls,
         bytes_moved=meter.bytes_moved,
         waits=tuple(dict.fromkeys(meter.waits)),
-        gradients=sum(parameter.numel() for parameter in parameters.values()),
-        host_seconds=statistics.median(seconds) if seconds else None,
+        gradients=sum(slot.parameter.numel() for slot in bucket.slots),
+        host_seconds=min(seconds, default=None),
     )
+
+
+def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, rounds: int) -> list[float]:
+    """Of the processor, by all threads together: what else runs on this machine does not count."""
+    with (
+        mock.patch.object(Tensor, "data_ptr", torch._C.TensorBase.data_ptr),
+        mock.patch.object(residuals, "may_read", return_value=False),  # this CPU stands for a GPU
+        mock.patch.object(factors, "may_read", return_value=False),
+        mock.patch.object(base, "SMALLEST_HALF", base.SMALLEST_HALF // _SHRUNK),
+        mock.patch.object(base, "SMALLEST_SEGMENT", base.SMALLEST_SEGMENT // _SHRUNK),
+    ):
+        bucket, peers = _bucket(algorithm, dtype, _TIMED, _HERE), StandInPeers(meter, _HERE, shares=_shares(algorithm))
+        seconds = []
+        for _ in range(rounds):
+            begin = time.process_time()
+            _exchange(bucket, peers, algorithm)
+            seconds.append(time.process_time() - begin)
+        peers.close()
+    return seconds
 
 
 def counted(counts: Counts) -> list[str]:

@@ -26,6 +26,7 @@ from ringstrategy import Cast, Codec
 from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.slot import Slot
 
 AT_ONCE = 10
 QUICK = 3
@@ -209,12 +210,17 @@ def _before(bucket: Bucket) -> list[tuple[Any, Exchanged]]:
     for slot in bucket.slots:
         if slot.parameter.requires_grad:
             gradient = _dense(slot.parameter.grad)
-            residual = _dense(bucket.residuals._waiting.get(slot.name, slot.residual))
+            residual = _dense(bucket.residuals._waiting.get(slot.name, _given(bucket, slot)))
             exchanged.append((slot, Exchanged(slot.name, codec, slot.parameter.dtype, gradient, residual)))
     largest = max((_largest(each.gradient) + _largest(each.residual) for _, each in exchanged), default=0.0)
     for _, each in exchanged:
         each.largest = largest
     return exchanged
+
+
+def _given(bucket: Bucket, slot: Slot) -> Tensor | None:
+    whole, view = bucket.residuals.given, slot.view
+    return None if whole is None else whole.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _dense(value: Tensor | None) -> Tensor | None:

@@ -37,7 +37,6 @@ from test_strategy import (
     world,
 )
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ringstrategy import (
     AllReduce,
@@ -58,7 +57,6 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.algorithms import Algorithm
-from ringstrategy.buckets import residuals as feedback
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.collectives.base import mean_
@@ -706,34 +704,6 @@ def test_a_skipped_step_changes_no_residual(ranks: Pool, wire: Wire) -> None:
     ranks(2, _skips, wire)
 
 
-class NoReading(TorchDispatchMode):
-    """Fails where the host would wait for the device."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_nothing_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback, "may_read", lambda tensor: False)  # as on a GPU
-    whole = torch.ones(12)
-    slots = [Slot(n, nn.Parameter(torch.ones(6)), torch.ones(6), whole[6 * i : 6 * i + 6]) for i, n in enumerate("ab")]
-    for slot in slots:
-        slot.parameter.grad = torch.ones(6)
-    for residual in (whole, None):
-        held = Residuals(slots, residual)
-        with NoReading():
-            for scale in (4.0, 2.0):
-                held.begin(torch.full((), scale))
-                held.end(lambda slot: True)
-                held.handed_out()
-                held.look()
-                held.decide({slots[0].parameter}, torch.full((), 1.0) < 2)
-                held.decide({slots[1].parameter}, True)
-    with pytest.raises(AssertionError), NoReading():
-        torch.ones(()).item()
-
-
 def scaler() -> MixedPrecision:
     grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
     return MixedPrecision("16-mixed", "cpu", grad_scaler)
@@ -1224,7 +1194,7 @@ def peak(function: Callable[[], None]) -> float:
     return max(accumulate(nbytes for _, nbytes in memory), default=0) / BUCKET
 
 
-@pytest.mark.parametrize(("dtype", "buckets"), [(torch.float32, 1.0), (torch.bfloat16, 2.0)])
+@pytest.mark.parametrize(("dtype", "buckets"), [(torch.float32, 1.0), (torch.bfloat16, 1.5)])
 def test_memory_during_an_exchange(dtype: torch.dtype, buckets: float) -> None:
     def exchange(peers: FakePeers) -> float:
         values, residual = torch.ones(LARGE // 4), torch.ones(LARGE // 4, dtype=dtype)

@@ -19,7 +19,7 @@ from ringstrategy import AllReduce, Direct, Hierarchical, Stats, TwoShot
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import reference
+from ringstrategy.kernels import feedback, reference
 from ringstrategy.kernels.reference import flips
 from ringstrategy.transport import connect
 from ringstrategy.transport.nccl import NcclPeers
@@ -31,6 +31,7 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     # lightning has imported triton by now, so it is too late to set it
     pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
 
+from ringstrategy.kernels.triton import feedback as on_gpus
 from ringstrategy.kernels.triton import formats
 from ringstrategy.kernels.triton.add import add_
 from ringstrategy.kernels.triton.buckets import Places, pack, unpack
@@ -414,7 +415,8 @@ def one_by_one(codec, values, wires, residual, turn):
         left = lost.clone()
         if turn is not None:
             rotate_(lost, turn, inverse=True)
-    return wire, torch.where(left == 77, left, lost)
+    kept = left if residual is None else residual.to(left.device, left.dtype)
+    return wire, torch.where(left == 77, kept, lost)
 
 
 @pytest.mark.parametrize(("codec", "turn"), PASSES, ids=lambda each: str(each) if not isinstance(each, tuple) else "")
@@ -439,16 +441,19 @@ def test_residual_rotation_sum_and_what_is_lost_in_one_pass(codec, turn, residua
         assert_same(values, before)
         assert_same(wire, wire_)
         assert_same(lost, lost_)
-        assert (lost != 77).any() or not values.isfinite().all()
+        assert (lost != 77).all() if residual is not None else (lost != 77).any() or not values.isfinite().all()
 
         again = message(codec, numel)
         encode(values, wires, again, fmt, residual=rest, signs=turn)
         assert_same(again, wire_)
         if residual == torch.float32:  # what is lost may take its place
-            kept = torch.where(lost_.to(DEVICE) == 77, rest, lost)
             encode(values, wires, again, fmt, residual=rest, signs=turn, lost=rest)
             assert_same(again, wire_)
-            assert_same(rest, kept)
+            assert_same(rest, lost_)
+        elif residual == torch.bfloat16:  # and is rounded once
+            for narrow in (torch.full_like(rest, 77.0), rest):
+                encode(values, wires, again, fmt, residual=rest, signs=turn, lost=narrow)
+                assert_same(narrow, lost_.bfloat16())
 
         for add in (False, True):
             out, expected = values.clone(), torch.empty_like(values).cpu()
@@ -766,3 +771,78 @@ def test_the_package_imports_neither_torch_nor_triton():
     code = f"import runpy, sys; runpy.run_path({file!r}); print({{'torch', 'triton'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def some_gradients(seed):
+    """Of all dtypes, with fewer and more values than are sampled, empty, channels last, with gaps, zero, not finite."""
+    shapes = [(3,), (0,), (512,), (40, 50), (700,), (2, 5, 7, 11), (30, 40), (600,), (64, 64), (5,)]
+    dtypes = [torch.float32, torch.float32, torch.float16, torch.bfloat16, torch.float64] * 2
+    gradients = [
+        heavy_tailed(torch.Size(shape).numel(), seed + place, dtype).view(shape)
+        for place, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
+    gradients[5] = gradients[5].contiguous(memory_format=torch.channels_last)
+    gradients[6] = torch.cat([gradients[6], gradients[6]], 1)[:, 3:43]
+    gradients[7].zero_()
+    gradients[8][:, 7] = torch.nan
+    gradients[9][1] = -torch.inf
+    return gradients
+
+
+def test_samples_are_the_references():
+    gradients = some_gradients(3)
+    assert_same(on_gpus.sample(gradients), feedback.sample([each.cpu() for each in gradients]))
+    gradients[2] = gradients[8] = None
+    sampled = on_gpus.sample(gradients)
+    assert_same(sampled, feedback.sample([None if each is None else each.cpu() for each in gradients]))
+    assert sampled.shape == (10, 512)
+    assert sampled[3].count_nonzero() > 500
+
+
+@pytest.mark.parametrize("stepped", [True, torch.tensor(True), torch.tensor(False)], ids=str)
+@pytest.mark.parametrize("scale", [None, 1024.0])
+@pytest.mark.parametrize("looks", [False, True])
+def test_parts_are_the_references(stepped, scale, looks):
+    then = on_gpus.sample(some_gradients(3))
+    factors = [1.0, 1.0, 0.0, 0.3, 0.3, 2.0, -1.0, 1.0, 1.0, 0.5]
+    now = [each * factor for each, factor in zip(some_gradients(3), factors, strict=True)]
+    late = torch.tensor([0, 1, 1, 0, 1, 1.5, 1, 1, 1, 1], dtype=torch.float64, device=DEVICE) * (scale or 1)
+    for missing in ((), (3,), (0, 9), range(10)):
+        asked = [None if place in missing else each for place, each in enumerate(now)]
+        results = []
+        for module, device in ((on_gpus, DEVICE), (feedback, torch.device("cpu"))):
+            given = None if looks else late.to(device, copy=True)
+            known = stepped.to(device) if isinstance(stepped, torch.Tensor) else stepped
+            factor = None if scale is None or looks else torch.tensor(scale, device=device)
+            parts = module.stepped_parts(
+                then.to(device), [None if each is None else each.to(device) for each in asked], given, factor, known
+            )
+            results.append([parts.cpu(), torch.zeros(()) if given is None else given.cpu()])
+        (parts, kept), (parts_, kept_) = results
+        assert torch.allclose(parts, parts_, rtol=1e-12, atol=0)
+        assert torch.allclose(kept, kept_, rtol=1e-12, atol=0)
+        assert (parts[list(missing)] == 1).all()
+        if stepped is True and not missing:
+            assert parts[[0, 2, 6]].tolist() == [1.0, 0.0, 0.0]
+            assert parts[[1, 7]].unique().numel() == 1, "what was zero follows the others"
+            assert looks or parts[5] == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_residuals_go_so_far(dtype):
+    numels = [1, 0, 700, 4096, 2048 - 701, 5000, 3, 2049, 0, 17]
+    edges = [sum(numels[:place]) for place in range(len(numels) + 1)]
+    parts = torch.tensor([0.0, 1.0, 0.25, 1.0, 0.0, 0.75, 1.0, 0.5, 0.0, 2**-30], dtype=torch.float64)
+    padding = 100
+    before, now = (heavy_tailed(edges[-1] + padding, seed, dtype) for seed in (1, 2))
+    went, expected = now.clone(), now.cpu().clone()
+    on_gpus.go_(went, before, edges, parts.to(DEVICE))
+    feedback.go_(expected, before.cpu(), edges, parts)
+    for place, part in enumerate(parts.tolist()):
+        mine = slice(edges[place], edges[place + 1])
+        if part in (0.0, 1.0):
+            assert_same(went[mine], (now if part else before)[mine])
+        rounding = torch.finfo(dtype).eps * 2 * (before.abs().max() + now.abs().max()).item()
+        assert numels[place] == 0 or (went[mine].cpu() - expected[mine]).abs().max() <= rounding
+    assert_same(went[edges[-1] :], now[edges[-1] :])
+    assert not torch.equal(went, now)

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
+from ringstrategy.kernels.triton import feedback as on_gpus
 from ringstrategy.kernels.triton.add import _SPAN as _ADDED
 from ringstrategy.kernels.triton.add import _add_kernel
 from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
@@ -26,6 +27,8 @@ from triton.backends.compiler import GPUTarget
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels.feedback import FADES
+from ringstrategy.kernels.sample import PLACES
 
 OLD = triton.__version__ < "3.6"  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)
 TARGETS = {
@@ -46,7 +49,7 @@ CODECS = {
     "gaussian4 in 1024": Gaussian(4, block=1024),
     "int8 in the largest": BlockInt(8, block=LARGEST_BLOCK),
 }
-F32, I64, I32, U8 = torch.float32, torch.int64, torch.int32, torch.uint8
+F32, F64, I64, I32, U8 = torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8
 N, SEED = 2**20 + 3, 2**60 + 7
 
 PAYLOADS = {"encode": None, "relay": U8, "reduce": I64}  # their dtype
@@ -57,7 +60,7 @@ CASES = [
     *(("sm_90", "encode", name) for name in CODECS),
     *(("sm_90", kernel, name) for kernel in ("relay", "reduce") for name in ("int8", "sign")),
     *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
-    *(("sm_90", kernel) for kernel in ("pack", "unpack", "rotate")),
+    *(("sm_90", kernel) for kernel in ("pack", "unpack", "rotate", "sample", "compare", "part", "go")),
     *(("sm_90", kernel, "int8", "of one value") for kernel in ("encode", "relay", "decode")),
     *(("sm_90", "encode", name, "losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
     *(("sm_90", "relay", name, "losing nothing") for name in ("int8", "e4m3")),
@@ -91,6 +94,9 @@ CASES = [
     ("gfx942", "decode", "gaussian4", "rotated"),
     ("gfx942", "pack"),
     ("gfx942", "unpack"),
+    ("gfx942", "compare"),
+    ("gfx942", "part"),
+    ("gfx942", "go"),
 ]
 
 
@@ -105,13 +111,17 @@ def compiled(monkeypatch, target, kernel, codec=None, *options):
     n = 1 if "of one value" in options else N
     kind = next((dtype for option, dtype in HALVES.items() if option in options), F32)
     residual = {FED_BACK: F32, HALF_FED_BACK: torch.bfloat16}.get(options[-1] if options else "")
-    lost = None if "losing nothing" in options else kind
+    lost = None if "losing nothing" in options else residual or kind
     jitted, arguments = {
         "decode": (_decode_kernel, (U8, kind, kind, n, *turn, fmt, 2)),
         "add": (_add_kernel, (F32, I64, N, 3, _ADDED, 16)),
         "pack": (_pack_kernel, (I64, I64, I32, I32, F32, N, 0.25, _SPAN)),
         "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, N, _SPAN)),
         "rotate": (_rotate_kernel, (F32, N, *signs(SEED), _ROWS, False)),
+        "sample": (on_gpus._sample_kernel, (I64, I64, F64, PLACES)),
+        "compare": (on_gpus._compare_kernel, (I64, I64, F64, F64, PLACES)),
+        "part": (on_gpus._part_kernel, (I64, F64, F64, F32, U8, F64, 100, FADES, 128)),
+        "go": (on_gpus._go_kernel, (F32, F32, I64, I32, F64, on_gpus._SPAN)),
     }.get(kernel) or (
         _encode_kernel,
         (kind, residual, PAYLOADS[kernel], U8, lost, n, 3, SEED, 2**33, *turn, fmt, 16),
@@ -150,9 +160,9 @@ def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
         assert "fma" not in asm["ptx"], "each operation rounds"
         assert "div.full" not in asm["ptx"], "1/s is the correctly rounded quotient"
         sass = tool("nvdisasm", cubin, "-c")
-        wide = not HALVES.keys() & set(case)
+        wide = not HALVES.keys() & set(case) and kernel not in ("sample", "compare", "part")
         assert "LDG.E.128" in sass or kernel == "decode" or not wide, "float32 is read 16 bytes a thread"
-        writes = wide and "losing nothing" not in case
+        writes = wide and "losing nothing" not in case and HALF_FED_BACK not in case
         assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
     with capsys.disabled():
         print(f"\n{' '.join(case)}: {registers} registers")

@@ -16,6 +16,8 @@ from torch.nn import Parameter
 from benchmarks.launches import CASES, DEVICE, RANKS, TABLE, Meter, StandInPeers, counted, measure, stand_ins
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, Native, PowerSGD, Ring, SmallExact
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.buckets.residuals import Residuals
+from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Complete
@@ -51,6 +53,30 @@ def test_no_step_waits_for_the_device(codec: Codec, feedback: bool) -> None:
 @pytest.mark.parametrize("algorithm", [PowerSGD(2), AllReduce(Cast("bf16"), Native()), AllReduce(Identity(), Native())])
 def test_no_step_of_another_kind_waits_for_the_device(algorithm: PowerSGD | AllReduce) -> None:
     assert measure(algorithm, torch.float32, rounds=0).waits == ()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_deciding_what_residuals_keep_never_waits_for_the_device(scaled: bool) -> None:
+    meter, whole = Meter(4), torch.empty(12, device=DEVICE)
+    slots = [
+        Slot(name, Parameter(whole.new_empty(2, 3)), whole.new_empty(2, 3), whole[6 * place : 6 * place + 6].view(2, 3))
+        for place, name in enumerate("ab")
+    ]
+    parameters = [slot.parameter for slot in slots]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    with stand_ins(meter), meter.within():
+        held = Residuals(slots, whole)
+        for used in (True, False):
+            held.begin(whole.new_empty(()) if scaled else None)
+            held.end(lambda slot: True)
+            held.handed_out()
+            held.look()
+            held.decide({parameters[0]}, whole.new_empty((), dtype=torch.bool))
+            held.decide({parameters[1]}, used)
+            parameters[1].grad = None
+    assert meter.kernels == 2 * 1 + 2 * 3 + 3 * 3
+    assert meter.waits == []
 
 
 def test_each_way_to_wait_is_seen() -> None:

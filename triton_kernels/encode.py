@@ -34,8 +34,8 @@ def _encode_kernel(
 
     R is the rotation of each 256 by the signs s0 to s7, or nothing if these are None. `payloads` is None, one message
     (uint8) or the addresses of `count` messages (int64), added in this order, each sum rounded to the dtype of
-    `values`. Reads 4 + residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost (0 or 4) + bits/8 +
-    headers/block bytes an element of float32.
+    `values`. From a block that is not finite, lost = residual. Reads 4 + residual (0, 2 or 4) + payloads * (bits/8 +
+    headers/block), writes lost (0, 2 or 4) + bits/8 + headers/block bytes an element of float32.
     """  # what changes from call to call is not specialized: 1 would be a constant, and compiled for
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     first = tl.program_id(0).to(tl.int64) * FORMAT.rows
@@ -75,13 +75,13 @@ def _encode_rows(
     finite = scale == scale
     sent = ()
     rest = ()
-    kept = ()
+    found = ()
     TILES: tl.constexpr = FORMAT.tiles
     for t in tl.static_range(TILES):
         code = tl.where(finite & exists[t], codes[t], FORMAT.form.zero)
         sent = sent + (code,)
         rest = rest + (tiles[t] - FORMAT.dequantize(code, scale, minimum, FORMAT),)
-        kept = kept + (finite & exists[t],)
+        found = found + (finite & exists[t],)
     there = row < blocks - first
     scales, minima = header_pointers(wire, blocks, first, FORMAT)
     tl.store(scales, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.uint16), mask=there)
@@ -91,7 +91,12 @@ def _encode_rows(
     if lost is not None:
         if signs[0] is not None:
             rest = rotate_tiles(rest, length, signs, True, FORMAT, WHOLE)
-        store_tiles(lost + begin, rest, kept, span, FORMAT)
+        if residual is not None:
+            broken = ()
+            for t in tl.static_range(TILES):
+                broken = broken + (exists[t] & ~finite,)
+            store_tiles(lost + begin, load_tiles(residual + begin, broken, span, FORMAT), broken, span, FORMAT)
+        store_tiles(lost + begin, rest, found, span, FORMAT)
 
 
 @triton.jit
@@ -117,8 +122,8 @@ def encode(
 ) -> None:
     """Write the sum of `values` and then `wires`, in that order, to `wire`, and what that loses to `lost`: one launch.
 
-    The bytes are those of adding the residual, rotating, decoding each of the wires with `add=True`, and encoding; only
-    where a block is not finite, `lost` stays as it was.
+    The bytes are those of adding the residual, rotating, decoding each of the wires with `add=True`, and encoding. From
+    a block that is not finite, `lost` gets the residual; without one it stays as it was there.
 
     Args:
         values: float32, float16 or bfloat16 (n,); stay as they are. Float32 if there is a residual or a rotation.
@@ -127,7 +132,7 @@ def encode(
         fmt: the codec; one that `rotates` if there are signs.
         residual: float32, float16 or bfloat16 (n,), added to the values first.
         signs: of a rotation of both; see `rotate_`. With them n is a multiple of the block, or less than 256 above one.
-        lost: like `values`, rotated back; may be the values or the residual.
+        lost: float32, float16 or bfloat16 (n,), rotated back and rounded once; may be the values or the residual.
         seed: of stochastic rounding.
         offset: place of the first value in its bucket, whole blocks from the start; stochastic rounding depends on it.
     """
@@ -141,7 +146,7 @@ def encode(
         fmt.check_rotation(values)
     if lost is not None:
         fmt.check(lost)
-        assert (lost.numel(), lost.dtype) == (n, values.dtype)
+        assert lost.numel() == n
     if n == 0:
         return
     with torch.cuda.device_of(values):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -62,52 +62,60 @@ class Format:
                 "choose such a block, or keep the tensors on the CPU"
             )
 
-    @property
+    def __hash__(self) -> int:
+        """Kept, because each launch looks its kernel up by it."""
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.form, self.quantize, self.dequantize))
+
+    @cached_property
     def block(self) -> int:
         """Values that share headers."""
         return self.form.block
 
-    @property
+    @cached_property
     def bits(self) -> int:
         """Of a code."""
         return self.form.bits
 
-    @property
+    @cached_property
     def smallest_bits(self) -> int:
         """The least scale, as an integer."""
         return _bits(self.form.smallest)
 
-    @property
+    @cached_property
     def too_large_bits(self) -> int:
         """What counts as not finite, as an integer."""
         return _bits(self.form.too_large)
 
-    @property
+    @cached_property
     def tiles(self) -> int:
         """Runs of a block: as many as codes of the narrowest plane share a byte, and enough loads in flight."""
         return max(4, 8 // (self.bits & -self.bits))
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of a tile: a run, up to a power of two."""
         return 1 << (self.block // self.tiles - 1).bit_length()
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """Blocks of a program."""
         return max(1, _TILE // self.width)
 
-    @property
+    @cached_property
     def rotates(self) -> bool:
         """Can whole blocks be rotated in tiles? Then 256 values are whole tiles, or a tile is so many times 256."""
         return self.block % ROTATED == 0 and self.block & (self.block - 1) == 0
 
-    @property
+    @cached_property
     def stages(self) -> int:
         """Of a rotation's 8 stages, those within a tile."""
         return min(self.width, ROTATED).bit_length() - 1
 
-    @property
+    @cached_property
     def cache_key(self) -> str:
         """What triton's cache of compiled kernels knows it by; without this, mended helpers would find old kernels."""
         return f"{self} {self.quantize.cache_key} {self.dequantize.cache_key}"
@@ -124,10 +132,10 @@ class Format:
     def check(self, values: Tensor, *wires: Tensor) -> None:
         """Assert what the kernels rely on."""
         assert values.is_contiguous(), f"values must be flat, got strides {values.stride()}"
+        nbytes = self.form.nbytes(values.numel()) if wires else 0
         for wire in wires:
             assert wire.dtype == torch.uint8, f"a message is uint8, not {wire.dtype}"
             assert wire.is_contiguous(), f"a message must be flat, got strides {wire.stride()}"
-            nbytes = self.form.nbytes(values.numel())
             assert wire.numel() == nbytes, f"{wire.numel()} bytes for {values.numel()} values, not {nbytes}"
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"

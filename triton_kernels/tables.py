@@ -13,15 +13,22 @@ def table(numbers: Sequence[int], device: torch.device) -> Tensor:
     """The numbers as int64 on `device`, without waiting for it. Kept: buffers mostly lie where they lay a step ago."""
     if _captures(device):
         return _captured(numbers, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _table(tuple(numbers), device, stream)
+    return _table(tuple(numbers), device, stream_of(device))
+
+
+def stream_of(device: torch.device) -> int:
+    """The current one. What is kept on a device is kept for each: another might read it before it is there."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def uploaded(host: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, without waiting for it."""
+    return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
 @lru_cache(maxsize=1024)
 def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    # one for each stream: another might read it before it is there
-    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+    return uploaded(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 
 
 def _captures(device: torch.device) -> bool:

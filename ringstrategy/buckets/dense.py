@@ -52,7 +52,7 @@ class DenseBucket(Bucket):
         # a short block would not be rotated
         self.buffer = torch.zeros(-(-numel // codec.block) * codec.block, dtype=dtype, device=device)
         self._padding = self.buffer[numel:]
-        self.residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
+        residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
         self.codec = codec
         codec.warm_up(device)
         slots, offset = [], 0
@@ -62,11 +62,11 @@ class DenseBucket(Bucket):
                     name,
                     parameter,
                     _view_like(self.buffer, offset, parameter),
-                    None if self.residual is None else _view_like(self.residual, offset, parameter),
+                    None if residual is None else _view_like(residual, offset, parameter),
                 )
             )
             offset += parameter.numel()
-        super().__init__(index, slots, self.residual)
+        super().__init__(index, slots, residual)
         # what a kernel counts on: the gradient then lies in memory as its view does
         self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
         self._own_references = 0
@@ -96,8 +96,8 @@ class DenseBucket(Bucket):
     def gather(self, size: int) -> None:
         """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer."""
         self.leave_held_memory()
-        if self.residual is not None:
-            self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
+        if self.residuals.given is not None and self._padding.numel():
+            self.residuals.given[self.numel :].zero_()  # in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
             self._gather_in_kernel(1 / size)
             return
@@ -179,11 +179,12 @@ class DenseBucket(Bucket):
         in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
         if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
             return None
-        return Summand(self.buffer, self.codec, self.residual, seed=seed)
+        return Summand(self.buffer, self.codec, self.residuals.given, self.residuals.lost, seed)
 
     def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`: zeros travel as gradients will, through kernels for the same sizes."""
-        residual = None if self.residual is None else torch.zeros_like(self.residual)
+        lost = self.residuals.lost
+        residual = None if lost is None else torch.zeros_like(lost)
         seed = derive_seed(0, 0, self.index)  # Triton compiles again for one of more bits
 
         def work() -> None:
@@ -212,6 +213,7 @@ class DenseBucket(Bucket):
         riders: Sequence[Summand] = (),
     ) -> Waitable:
         """See `Bucket.launch`."""
+        given, lost = self.residuals.given, self.residuals.lost
 
         def work() -> None:
             agreed.wait()
@@ -220,7 +222,8 @@ class DenseBucket(Bucket):
                 peers,
                 collective,
                 self.codec,
-                residual=self.residual,
+                residual=given,
+                lost=lost,
                 seed=seed,
                 flags=flags,
                 riders=riders,

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringstrategy.buckets.residuals import may_read
+
 _BLOCK = 1 << 18  # elements of a product that is added to others while it is in the cache
 
 
@@ -47,15 +49,16 @@ def multiply(left: Tensor, right: Tensor, *, out: Tensor) -> None:
             block.add_(column * row)
 
 
-def subtract(matrix: Tensor, left: Tensor, right: Tensor, share: float, *, out: Tensor) -> None:
-    """out = matrix - share * left^T right; `out` stays as it is if `right` is NaN."""
+def subtract(matrix: Tensor, left: Tensor, right: Tensor, share: float, before: Tensor, *, out: Tensor) -> None:
+    """out = matrix - share * left^T right, or `before` (perhaps `out` itself) if `right` is NaN."""
     sound = right[0, 0].isfinite()
-    on_cpu = out.device.type == "cpu"
-    if on_cpu and not sound:  # on a CPU, asking waits for nothing
+    on_cpu = may_read(sound)
+    if on_cpu and not sound:
+        out.copy_(before)
         return
     rest = out if on_cpu else torch.empty_like(out)
     torch.addr(matrix, left[0], right[0], alpha=-share, out=rest)
     for column, row in zip(left[1:], right[1:], strict=True):
         rest.addr_(column, row, alpha=-share)
     if not on_cpu:
-        torch.where(sound, rest, out, out=out)
+        torch.where(sound, rest, before, out=out)

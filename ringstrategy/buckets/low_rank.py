@@ -31,7 +31,7 @@ class LowRankBucket(Bucket):
     """
 
     def __init__(self, dense: DenseBucket, rank: int, codec: Codec) -> None:
-        super().__init__(dense.index, dense.slots, dense.residual)
+        super().__init__(dense.index, dense.slots, dense.residuals.lost)
         self._dense, self._rank, self._codec = dense, rank, codec
         codec.warm_up(dense.buffer.device)
         shapes = [matrix_shape(slot.parameter) for slot in self.slots]
@@ -81,18 +81,17 @@ class LowRankBucket(Bucket):
     @torch.no_grad()
     def gather(self, size: int) -> None:
         """See `Bucket.gather`. Adds the residual in the same pass over the memory."""
-        grads = [slot.parameter.grad for slot in self.slots]
-        if self._dense.residual is None or any(grad is not None and grad.is_sparse for grad in grads):
+        grads, given = [slot.parameter.grad for slot in self.slots], self.residuals.given
+        if given is None or any(grad is not None and grad.is_sparse for grad in grads):
             self._dense.gather(size)  # which says what to do about a sparse one
             return
         self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):
-            assert slot.residual is not None
             if grad is None or not slot.trains:
                 slot.release()
                 slot.view.zero_()  # its residual waits aside
             else:
-                torch.add(slot.residual, grad.detach(), alpha=1 / size, out=slot.view)
+                torch.add(_like(slot.view, given), grad.detach(), alpha=1 / size, out=slot.view)
 
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""
@@ -129,7 +128,7 @@ class LowRankBucket(Bucket):
 
     @torch.no_grad()
     def _mean_(self, peers: Peers, collective: Collective, seed: int) -> None:
-        matrices = self._matrices
+        matrices, given, lost = self._matrices, self.residuals.given, self.residuals.lost
         arithmetic = engine(self._lefts.flat.device)
         for matrix, query, left in zip(matrices, self._queries.each, self._lefts.each, strict=True):
             torch.mm(query, matrix.T, out=left)
@@ -149,8 +148,10 @@ class LowRankBucket(Bucket):
             alive = fresh.abs().amax(-1, keepdim=True) > 0  # neither NaN nor nothing, for that would stay so
             queries.copy_(torch.where(alive, fresh, queries))
         for slot, matrix, left, right in zip(self.slots, matrices, self._lefts.each, self._rights.each, strict=True):
-            if slot.residual is not None:
-                subtract(matrix, left, right, 1 / peers.size, out=_as_matrix(slot.residual, tuple(matrix.shape)))
+            if given is not None and lost is not None:
+                shape = tuple(matrix.shape)
+                before, after = (_as_matrix(_like(slot.view, whole), shape) for whole in (given, lost))
+                subtract(matrix, left, right, 1 / peers.size, before, out=after)
             multiply(left, right, out=matrix)
 
     def scatter(self, used: Callable[[Slot], bool]) -> None:
@@ -164,6 +165,11 @@ def matrix_shape(parameter: Parameter) -> tuple[int, int]:
     longer = [(stride, length) for stride, length in zip(strides, parameter.shape, strict=True) if length > 1]
     rows = max(longer)[1] if longer else 1
     return rows, parameter.numel() // rows
+
+
+def _like(view: Tensor, whole: Tensor) -> Tensor:
+    """What lies in another buffer where the view lies in its own."""
+    return whole.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _as_matrix(view: Tensor, shape: tuple[int, ...]) -> Tensor:

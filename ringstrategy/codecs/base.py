@@ -100,7 +100,8 @@ class Codec(ABC):
             values: may be used as scratch.
             wire: to be written; shares no memory with `arrived`.
             residual: is added to the values first; any float dtype.
-            lost: receives what encoding loses, in parameter space; may be the residual.
+            lost: receives what encoding loses, in parameter space, rounded to its dtype; may be the residual. From a
+                block that is not finite it gets the residual; without a residual it stays as it was there.
             seed: everyone's, of `prepare_`.
             own_seed: of this rank's encode.
             offset: place of the first value in its bucket.
@@ -108,14 +109,23 @@ class Codec(ABC):
         if residual is not None:
             values.add_(residual)
         self.prepare_(values, seed)
-        if lost is not None:  # so that what the encode leaves as it was comes back as it was
-            self.prepare_(lost, seed)
-        if arrived:
-            self.reduce(arrived, values, wire, lost=lost, seed=own_seed, offset=offset)
-        else:
-            self.encode(values, wire, lost=lost, seed=own_seed, offset=offset)
+        rest = lost
         if lost is not None:
-            self.restore_(lost, seed)
+            before = lost if residual is None else residual  # what the encode leaves as it was comes back as this
+            if lost.dtype != values.dtype:
+                rest = before.to(values.dtype)
+            elif before.data_ptr() != lost.data_ptr():
+                lost.copy_(before)
+        if rest is not None:
+            self.prepare_(rest, seed)
+        if arrived:
+            self.reduce(arrived, values, wire, lost=rest, seed=own_seed, offset=offset)
+        else:
+            self.encode(values, wire, lost=rest, seed=own_seed, offset=offset)
+        if lost is not None and rest is not None:
+            self.restore_(rest, seed)
+            if rest is not lost:
+                lost.copy_(rest)
 
     def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
         """Write the sum in `wire` to `out`, or add it to that, as it is outside the collective."""

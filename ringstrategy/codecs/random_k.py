@@ -13,6 +13,7 @@ from ringstrategy.kernels.engine import engine
 from ringstrategy.kernels.layout import SparseFormat
 
 _HEADER = 16
+_SPREAD = 0x9E3779B1  # how far apart the numbers are from which neighbouring blocks draw
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class RandomK(Codec):
 
     def _starts(self, header: Tensor, blocks: int) -> Tensor:
         """The first place in each block, int64 (blocks, 1), in [0, block / k); made where the header lies."""
-        number = torch.arange(blocks, device=header.device) + header[1]
-        mixed = (number * 0x9E3779B1 ^ header[0]) * 0x85EBCA77 >> 16 & 0xFFFFFF
-        return (mixed % (self.block // self.k))[:, None]
+        # few operations: on a GPU each is a launch
+        scaled = torch.arange(0, blocks * _SPREAD, _SPREAD, device=header.device).add_(header[1], alpha=_SPREAD)
+        mixed = scaled.bitwise_xor_(header[0]).mul_(0x85EBCA77).bitwise_right_shift_(16).bitwise_and_(0xFFFFFF)
+        return mixed.remainder_(self.block // self.k)[:, None]

@@ -33,9 +33,9 @@ class Summand:
         codec: how they travel.
         residual: same shape, any float dtype: counts as part of `values`; it is added piece by piece, where the wire is
             busy with others.
-        lost: same shape, perhaps the same tensor: receives, at each element that this rank encodes, what encoding lost,
-            and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks. Elements where an encode met a
-            non-finite block keep theirs.
+        lost: same shape, any float dtype, perhaps the residual itself: receives, at each element that this rank
+            encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks.
+            Elements where an encode met a non-finite block get the residual, or without one keep theirs.
         seed: the same on all ranks.
     """
 
@@ -88,6 +88,7 @@ def mean_(
     codec: Codec,
     *,
     residual: Tensor | None = None,
+    lost: Tensor | None = None,
     seed: int = 0,
     flags: Tensor | None = None,
     riders: Sequence[Summand] = (),
@@ -96,34 +97,30 @@ def mean_(
 
     Args:
         values: flat, already scaled by 1/size at the source; replaced by the mean, same bits on all ranks.
-        residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first,
-            then replaced by what this round loses. In a narrower dtype than `values` it is rounded to nearest even.
+        residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first.
+        lost: like the residual: receives what this round loses; None: the residual is replaced by it. In a narrower
+            dtype than `values` it is rounded to nearest even.
         seed: the same on all ranks, another for each step and bucket.
         flags: see `Collective.sum_`.
-        riders: see `Collective.sum_`; their residuals are treated in the same way, and they have no `lost`.
+        riders: see `Collective.sum_`; their residuals are treated in the same way.
     """
-    given = [Summand(values, codec, residual, seed=seed), *riders]
-    first, *others = summed = [_with_feedback(one, peers, place) for place, one in enumerate(given)]
-    collective.sum_(first, peers, flags=flags, riders=others)
-    for one, kept in zip(summed, (each.residual for each in given), strict=True):
-        if kept is None or one.lost is kept:
-            continue
-        if one.lost is None:
-            kept.masked_fill_(one.values.isfinite(), 0)
-        else:
-            kept.copy_(one.lost)
+    given = [_with_feedback(one) for one in (Summand(values, codec, residual, lost, seed), *riders)]
+    if peers.size == 1:  # nothing is encoded
+        for one in given:
+            if one.residual is not None and one.lost is not None and one.lost is not one.residual:
+                one.lost.copy_(one.residual)
+        return
+    # a lossless codec loses nothing, and its encodes are not asked
+    summed = [replace(one, lost=None) if one.codec.lossless else one for one in given]
+    collective.sum_(summed[0], peers, flags=flags, riders=summed[1:])
+    for one in given:
+        if one.codec.lossless and one.residual is not None and one.lost is not None:
+            one.lost.copy_(one.residual.masked_fill(one.values.isfinite(), 0))
 
 
-def _with_feedback(one: Summand, peers: Peers, place: int) -> Summand:
-    """What is summed, with memory for what its encode loses: the residual's own, if that has the values' dtype."""
-    values, residual = one.values, one.residual
-    if residual is None or one.codec.lossless:
-        return one
-    if residual.dtype == values.dtype:
-        return replace(one, lost=residual)
-    lost = peers.scratch(f"mean.lost.{place}", values.nbytes, values.device)[: values.nbytes].view(values.dtype)
-    lost.copy_(residual)
-    return replace(one, residual=lost, lost=lost)
+def _with_feedback(one: Summand) -> Summand:
+    """What is lost replaces the residual, if it has no place of its own."""
+    return replace(one, lost=one.residual) if one.lost is None else one
 
 
 def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:

@@ -94,6 +94,8 @@ class Hierarchical(Collective):
         values, codec, lost = summand.values, summand.codec, summand.lost
         if values.numel() == 0:
             return
+        if lost is not None and summand.residual is not None and lost is not summand.residual:
+            lost.copy_(summand.residual)  # `between` does not see it
         width = min(len(host) for host in hosts)
         [host] = [ranks for ranks in hosts if rank in ranks]
         own = host.index(rank)  # this rank's column, if there are so many

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.transport.base import Peers
 
@@ -33,16 +33,24 @@ class Native(Collective):
             return
         dtype = codec.summable(values.dtype)
         assert dtype is not None, "checked at construction"
-        if summand.residual is not None:
-            values.add_(summand.residual)
         if codec.raw(values) is not None:
+            if summand.residual is not None:
+                values.add_(summand.residual)
             peers.all_reduce_(values)
             return
         nbytes = codec.nbytes(values.numel(), values.dtype)
         wire = peers.scratch("native.wire", nbytes, values.device)[:nbytes]
-        codec.encode(values, wire, lost=summand.lost, seed=derive_seed(summand.seed, peers.rank))
+        codec.hop(
+            [],
+            values,
+            wire,
+            residual=summand.residual,
+            lost=summand.lost,
+            seed=summand.seed,
+            own_seed=codec.own_seed(summand.seed, peers.rank),
+        )
         peers.all_reduce_(wire.view(dtype))
-        codec.decode(wire, values)
+        codec.deliver(wire, values, seed=summand.seed)
 
     def check(self, codec: Codec) -> None:
         """The backend adds numbers, not blocks of codes."""

@@ -89,7 +89,7 @@ def predict(
     known: dict[tuple[object, ...], Cost] = {}
 
     def cost_of(bucket: DenseBucket, beside_computing: bool) -> Cost:
-        feedback = bucket.residual is not None
+        feedback = bucket.residuals.lost is not None
         key = (bucket.codec, bucket.buffer.numel(), bucket.buffer.dtype, feedback, beside_computing)
         if key not in known:
             known[key] = exchange_cost(

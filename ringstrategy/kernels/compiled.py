@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import add, cast, mix, orthonormal, reference, sparse
+from ringstrategy.kernels import add, cast, feedback, mix, orthonormal, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -55,6 +55,14 @@ class Compiled:
             self._encode_others(values, wires, wire, form, lost, seed, offset)
             return
         assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
+        if lost is not None and lost.dtype != values.dtype:
+            rest = (lost if residual is None else residual).to(values.dtype)
+            added = None if residual is None else rest
+            self.encode(
+                values, wires, wire, form, residual=added, signs=signs, lost=rest, seed=seed, offset=offset
+            )  # fmt: skip
+            lost.copy_(rest)
+            return
         noise = form.noise(seed, offset, values.numel())
         hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
         given = (
@@ -186,6 +194,25 @@ class Compiled:
     def orthonormalise_(self, columns: Tensor) -> None:
         """See `Engine.orthonormalise_`: in torch, with the same bits on every CPU."""
         orthonormal.orthonormalise_(columns)
+
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """See `Engine.sample`: in torch."""
+        return feedback.sample(tensors)
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """See `Engine.stepped_parts`: in torch."""
+        return feedback.stepped_parts(then, tensors, late, scale, stepped)
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """See `Engine.go_`: in torch."""
+        feedback.go_(now, before, edges, parts)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """None: each gradient is copied by torch."""

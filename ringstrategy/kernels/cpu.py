@@ -390,7 +390,8 @@ def kernels(form: Format) -> Kernels:
         and to `lost` what that loses.
 
         `received`: the addresses of messages, uint64. `residual`, `flips`, `received` and `lost`, which is turned back,
-        may be empty, and `residual` and `lost` one array. `hashes`, `xors`, `odds`, `place`: of the noise, or empty.
+        may be empty, and `residual` and `lost` one array. From a block that is not finite `lost` gets the `residual`.
+        `hashes`, `xors`, `odds`, `place`: of the noise, or empty.
         """
         x, levels = np.empty(block, np.float32), np.empty(block, np.float32)
         keys, small = np.empty(block, np.int32), np.empty(block, np.uint8)
@@ -457,6 +458,9 @@ def kernels(form: Format) -> Kernels:
                 for i in range(padded):
                     small[i] = code_of_zero
                 _pack(small, padded, bits, message, at)
+                if len(residual) and len(lost):
+                    for i in range(length):
+                        lost[begin + i] = residual[begin + i]
                 continue
 
             # round

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Protocol
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -41,7 +42,8 @@ class Engine(Protocol):
             form: of the messages.
             residual: of any float dtype, added to the values; only where the engine `fuses`.
             signs: of a rotation of values and residual; what is lost is turned back. Only where it `fuses`.
-            lost: like `values`; None: nobody wants to know.
+            lost: like `values`, or where the engine `fuses` of any float dtype; None: nobody wants to know. From a
+                block that is not finite it gets the residual; without a residual it stays as it was there.
             seed: of stochastic rounding.
             offset: place of the first value in its bucket, at the edge of a block.
         """
@@ -112,8 +114,44 @@ class Engine(Protocol):
         A column that is zero or depends on those before it becomes zero; a NaN or an infinity makes its column NaN.
         """
 
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """512 values of each, the same places each time: float64 (tensors, 512).
+
+        0 where a tensor has fewer, for what is not finite, and for None, but not all are None.
+        """
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """Of each tensor the part that it still holds of what `sample` gave `then`: float64 (tensors,), 1 for None.
+
+        That is <now, then> / <then, then>, at least 0; for a tensor that was zero, this of all together.
+
+        Args:
+            then: as `sample` gave it.
+            tensors: like those; None: not asked for.
+            late: the largest part of late for each, float64 (tensors,): parts are relative to it, and it follows. None:
+                they are not, and at most 1.
+            scale: a number on the device, by which parts are multiplied before they are compared with it; None: 1.
+            stepped: false: all parts are 0. A boolean on the device where only that knows.
+        """
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """now = before + part * (now - before), exact at 0 and 1, between each two edges, for which there is a part."""
+
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places | None:
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
+
+
+@cache
+def _triton(module: str) -> Any:
+    """Of the Triton kernels, imported when it is first needed."""
+    return import_module(f"ringstrategy.kernels.triton.{module}")
 
 
 class _Triton:
@@ -133,34 +171,27 @@ class _Triton:
         offset: int,
     ) -> None:
         """See `Engine.encode`."""
-        from ringstrategy.kernels.triton.encode import encode
-        from ringstrategy.kernels.triton.formats import of
-
-        encode(
-            values, wires, wire, of(form.arithmetic),
+        _triton("encode").encode(
+            values, wires, wire, _triton("formats").of(form.arithmetic),
             residual=residual, signs=signs, lost=lost, seed=seed, offset=offset,
         )  # fmt: skip
 
     def decode(self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool) -> None:
         """See `Engine.decode`."""
-        from ringstrategy.kernels.triton.decode import decode
-        from ringstrategy.kernels.triton.formats import of
-
-        decode(wire, out, of(form.arithmetic), signs=signs, add=add)
+        _triton("decode").decode(wire, out, _triton("formats").of(form.arithmetic), signs=signs, add=add)
 
     def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """See `Engine.rotate_`."""
-        from ringstrategy.kernels.triton.rotate import rotate_
-
-        rotate_(values, signs, inverse=inverse)
+        _triton("rotate").rotate_(values, signs, inverse=inverse)
 
     def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
         """Rotations of blocks of 256, 512, 1024, ... values, unless a short block at the end is rotated in part."""
-        from ringstrategy.kernels.triton.formats import of
-
         if values.dtype != torch.float32:
             return False
-        return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
+        if not rotated:
+            return True
+        rotates: bool = _triton("formats").of(form.arithmetic).rotates
+        return rotates and values.numel() % form.block < ROTATED
 
     def warm_up(self, form: BlockFormat) -> None:
         """Raise a ValueError if blocks are too large for the kernels.
@@ -168,9 +199,7 @@ class _Triton:
         It compiles nothing. Triton does so at the first launch for a shape, which is one of zeros: see
         `Bucket.warm_up`.
         """
-        from ringstrategy.kernels.triton.formats import of
-
-        of(form.arithmetic)
+        _triton("formats").of(form.arithmetic)
 
     def encode_sparse(
         self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None
@@ -197,9 +226,7 @@ class _Triton:
         if out.dtype != torch.float32 or len(parts) < 2:
             add.add_(out, parts)
             return
-        from ringstrategy.kernels.triton.add import add_
-
-        add_(out, parts)
+        _triton("add").add_(out, parts)
 
     def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
         """In torch; see `Engine.mix`."""
@@ -213,15 +240,33 @@ class _Triton:
         if columns.dtype != torch.float32:
             orthonormal.orthonormalise_(columns)
             return
-        from ringstrategy.kernels.triton.orthonormal import orthonormalise_
+        _triton("orthonormal").orthonormalise_(columns, orthonormal.DEPENDENT)
 
-        orthonormalise_(columns, orthonormal.DEPENDENT)
+    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """See `Engine.sample`: one launch."""
+        sampled: Tensor = _triton("feedback").sample(tensors)
+        return sampled
+
+    def stepped_parts(
+        self,
+        then: Tensor,
+        tensors: Sequence[Tensor | None],
+        late: Tensor | None,
+        scale: Tensor | None,
+        stepped: Tensor | bool,
+    ) -> Tensor:
+        """See `Engine.stepped_parts`: two launches."""
+        parts: Tensor = _triton("feedback").stepped_parts(then, tensors, late, scale, stepped)
+        return parts
+
+    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
+        """See `Engine.go_`: one launch."""
+        _triton("feedback").go_(now, before, edges, parts)
 
     def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> Places:
         """See `Engine.lay_out`."""
-        from ringstrategy.kernels.triton.buckets import Places
-
-        return Places(numels, dtypes, device)
+        places: Places = _triton("buckets").Places(numels, dtypes, device)
+        return places
 
 
 _CUDA: Engine = _Triton()

@@ -12,24 +12,37 @@ _NAN = 0x7FC0  # as bfloat16
 
 def encode(values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None) -> None:
     """See `Engine.encode_sparse`."""
-    blocks = _in_blocks(values, form.block)
-    chosen = places + _steps(form, places.device) if form.strided else _largest(blocks, form.k)
-    rounded = blocks.gather(1, chosen).to(torch.bfloat16)
-    broken = ~blocks.isfinite().all(1, keepdim=True) | ~rounded.isfinite().all(1, keepdim=True)
-    rounded.view(torch.int16).masked_fill_(broken, _NAN)
+    blocks = _in_blocks(values, form.block)  # few operations: on a GPU each is a launch
+    magnitudes = blocks.abs()
+    if form.strided:
+        chosen = places + _steps(form, places.device)
+        rounded = blocks.gather(1, chosen).to(torch.bfloat16)
+        # a maximum of numbers and a NaN is NaN, which is not below anything
+        sound = torch.maximum(magnitudes.amax(1, keepdim=True), rounded.abs().amax(1, keepdim=True)) < torch.inf
+    else:
+        ordered = magnitudes.sort(dim=1, descending=True, stable=True)  # of equal ones the first; NaN before all
+        chosen = ordered.indices[:, : form.k].sort(dim=1).values
+        rounded = blocks.gather(1, chosen).to(torch.bfloat16)
+        sound = ordered.values[:, :1].to(torch.bfloat16) < torch.inf
+    broken = ~sound
     kept.copy_(rounded)
+    kept.view(torch.int16).masked_fill_(broken, _NAN)
     if not form.strided:
         places.copy_(torch.where(broken, torch.arange(form.k, device=places.device), chosen))
     if lost is not None:
-        rest = blocks.clone()
-        rest.scatter_add_(1, chosen, -rounded.to(rest.dtype))
+        rest = blocks.scatter_add(1, chosen, -rounded.to(blocks.dtype))
         rest = torch.where(broken, _in_blocks(lost, form.block), rest)
         lost.copy_(rest.view(-1)[: lost.numel()])
 
 
 def decode(kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False) -> None:
     """See `Engine.decode_sparse`."""
-    chosen = places + _steps(form, places.device) if form.strided else places.long() % form.block
+    if form.strided:
+        chosen = places + _steps(form, places.device)
+    elif places.dtype == torch.uint8 and form.block == 256:
+        chosen = places.long()
+    else:
+        chosen = places.long() % form.block
     blocks = out.new_zeros(len(kept), form.block)
     blocks.scatter_add_(1, chosen, kept.to(out.dtype))
     blocks.masked_fill_(kept.isnan().any(1, keepdim=True), torch.nan)
@@ -44,11 +57,6 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
     padded = values.new_zeros(-(-values.numel() // block), block)
     padded.view(-1)[: values.numel()] = values
     return padded
-
-
-def _largest(blocks: Tensor, k: int) -> Tensor:
-    """Where the k largest magnitudes of each block stand, in ascending order; of equal ones the first."""
-    return blocks.abs().sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
 
 
 def _steps(form: SparseFormat, device: torch.device) -> Tensor:

@@ -35,7 +35,7 @@ class AllReduce(Synchronous):
         local: see `Synchronous`.
         residual_dtype: of the residual. None: the dtype of sums (float32 for 16-bit gradients). `torch.bfloat16` or its
             name: half the memory, rounded to nearest even with 8 significant bits, so that each step loses up to 1/512
-            of each residual; and one more buffer of a bucket's size while it is exchanged.
+            of each residual; on a CPU also some more memory, of a piece's size, while a bucket is exchanged.
         codec_threads: how many cores encode and decode a long piece at once on a CPU, with the same bytes. None: the
             cores that this process may use, shared with the other ranks of its host, less torch's threads; at least 1.
             Ranks may differ. It holds for the whole process: the last one that was set up counts.
