@@ -132,6 +132,12 @@ class Format:
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"
 
+    def check_part(self, whole: Tensor, begin: int, end: int, *wires: Tensor) -> None:
+        """Assert it of the messages of a part."""
+        assert begin % self.block == 0, f"a part begins at {begin}, not at the edge of a block of {self.block}"
+        assert end % self.block == 0 or end == whole.numel(), f"a part ends at {end}, within a block of {self.block}"
+        self.check(whole[begin:end], *wires)
+
     def check_rotation(self, values: Tensor) -> None:
         """Assert that these values can be rotated in the pass that encodes or decodes them."""
         assert self.rotates, f"a block of {self.block} values is not rotated in this pass"

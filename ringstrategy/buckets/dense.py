@@ -2,6 +2,9 @@
 
 Where the buffer's dtype is the gradient's, gradients become views of it and the mean needs no copy back; 16-bit
 gradients are widened into a float32 buffer, since no sum is taken in 16 bits.
+
+On a GPU over NCCL the buffer only receives the mean: the launch that encodes reads the gradients where autograd put
+them. So they keep that memory until the exchange has ended.
 """
 
 from __future__ import annotations
@@ -71,6 +74,9 @@ class DenseBucket(Bucket):
         self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
         self._own_references = 0
         self._places: Places | None = None
+        self._sources: list[Tensor | None] = []  # gradients as planned, from `gather` on until nobody reads them
+        self._others: list[tuple[Slot, Tensor]] = []  # gradients of other dtypes or strides
+        self._scale = 1.0
         if dtype == torch.float32 and codec.needs_kernels:
             self._places = self._lay_out(engine(device), device)
 
@@ -94,12 +100,16 @@ class DenseBucket(Bucket):
 
     @torch.no_grad()
     def gather(self, size: int) -> None:
-        """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer."""
+        """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer.
+
+        Gradients that kernels move are only found here: `launch` knows whether they must be in the buffer.
+        """
         self.leave_held_memory()
         if self.residual is not None:
             self.residual[self.numel :].zero_()  # of the padding: in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
-            self._gather_in_kernel(1 / size)
+            self._scale = 1 / size
+            self._find()
             return
         self._padding.zero_()
         for slot in self.slots:
@@ -122,26 +132,38 @@ class DenseBucket(Bucket):
 
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""
-        for slot in self.slots:
+        sources = self._sources or [None] * len(self.slots)
+        for place, slot in enumerate(self.slots):
             if slot.trains:  # a frozen one's gradient does not travel
-                slot.take_gradient()
+                slot.take_gradient(known=sources[place] is not None and sources[place] is slot.parameter.grad)
 
-    def _gather_in_kernel(self, scale: float) -> None:
-        """All gradients that are as planned in one launch."""
-        from ringstrategy.kernels.triton.buckets import pack
-
-        assert self._places is not None
-        taken: list[Tensor | None] = []
-        others = []
+    def _find(self) -> None:
+        self._sources, self._others = [], []
         for slot, planned in zip(self.slots, self._planned, strict=True):
             source = self._source(slot)
             fits = source is not None and (source.dtype, source.stride()) == planned
-            taken.append(source if fits else None)
+            self._sources.append(source if fits else None)
             if source is not None and not fits:
-                others.append((slot, source))
-        pack(self._places, [*taken, None], self.buffer, scale=scale)
+                self._others.append((slot, source))
+
+    def fill(self) -> None:
+        """Copy the gradients that kernels move to the buffer, in one launch if they are as planned."""
+        if not self._sources:
+            return
+        from ringstrategy.kernels.triton.buckets import pack
+
+        assert self._places is not None
+        sources, self._sources = self._sources, []
+        others, self._others = self._others, []
+        pack(self._places, [*sources, None], self.buffer, scale=self._scale)
         for slot, source in others:
-            self._copy(slot, source, scale)
+            self._copy(slot, source, self._scale)
+
+    def _reads_sources(self, peers: Peers, collective: Collective) -> bool:
+        """Can the exchange read gradients where they lie?"""
+        if self._places is None or not peers.queues or peers.size == 1 or not collective.carries_extras(peers):
+            return False
+        return self.codec.launches(self.buffer, 0) is not None
 
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""
@@ -179,15 +201,18 @@ class DenseBucket(Bucket):
         in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
         if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
             return None
+        self.fill()
         return Summand(self.buffer, self.codec, self.residual, seed=seed)
 
     def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`: zeros travel as gradients will, through kernels for the same sizes."""
         residual = None if self.residual is None else torch.zeros_like(self.residual)
+        self._sources = [None] * len(self.slots) if self._places is not None else []
+        exchange = self._exchange(peers, collective)
         seed = derive_seed(0, 0, self.index)  # Triton compiles again for one of more bits
 
         def work() -> None:
-            mean_(self.buffer, peers, collective, self.codec, residual=residual, seed=seed)
+            exchange(residual, seed)
 
         peers.submit(work, "while setting up").wait()
         if self._places is not None:
@@ -208,25 +233,50 @@ class DenseBucket(Bucket):
         riders: Sequence[Summand] = (),
     ) -> Waitable:
         """See `Bucket.launch`."""
+        exchange = self._exchange(peers, collective, flags, riders)
 
         def work() -> None:
             agreed.wait()
+            exchange(self.residual, seed)
+
+        return peers.submit(work, where)
+
+    def _exchange(
+        self, peers: Peers, collective: Collective, flags: Tensor | None = None, riders: Sequence[Summand] = ()
+    ) -> Callable[[Tensor | None, int], None]:
+        """What the communication thread does with a residual and a seed: average the gradients that `gather` found."""
+        addresses, scale = None, self._scale
+        if self._others or not self._reads_sources(peers, collective):
+            self.fill()
+        else:
+            assert self._places is not None
+            addresses = self._places.addresses([*self._sources, None])
+
+        def exchange(residual: Tensor | None, seed: int) -> None:
+            source = None
+            if addresses is not None:
+                from ringstrategy.kernels.triton.buckets import Source
+
+                assert self._places is not None
+                source = Source.at(self._places, addresses, scale)
             mean_(
                 self.buffer,
                 peers,
                 collective,
                 self.codec,
-                residual=self.residual,
+                residual=residual,
                 seed=seed,
                 flags=flags,
                 riders=riders,
+                source=source,
             )
 
-        return peers.submit(work, where)
+        return exchange
 
     @torch.no_grad()
     def scatter(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.scatter`."""
+        self._sources = []
         taken: list[Tensor | None] = []
         for slot, planned in zip(self.slots, self._planned, strict=True):
             taken.append(None)

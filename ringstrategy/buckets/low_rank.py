@@ -84,6 +84,7 @@ class LowRankBucket(Bucket):
         grads = [slot.parameter.grad for slot in self.slots]
         if self._dense.residual is None or any(grad is not None and grad.is_sparse for grad in grads):
             self._dense.gather(size)  # which says what to do about a sparse one
+            self._dense.fill()
             return
         self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):

@@ -10,10 +10,40 @@ import torch
 from torch import Tensor
 
 from ringstrategy.kernels import cast, mix, orthonormal, sparse
-from ringstrategy.kernels.layout import ROTATED, BlockFormat, Signs, SparseFormat
+from ringstrategy.kernels.layout import ROTATED, BlockFormat, Part, Signs, SparseFormat
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.buckets import Places
+    from ringstrategy.kernels.triton.buckets import Places, Source
+
+
+class Launches(Protocol):
+    """Encodes and decodes several parts of a float32 bucket in one launch, in one format and with one rotation."""
+
+    def encode(
+        self,
+        values: Tensor,
+        parts: Sequence[Part],
+        arrived: Sequence[Tensor] = (),
+        *,
+        source: Source | None,
+        residual: Tensor | None,
+        lost: Tensor | None,
+        seed: int,
+    ) -> None:
+        """Do what `Engine.encode` does for each part.
+
+        Args:
+            values: float32 (n,), the whole bucket; they stay as they are.
+            parts: of the bucket, with the messages to be written.
+            arrived: messages of the only part, to be added, if there is one part.
+            source: where the values lie, if not in `values`.
+            residual: of any float dtype (n,).
+            lost: float32 (n,).
+            seed: of stochastic rounding.
+        """
+
+    def decode(self, parts: Sequence[Part], out: Tensor) -> None:
+        """Write the values in the parts' messages to their places in the bucket `out`, float32 (n,)."""
 
 
 class Engine(Protocol):
@@ -51,6 +81,9 @@ class Engine(Protocol):
 
     def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
         """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
+
+    def launches(self, form: BlockFormat, signs: Signs | None) -> Launches | None:
+        """For buckets that this engine `fuses`, several parts at once; None: each part is as quick by itself."""
 
     def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
@@ -113,6 +146,36 @@ class Engine(Protocol):
         """Where gradients lie in a float32 bucket, so that one launch moves all; None: this engine copies each."""
 
 
+class _TritonLaunches:
+    def __init__(self, form: BlockFormat, signs: Signs | None) -> None:
+        self._form, self._signs = form.arithmetic, signs
+
+    def encode(
+        self,
+        values: Tensor,
+        parts: Sequence[Part],
+        arrived: Sequence[Tensor] = (),
+        *,
+        source: Source | None,
+        residual: Tensor | None,
+        lost: Tensor | None,
+        seed: int,
+    ) -> None:
+        from ringstrategy.kernels.triton.encode import encode_parts
+        from ringstrategy.kernels.triton.formats import of
+
+        encode_parts(
+            values, parts, arrived, of(self._form),
+            source=source, residual=residual, signs=self._signs, lost=lost, seed=seed,
+        )  # fmt: skip
+
+    def decode(self, parts: Sequence[Part], out: Tensor) -> None:
+        from ringstrategy.kernels.triton.decode import decode_parts
+        from ringstrategy.kernels.triton.formats import of
+
+        decode_parts(parts, out, of(self._form), signs=self._signs)
+
+
 class _Triton:
     """Triton's kernels, imported when they are first needed."""
 
@@ -158,6 +221,10 @@ class _Triton:
         if values.dtype != torch.float32:
             return False
         return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
+
+    def launches(self, form: BlockFormat, signs: Signs | None) -> Launches:
+        """See `Engine.launches`."""
+        return _TritonLaunches(form, signs)
 
     def warm_up(self, form: BlockFormat) -> None:
         """Raise a ValueError if blocks are too large for the kernels. Triton compiles for each shape, when it comes."""
