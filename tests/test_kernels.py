@@ -17,6 +17,7 @@ import ringstrategy.kernels.triton
 import torch
 import torch.distributed as dist
 from fakes import on_all_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ringstrategy import AllReduce, BySize, Direct, Hierarchical, Ring, Stats
 from ringstrategy.buckets.dense import DenseBucket
@@ -831,6 +832,31 @@ def test_what_nobody_planned_is_copied(fake_gpus):
         for one_tensor, other in zip(found[0], whole[0], strict=True):
             assert one_tensor is other is None or torch.equal(one_tensor, other)
     assert hosts[0][0].isfinite().all()
+
+
+def test_gradients_keep_their_memory_until_the_exchange_has_ended(fake_gpus):
+    def one(peers):
+        peers.queues, queued = True, []
+        peers.submit = lambda work, where: queued.append(work)
+        parameter = torch.nn.Parameter(torch.zeros(3000, device=DEVICE))
+        bucket = DenseBucket(0, [("p", parameter)], torch.float32, BlockInt(8), feedback=False)
+        bucket._places = bucket._lay_out(engine(torch.device("cuda")), DEVICE)
+        parameter.grad = torch.full_like(parameter, peers.rank + 1.0)
+        memory = StorageWeakRef(parameter.grad.untyped_storage())
+        bucket.pack(2)
+        bucket.launch(peers, Direct(), _Agreed(), 1, "in a test")
+        bucket.take_gradients()
+        assert bucket.slots[0].holds_gradient()
+        kept = [not memory.expired()]
+        queued[0]()
+        bucket.unpack(lambda slot: True)
+        return [*kept, memory.expired(), parameter.grad.clone()]
+
+    for kept, dropped, mean in on_all_ranks(2, one):
+        assert kept
+        assert dropped
+        assert (mean - 1.5).abs().max() < 0.02
+    assert fake_gpus.called
 
 
 def test_an_empty_bucket_launches_nothing():
