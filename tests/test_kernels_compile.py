@@ -18,7 +18,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
 from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
-from ringstrategy.kernels.triton.formats import LARGEST_BLOCK, LAUNCH, of
+from ringstrategy.kernels.triton.formats import GATHERS, LARGEST_BLOCK, LAUNCH, of
 from ringstrategy.kernels.triton.rotate import _ROWS, NO_SIGNS, _rotate_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -158,6 +158,8 @@ def tool(name, cubin, *options):
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
     target, kernel = case[:2]
+    if "gathered" in case and not GATHERS:
+        pytest.skip("this compiler fails, so gradients are packed first")
     asm = compiled(monkeypatch, *case).asm
     if target == "gfx942":
         fields = re.findall(r"\.([sv]gpr_\w+|private_segment_fixed_size):\s*(\d+)", asm["amdgcn"])

@@ -118,7 +118,7 @@ def gather_tiles(addresses, source, begin, exists, span, FORMAT: tl.constexpr):
     TILES: tl.constexpr = FORMAT.tiles
     tiles = ()
     for _ in tl.static_range(TILES):
-        tiles = tiles + (tl.zeros([FORMAT.rows, FORMAT.width], tl.float32),)
+        tiles = tiles + (tl.full([FORMAT.rows, FORMAT.width], 0.0, tl.float32),)
     for i in range(_holder(edges, tensors, begin), _holder(edges, tensors, begin + SPAN - 1) + 1):
         address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, SPAN)
         if address != 0:

@@ -163,7 +163,8 @@ class DenseBucket(Bucket):
         """Can the exchange read gradients where they lie?"""
         if self._places is None or not peers.queues or peers.size == 1 or not collective.carries_extras(peers):
             return False
-        return self.codec.launches(self.buffer, 0) is not None
+        launches = self.codec.launches(self.buffer, 0)
+        return launches is not None and launches.gathers
 
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 class Launches(Protocol):
     """Encodes and decodes several parts of a float32 bucket in one launch, in one format and with one rotation."""
 
+    @property
+    def gathers(self) -> bool:
+        """Can `encode` have a source?"""
+
     def encode(
         self,
         values: Tensor,
@@ -149,6 +153,12 @@ class Engine(Protocol):
 class _TritonLaunches:
     def __init__(self, form: BlockFormat, signs: Signs | None) -> None:
         self._form, self._signs = form.arithmetic, signs
+
+    @property
+    def gathers(self) -> bool:
+        from ringstrategy.kernels.triton.formats import GATHERS
+
+        return GATHERS
 
     def encode(
         self,
