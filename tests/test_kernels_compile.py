@@ -184,8 +184,8 @@ def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
         assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
     with capsys.disabled():
         print(f"\n{' '.join(case)}: {registers} registers")
-    # the old one spills in two of these cases, and of blocks of 1024 that are gathered some addresses wait in memory
-    assert spilled <= (24 if {"gathered", "gaussian4 in 1024"} <= set(case) else 0) or OLD
+    # the old one spills in two of these cases; where tensors are gathered a few addresses wait in memory
+    assert spilled <= (24 if "gathered" in case else 0) or OLD
 
 
 @pytest.mark.parametrize("kernel", ["rotate", "encode", "decode"])
