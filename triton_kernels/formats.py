@@ -24,7 +24,7 @@ from ringstrategy.kernels.layout import ROTATED, Arithmetic
 # A block lies in the registers of one program; compilers before 3.6 abort at some of 8192 values.
 _RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 LARGEST_BLOCK = 8192 if _RECENT else 4096
-GATHERS: bool = _RECENT  # those compilers also fail at an encode that reads scattered tensors
+GATHERS = _RECENT  # those compilers also fail at an encode that reads scattered tensors
 # 128 threads; each operation rounds, as in torch
 LAUNCH: dict[str, Any] = {"num_warps": 4 if torch.version.hip is None else 2, "enable_fp_fusion": False}
 _TILE = 512  # values of a tile, 16 bytes of float32 a thread

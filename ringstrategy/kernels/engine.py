@@ -158,7 +158,7 @@ class _TritonLaunches:
     def gathers(self) -> bool:
         from ringstrategy.kernels.triton.formats import GATHERS
 
-        return GATHERS
+        return bool(GATHERS)
 
     def encode(
         self,
