@@ -101,8 +101,8 @@ class Counts(NamedTuple):
 # Bytes that a kernel moves besides those of the tensors that it is given, each of which it reads or writes once. Tables
 # of integers are small, but not what their addresses point to.
 _MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
-    "_encode_kernel": lambda given, _: given["count"] * given["wire"].nbytes if _is_table(given["payloads"]) else 0,
-    "_decode_kernel": lambda given, _: 0,
+    "_encode_kernel": lambda given, itemsize: _of_parts(given, itemsize) + _of_payloads(given),
+    "_decode_kernel": lambda given, itemsize: _of_parts(given, itemsize),
     "_add_kernel": lambda given, _: (given["count"] + 1) * given["out"].nbytes,  # reads and writes it
     "_rotate_kernel": lambda given, _: given["values"].nbytes,  # reads and writes them
     "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
@@ -149,6 +149,27 @@ def _specialization(kernel: Any, *args: Any, **kwargs: Any) -> str:
 def _passes(rank: int) -> float:
     """Over a column, on average: 6, with each column before it 5, and but for the first 3; less the one that counts."""
     return 6 + (5 * rank * (rank - 1) / 2 + 3 * (rank - 1)) / rank - 1
+
+
+def _numels(given: Mapping[str, Any]) -> list[int]:
+    """Values of each part that a kernel works on."""
+    wire = given["wire"]
+    return list(wire.numbers[1::3]) if _is_table(wire) else [given["n"]]
+
+
+def _of_parts(given: Mapping[str, Any], itemsize: int) -> int:
+    """Messages and gradients that are in tables, less what parts leave of the tensors that a kernel is given."""
+    if not _is_table(given["wire"]):
+        return 0
+    numels, whole = _numels(given), [t for t in _on_device(list(given.values())) if not _is_table(t)]
+    messages: int = sum(given["FORMAT"].form.nbytes(numel) for numel in numels)
+    gathered = sum(numels) * itemsize if _is_table(given["values"]) else 0
+    return messages + gathered - sum((tensor.numel() - sum(numels)) * tensor.itemsize for tensor in whole)
+
+
+def _of_payloads(given: Mapping[str, Any]) -> int:
+    [numel] = _numels(given) if _is_table(given["payloads"]) else [0]
+    return int(given["count"] * given["FORMAT"].form.nbytes(numel))
 
 
 def _is_table(value: object) -> bool:
@@ -374,6 +395,7 @@ class _Window(Windows):
 @contextmanager
 def stand_ins(meter: Meter) -> Iterator[None]:
     """For what only a machine with a GPU has."""
+    from ringstrategy.kernels.triton import parts, tables
     from triton.runtime.jit import JITFunction
 
     make = torch.tensor
@@ -383,6 +405,11 @@ def stand_ins(meter: Meter) -> Iterator[None]:
             meter.wait()  # torch copies, and waits for that
             meter.operations += meter.counting
         return make(data, device=device, **kwargs)
+
+    def table(numbers: Sequence[int], device: torch.device) -> Tensor:
+        made: Tensor = tables.table(numbers, device)
+        made.numbers = tuple(numbers)  # type: ignore[attr-defined]  # which the meta device forgets
+        return made
 
     def address(tensor: Tensor) -> int:
         return int(tensor.untyped_storage()._cdata // 16 * 16 + tensor.storage_offset() * tensor.element_size())
@@ -395,6 +422,7 @@ def stand_ins(meter: Meter) -> Iterator[None]:
             torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext, device=nullcontext
         ),
         mock.patch.object(torch, "tensor", tensor),
+        mock.patch.object(parts, "table", table),
         mock.patch.object(Tensor, "data_ptr", address),
     ):
         yield

@@ -21,6 +21,7 @@ from ringstrategy.transport.base import Handle
 pytest.importorskip("triton", reason="triton is only for Linux")
 
 from ringstrategy.kernels.triton import decode, encode, rotate, tables
+from ringstrategy.kernels.triton.formats import Format
 
 META = torch.device("meta")
 
@@ -57,7 +58,15 @@ class Launches(TorchDispatchMode):
 
     def record(self, name: str, arguments: tuple[Any, ...], wires: int) -> None:
         self.kernels[name] += 1
-        self.nbytes += sum(each.nbytes for each in arguments if isinstance(each, Tensor) and each.numel() > 64)
+        given = [each for each in arguments if isinstance(each, Tensor) and each.dtype != torch.int64]
+        message = arguments[3] if name == "encode" else arguments[0]
+        if isinstance(message, Tensor) and message.dtype == torch.int64:  # of several parts of what is given
+            [codec] = [each for each in arguments if isinstance(each, Format)]
+            numels = message.view(-1, 3)[:, 1].tolist()
+            self.nbytes += sum(codec.form.nbytes(numel) for numel in numels)
+            self.nbytes += sum(sum(numels) * each.element_size() for each in given)
+            return
+        self.nbytes += sum(each.nbytes for each in given)
         if wires > 1:  # by their addresses
             self.nbytes += wires * arguments[3].nbytes
 
@@ -122,6 +131,29 @@ def test_each_piece_is_one_launch_to_encode_and_one_to_decode(
     with launches:
         mean_(values, peers, collective, codec, residual=residual, seed=2)
     assert launches.kernels == kernels
+    assert not launches.operators
+    assert launches.nbytes / values.numel() == pytest.approx(nbytes, rel=0.03)
+
+
+@pytest.mark.parametrize(("numel", "more"), [(8 * 8192 + 4096, 0), (8 * 16384 + 3 * 256, 1)], ids=["even", "one not"])
+@pytest.mark.parametrize(
+    ("codec", "feedback", "nbytes"),
+    [(BlockInt(8), False, 11), (Rotated(Gaussian(4)), False, 9.5), (Rotated(Gaussian(4)), True, 17.5)],
+    ids=str,
+)
+def test_where_posts_are_queued_the_parts_of_a_sum_share_launches(
+    launches: Launches, codec: Codec, feedback: bool, nbytes: float, numel: int, more: int
+) -> None:
+    """One to encode for all owners, one for the own sum, one to decode; one more where codes begin at other bytes."""
+    values, peers = torch.zeros(numel), NoWire(1, 8)
+    peers.queues = True
+    residual = torch.zeros_like(values) if feedback else None
+    mean_(values, peers, Direct(), codec, residual=residual, seed=1)
+    launches.kernels.clear()
+    launches.nbytes = 0
+    with launches:
+        mean_(values, peers, Direct(), codec, residual=residual, seed=2)
+    assert launches.kernels == {"encode": 2 + more, "decode": 1 + more}
     assert not launches.operators
     assert launches.nbytes / values.numel() == pytest.approx(nbytes, rel=0.03)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -14,8 +16,10 @@ import pytest
 import ringstrategy.kernels.triton
 import torch
 import torch.distributed as dist
+from fakes import on_all_ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from ringstrategy import AllReduce, Direct, Hierarchical, Stats, TwoShot
+from ringstrategy import AllReduce, BySize, Direct, Hierarchical, Ring, Stats, TwoShot
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
@@ -34,12 +38,14 @@ if DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
 from ringstrategy.kernels.triton import feedback as on_gpus
 from ringstrategy.kernels.triton import formats
 from ringstrategy.kernels.triton.add import add_
-from ringstrategy.kernels.triton.buckets import Places, pack, unpack
-from ringstrategy.kernels.triton.decode import decode
-from ringstrategy.kernels.triton.encode import encode
+from ringstrategy.kernels.triton.buckets import Places, Source, pack, unpack
+from ringstrategy.kernels.triton.decode import decode, decode_parts
+from ringstrategy.kernels.triton.encode import encode, encode_parts
 from ringstrategy.kernels.triton.rotate import rotate_
 
+from ringstrategy.collectives.base import Summand, cut
 from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.layout import Part
 from ringstrategy.kernels.orthonormal import orthonormalise_
 
 EXACT = [
@@ -610,6 +616,7 @@ def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(m
                 slot.view.copy_(slot.parameter.grad)
                 slot.parameter.grad = slot.view
         bucket.pack(3)
+        bucket.fill()
         assert packs.call_count == kernels
         packs.reset_mock()  # it holds the gradients, and who is held does not move into the bucket
         bucket.take_gradients()
@@ -644,6 +651,241 @@ def test_columns_become_orthonormal_as_in_torch(rank, length):
     assert_same(again, columns[1:2])  # a matrix's bits do not depend on the others beside it
     assert not columns[2, 0].any()
     assert columns[3, -1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("codec", "turn", "residual"),
+    [(*each, (None, torch.float32, torch.bfloat16)[i % 3]) for i, each in enumerate(PASSES)],
+    ids=lambda each: str(each) if not isinstance(each, tuple) else "",
+)
+def test_parts_of_scattered_tensors_are_encoded_as_one_by_one_in_a_bucket(codec, turn, residual):
+    fmt, tensors = formats.of(codec.arithmetic), tensors_of_all_kinds()
+    numels, missing = [tensor.numel() for tensor in tensors], {2, 7, len(tensors) - 1}
+    padding = -sum(numels) % codec.block
+    dtypes = [*(tensor.dtype for tensor in tensors), torch.float32]
+    places = Places([*numels, padding], dtypes, DEVICE)
+    given = [*(None if i in missing else tensor for i, tensor in enumerate(tensors)), None]
+    given[3][77] = -0.0
+    flat, nothing = (torch.full((places.numel,), float("nan"), device=DEVICE) for _ in range(2))
+    pack(places, given, flat, scale=1 / 3)
+    rest = None if residual is None else heavy_tailed(places.numel, 9).to(residual)
+    source = Source.at(places, given, places.addresses(given), 1 / 3)
+
+    edges = [(0, 0), *cut(0, places.numel, 3, codec.block)]
+    expected, found, flat_found = (
+        [Part(begin, end, message(codec, end - begin, fill=9)) for begin, end in edges] for _ in range(3)
+    )
+    lost, lost_, lost__ = (torch.full_like(flat, 77.0) for _ in range(3))
+    for begin, end, wire in expected:
+        part = None if rest is None else rest[begin:end]
+        encode(flat[begin:end], (), wire, fmt, residual=part, signs=turn, lost=lost[begin:end], seed=5, offset=begin)
+    encode_parts(flat, flat_found, (), fmt, residual=rest, signs=turn, lost=lost__, seed=5)
+    encode_parts(nothing, found, (), fmt, source=source, residual=rest, signs=turn, lost=lost_, seed=5)
+    for parts, loss in ((found, lost_), (flat_found, lost__)):
+        assert_same(torch.cat([part.wire for part in parts]), torch.cat([part.wire for part in expected]))
+        assert_same(loss.view(torch.int32), lost.view(torch.int32))  # also the sign of a zero
+    out, out_ = torch.full_like(flat, 77.0), torch.full_like(flat, 77.0)
+    for begin, end, wire in expected:
+        decode(wire, out[begin:end], fmt, signs=turn)
+    decode_parts(found, out_, fmt, signs=turn)
+    assert_same(out_, out)
+
+    begin, end, wire = expected[-1]  # the part whose sum is this rank's
+    arrived = [by_kernel(codec, heavy_tailed(end - begin, seed))[0].to(DEVICE) for seed in (2, 3)]
+    part, again = None if rest is None else rest[begin:end], message(codec, end - begin)
+    for wires in (arrived[:1], arrived):
+        lost, lost_ = (torch.full_like(flat, 77.0) for _ in range(2))
+        how = {"signs": turn, "seed": 5}
+        encode(flat[begin:end], wires, wire, fmt, residual=part, lost=lost[begin:end], offset=begin, **how)
+        own = [Part(begin, end, again)]
+        encode_parts(nothing, own, wires, fmt, source=source, residual=rest, lost=lost_, **how)
+        assert_same(again, wire)
+        assert_same(lost_, lost)
+    assert nothing.isnan().all()
+
+
+@pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
+def test_noise_is_that_of_the_place_in_the_bucket_for_parts_too(codec):
+    values = heavy_tailed(9 * codec.block)
+    parts = [Part(k * codec.block, (k + 3) * codec.block, message(codec, 3 * codec.block)) for k in (0, 3, 6)]
+    fmt, again = formats.of(codec.arithmetic), message(codec, 3 * codec.block)
+    encode_parts(values, parts, (), fmt, seed=2**61 + 5)
+    for begin, end, wire in parts:
+        encode(values[begin:end], (), again, fmt, seed=2**61 + 5, offset=begin)
+        assert_same(wire, again)
+
+
+def test_a_part_must_be_whole_blocks_with_a_message_of_its_size():
+    values, fmt = torch.zeros(1000, device=DEVICE), formats.of(BlockInt(8).arithmetic)
+    for begin, end, numel in ((8, 256, 248), (0, 300, 300), (0, 512, 256)):
+        part = Part(begin, end, message(BlockInt(8), numel))
+        with pytest.raises(AssertionError):
+            encode_parts(values, [part], (), fmt)
+        with pytest.raises(AssertionError):
+            decode_parts([part], values, fmt)
+
+
+class _Agreed:
+    def wait(self):
+        return
+
+
+def exchange(rank, size, peers, collective, codec, residual_dtype, dtypes, gap, rider=False):
+    """Two steps of a bucket: gradients, and what it keeps as residuals and as views."""
+    generator = torch.Generator().manual_seed(rank)
+    shapes = [(33, 65), (7,), (), (2048,), (0,), (5, 4, 3, 3), (130,)]
+    members = []
+    for i, shape in enumerate(shapes):
+        members.append((f"p{i}", torch.nn.Parameter(torch.zeros(shape, dtype=dtypes[i % len(dtypes)], device=DEVICE))))
+    bucket = DenseBucket(0, members, torch.float32, codec, residual_dtype is not None, residual_dtype)
+    bucket._places = bucket._lay_out(engine(torch.device("cuda")), DEVICE)
+    results, keepers = [], []
+    for step in range(2):
+        for i, (_, parameter) in enumerate(members):
+            fresh = torch.randn(parameter.shape, generator=generator).to(parameter.dtype).to(DEVICE)
+            if step == 1 and i % 2 == 0 and parameter.grad is not None:
+                parameter.grad.add_(fresh)  # it may live in the bucket
+            else:
+                parameter.grad = fresh
+        if gap == "unused here" and rank == 0:
+            members[0][1].grad = members[6][1].grad = None
+        elif gap == "unused everywhere":
+            members[3][1].grad = None
+        elif gap == "frozen":
+            members[3][1].requires_grad_(step == 0)
+        elif gap == "strides":
+            members[0][1].grad = members[0][1].grad.t().contiguous().t()
+        elif gap == "held" and step == 0:
+            keepers = [members[0][1].grad, members[1][1].grad.view(-1)]
+        bucket.pack(size)
+        riders = ()
+        if rider:
+            values = torch.arange(300.0, device=DEVICE) * (rank + 1)
+            riders = (Summand(values, codec, seed=9),)
+        ticket = bucket.launch(peers, collective, _Agreed(), 77 + step, "in a test", riders=riders)
+        bucket.take_gradients()
+        ticket.wait()
+        bucket.unpack(lambda slot: not (gap == "unused everywhere" and slot.name == "p3"))
+        results += [None if p.grad is None else p.grad.clone() for _, p in members]
+        kept = bucket.residuals.lost
+        results += [None if kept is None else kept.clone(), *(r.values for r in riders)]
+    return results, [slot.holds_gradient() for slot in bucket.slots], keepers
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch):
+    """Ranks in threads, which take turns, as the interpreter runs one kernel at a time. Counts what is gathered."""
+    on_gpu, turn, gathered = engine(torch.device("cuda")), threading.Lock(), Mock()
+    for module in ("codecs.blocked", "codecs.rotated"):
+        monkeypatch.setattr(f"ringstrategy.{module}.engine", lambda device: on_gpu)
+
+    def alone(launch, *args, **kwargs):
+        with turn:
+            if kwargs.get("source") is not None:
+                gathered(len(args[1]))
+            return launch(*args, **kwargs)
+
+    for module, name in (
+        ("encode", "encode"), ("encode", "encode_parts"), ("decode", "decode"), ("decode", "decode_parts"),
+        ("buckets", "pack"), ("buckets", "unpack"), ("rotate", "rotate_"),
+    ):  # fmt: skip
+        kernels = getattr(ringstrategy.kernels.triton, module)
+        monkeypatch.setattr(kernels, name, partial(alone, getattr(kernels, name)))
+    return gathered
+
+
+EXCHANGES = [
+    # codec, residual, dtypes, gap, ranks, collective
+    (BlockInt(8), None, [torch.float32], "none", 2, Direct()),
+    (BlockInt(8), torch.float32, [torch.float32], "unused here", 3, Direct()),
+    (BlockInt(7, block=24), torch.bfloat16, [torch.bfloat16], "held", 3, Direct()),
+    (BlockInt(8), torch.float32, [torch.float32], "held", 3, BySize()),
+    (BlockFloat8("e4m3"), None, [torch.float32, torch.bfloat16, torch.float16], "frozen", 3, Direct()),
+    (Rotated(Gaussian(4)), torch.float32, [torch.float16, torch.float32], "unused here", 8, Direct()),
+    (Rotated(BlockInt(4, block=512)), torch.bfloat16, [torch.bfloat16], "unused everywhere", 3, Ring()),
+    (BlockInt(4, rounding="stochastic"), torch.float32, [torch.bfloat16], "none", 2, Hierarchical()),
+    (BlockInt(8, scale="minmax"), None, [torch.bfloat16], "unused everywhere", 2, Direct()),
+    (Sign(), torch.float32, [torch.float32, torch.bfloat16], "none", 2, Direct()),
+]
+
+
+@pytest.mark.parametrize("case", EXCHANGES, ids=lambda case: " ".join(map(str, case)))
+def test_an_exchange_that_reads_gradients_where_they_lie_has_the_bits_of_one_that_copies(monkeypatch, fake_gpus, case):
+    codec, residual, dtypes, gap, size, collective = case
+
+    def one(peers):
+        peers.queues = True
+        return exchange(peers.rank, size, peers, collective, codec, residual, dtypes, gap, rider=gap == "none")
+
+    if isinstance(collective, Hierarchical):  # with a host each it is what goes between hosts
+        gathering = on_all_ranks(size, one)
+    else:
+        gathering = on_all_ranks(size, one, ["a"] * size)
+    parts = {call.args[0] for call in fake_gpus.call_args_list}
+    assert parts == ({1, size - 1} if not isinstance(collective, Ring) else {1})
+    fake_gpus.reset_mock()
+    monkeypatch.setattr(DenseBucket, "_may_read_in_place", lambda *_: False)
+    monkeypatch.setattr(type(codec), "launches", lambda *_: None)
+    copying = on_all_ranks(size, one)
+    assert not fake_gpus.called
+    for (found, views, keepers), (found_, views_, keepers_) in zip(gathering, copying, strict=True):
+        assert views == views_
+        for one_tensor, other in zip([*found, *keepers], [*found_, *keepers_], strict=True):
+            assert (one_tensor is None) == (other is None)
+            if one_tensor is not None:
+                assert one_tensor.dtype == other.dtype
+                assert_same(one_tensor, other)
+    for i, first in enumerate(gathering[0][0]):  # and the ranks are one another's twins but for residuals
+        for other in gathering[1:]:
+            if first is not None and i % (len(gathering[0][0]) // 2) < 7 and gap != "unused here" and gap != "frozen":
+                assert_same(first, other[0][i])
+
+
+def test_what_nobody_planned_is_copied(fake_gpus):
+    def one(peers, **options):
+        peers.queues = options.get("queues", True)
+        collective = options.get("collective", Direct())
+        return exchange(peers.rank, 2, peers, collective, BlockInt(8), None, [torch.float32], options["gap"])[0]
+
+    strides = on_all_ranks(2, lambda peers: one(peers, gap="strides"))
+    posts = on_all_ranks(2, lambda peers: one(peers, gap="none", queues=False))
+    hosts = on_all_ranks(2, lambda peers: one(peers, gap="none", collective=Hierarchical()), ["a", "a"])
+    assert not fake_gpus.called
+    whole = on_all_ranks(2, lambda peers: one(peers, gap="none"))
+    assert fake_gpus.called
+    for found in (strides, posts):
+        for one_tensor, other in zip(found[0], whole[0], strict=True):
+            assert one_tensor is other is None or torch.equal(one_tensor, other)
+    assert hosts[0][0].isfinite().all()
+
+
+@pytest.mark.parametrize("backlog", [0, 1, 2, 3])
+def test_gradients_keep_their_memory_only_until_it_is_read_and_not_if_exchanges_queue_up(fake_gpus, backlog):
+    def one(peers):
+        queued = []
+        peers.queues, peers.backlog = True, lambda: backlog
+        peers.submit = lambda work, where: queued.append(work)
+        parameter = torch.nn.Parameter(torch.zeros(3000, device=DEVICE))
+        bucket = DenseBucket(0, [("p", parameter)], torch.float32, BlockInt(8), feedback=False)
+        bucket._places = bucket._lay_out(engine(torch.device("cuda")), DEVICE)
+        parameter.grad = torch.full_like(parameter, peers.rank + 1.0)
+        memory = StorageWeakRef(parameter.grad.untyped_storage())
+        bucket.pack(2)
+        bucket.launch(peers, Direct(), _Agreed(), 1, "in a test")
+        bucket.take_gradients()
+        assert bucket.slots[0].holds_gradient()
+        kept = not memory.expired()
+        queued.pop()()
+        dropped = memory.expired()
+        bucket.unpack(lambda slot: True)
+        assert bucket.slots[0].holds_gradient()
+        return kept, dropped, parameter.grad.clone()
+
+    for kept, dropped, mean in on_all_ranks(2, one):
+        assert kept == (backlog < 2)
+        assert dropped
+        assert (mean - 1.5).abs().max() < 0.02
+    assert fake_gpus.called == (backlog < 2)
 
 
 def test_an_empty_bucket_launches_nothing():

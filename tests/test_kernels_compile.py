@@ -21,7 +21,7 @@ from ringstrategy.kernels.triton.add import _add_kernel
 from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
 from ringstrategy.kernels.triton.decode import _decode_kernel
 from ringstrategy.kernels.triton.encode import _encode_kernel
-from ringstrategy.kernels.triton.formats import LARGEST_BLOCK, LAUNCH, of
+from ringstrategy.kernels.triton.formats import GATHERS, LARGEST_BLOCK, LAUNCH, of
 from ringstrategy.kernels.triton.rotate import _ROWS, NO_SIGNS, _rotate_kernel
 from triton.backends.compiler import GPUTarget
 
@@ -76,6 +76,20 @@ CASES = [
     *(("sm_90", "decode", name, "rotated") for name in ("int8", "sign", "gaussian4", "gaussian4 in 1024")),
     ("sm_90", "encode", "int8", "of bfloat16"),
     ("sm_90", "decode", "int8", "of float16"),
+    *(("sm_90", "encode", name, "in parts", "gathered", "losing nothing") for name in ("int8", "int4", "e4m3", "sign")),
+    *(("sm_90", "reduce", name, "in parts", "gathered", "losing nothing") for name in ("int8", "e4m3")),
+    *(
+        ("sm_90", kernel, name, "in parts", "gathered", "rotated", FED_BACK)
+        for kernel in ("encode", "reduce")
+        for name in ("int8", "gaussian4", "gaussian4 in 1024", "int8 in the largest")
+    ),
+    *(("sm_90", kernel, "int8", "in parts", FED_BACK) for kernel in ("encode", "reduce")),
+    ("sm_90", "decode", "int8", "in parts"),
+    ("sm_90", "decode", "gaussian4", "in parts", "rotated"),
+    *(("sm_80", kernel, "int8", "in parts", "gathered", FED_BACK) for kernel in ("encode", "reduce")),
+    *(("gfx942", kernel, "int8", "in parts", "gathered", FED_BACK) for kernel in ("encode", "reduce")),
+    ("gfx942", "encode", "gaussian4", "in parts", "gathered", "rotated", HALF_FED_BACK),
+    ("gfx942", "decode", "int8", "in parts"),
     ("sm_80", "encode", "e4m3"),
     ("sm_80", "relay", "int4"),
     ("sm_80", "relay", "e4m3", FED_BACK),
@@ -105,6 +119,8 @@ def compiled(monkeypatch, target, kernel, codec=None, *options):
     driver = SimpleNamespace(
         get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: TARGETS[target]
     )
+    in_parts, gathered = "in parts" in options, "gathered" in options
+    message = I64 if in_parts else U8
     launch = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
     turn = signs(SEED) if "rotated" in options else NO_SIGNS
     fmt = codec and of(CODECS[codec].arithmetic)
@@ -113,7 +129,7 @@ def compiled(monkeypatch, target, kernel, codec=None, *options):
     residual = {FED_BACK: F32, HALF_FED_BACK: torch.bfloat16}.get(options[-1] if options else "")
     lost = None if "losing nothing" in options else residual or kind
     jitted, arguments = {
-        "decode": (_decode_kernel, (U8, kind, kind, n, *turn, fmt, 2)),
+        "decode": (_decode_kernel, (message, None if in_parts else kind, kind, n, *turn, fmt, 2)),
         "add": (_add_kernel, (F32, I64, N, 3, _ADDED, 16)),
         "pack": (_pack_kernel, (I64, I64, I32, I32, F32, N, 0.25, _SPAN)),
         "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, N, _SPAN)),
@@ -124,7 +140,21 @@ def compiled(monkeypatch, target, kernel, codec=None, *options):
         "go": (on_gpus._go_kernel, (F32, F32, I64, I32, F64, on_gpus._SPAN)),
     }.get(kernel) or (
         _encode_kernel,
-        (kind, residual, PAYLOADS[kernel], U8, lost, n, 3, SEED, 2**33, *turn, fmt, 16),
+        (
+            I64 if gathered else kind,
+            residual,
+            PAYLOADS[kernel],
+            message,
+            lost,
+            n,
+            3,
+            SEED,
+            2**33,
+            *turn,
+            *((I64, I32, 7, 0.125) if gathered else (None, None, 0, None)),
+            fmt,
+            16,
+        ),
     )
     jitted.device_caches.clear()
     monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
@@ -142,6 +172,8 @@ def tool(name, cubin, *options):
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
     target, kernel = case[:2]
+    if "gathered" in case and not GATHERS:
+        pytest.skip("this compiler fails, so gradients are packed first")
     asm = compiled(monkeypatch, *case).asm
     if target == "gfx942":
         fields = re.findall(r"\.([sv]gpr_\w+|private_segment_fixed_size):\s*(\d+)", asm["amdgcn"])
@@ -166,7 +198,8 @@ def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
         assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
     with capsys.disabled():
         print(f"\n{' '.join(case)}: {registers} registers")
-    assert spilled == 0 or OLD  # that one spills in two of these cases
+    # the old one spills in two of these cases; where tensors are gathered a few addresses wait in memory
+    assert spilled <= (24 if "gathered" in case else 0) or OLD
 
 
 @pytest.mark.parametrize("kernel", ["rotate", "encode", "decode", "add"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from .formats import LAUNCH
 from .tables import table
+from .tiles import load_tiles
 
 _SPAN = 2048  # elements of the bucket that a program works on
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -40,14 +42,28 @@ class Places:
         self.kinds = torch.tensor([_KINDS[dtype] for dtype in dtypes], dtype=torch.int32, device=device)
         self.ranges = torch.tensor([first, last], dtype=torch.int32, device=device)
 
-    def addresses(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Where the tensors lie, 0 for None: int64 (tensors,) on the device."""
+    def addresses(self, tensors: Sequence[Tensor | None]) -> list[int]:
+        """Where the tensors lie, 0 for None."""
         assert len(tensors) == len(self.numels), f"{len(tensors)} tensors for {len(self.numels)} places"
         for tensor, numel, dtype in zip(tensors, self.numels, self.dtypes, strict=True):
             if tensor is not None:
                 assert (tensor.numel(), tensor.dtype, tensor.device) == (numel, dtype, self.edges.device)
                 assert _is_dense(tensor), f"strides {tensor.stride()} leave gaps: copy the tensor first"
-        return table([0 if tensor is None else tensor.data_ptr() for tensor in tensors], self.edges.device)
+        return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
+class Source(NamedTuple):
+    """The values of a bucket where they lie: `tensors` at `addresses`, int64 on the device, times `scale`."""
+
+    places: Places
+    tensors: Sequence[Tensor | None]  # kept
+    addresses: Tensor
+    scale: float
+
+    @classmethod
+    def at(cls, places: Places, tensors: Sequence[Tensor | None], addresses: Sequence[int], scale: float) -> Source:
+        """Of tensors at these `Places.addresses`, for kernels on the current stream."""
+        return cls(places, tensors, table(addresses, places.edges.device), scale)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -90,6 +106,67 @@ def _write(x, place, start, stop, whole, DTYPE: tl.constexpr, SPAN: tl.constexpr
         tl.store(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16) + at, x.to(DTYPE))
     else:
         tl.store(place.to(tl.pointer_type(DTYPE)) + at, x.to(DTYPE), mask=(at >= start) & (at < stop))
+
+
+@triton.jit
+def gather_tiles(addresses, source, begin, exists, span, FORMAT: tl.constexpr):
+    """Tensors * scale as `tiles.load_tiles`, of the program that begins at place `begin` of the bucket.
+
+    `source`: the tensors' edges and kinds, how many they are, and the scale.
+    """
+    edges, kinds, tensors, scale = source
+    SPAN: tl.constexpr = FORMAT.rows * FORMAT.block
+    TILES: tl.constexpr = FORMAT.tiles
+    tiles = ()
+    for _ in tl.static_range(TILES):
+        tiles = tiles + (tl.full([FORMAT.rows, FORMAT.width], 0.0, tl.float32),)
+    for i in range(_holder(edges, tensors, begin), _holder(edges, tensors, begin + SPAN - 1) + 1):
+        address, place, start, stop, whole = _place(addresses, edges, kinds, i, begin, SPAN)
+        if address != 0:
+            kind = tl.load(kinds + i)
+            if kind == 0:
+                tiles = _read_tiles(tiles, place, start, stop, whole, exists, span, tl.float32, FORMAT)
+            elif kind == 1:
+                tiles = _read_tiles(tiles, place, start, stop, whole, exists, span, tl.float16, FORMAT)
+            else:
+                tiles = _read_tiles(tiles, place, start, stop, whole, exists, span, tl.bfloat16, FORMAT)
+    scaled = ()
+    for t in tl.static_range(TILES):
+        scaled = scaled + (tiles[t] * scale,)
+    return scaled
+
+
+@triton.jit
+def _holder(edges, tensors, place):
+    # the tensor that an element of the bucket belongs to, by bisection
+    low = tl.full([], 0, tl.int32)
+    high = tensors
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(edges + middle) <= place:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _read_tiles(
+    tiles, place, start, stop, whole, exists, span, DTYPE: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    if whole:
+        tiles = load_tiles(tl.multiple_of(place.to(tl.pointer_type(DTYPE)), 16), exists, span, FORMAT)
+    else:
+        at = tl.arange(0, FORMAT.rows)[:, None] * FORMAT.block + tl.arange(0, FORMAT.width)[None, :]
+        mine = ()
+        for t in tl.static_range(len(tiles)):
+            mine = mine + (exists[t] & (at + t * span >= start) & (at + t * span < stop),)
+        found = load_tiles(place.to(tl.pointer_type(DTYPE)), mine, span, FORMAT)
+        both = ()
+        for t in tl.static_range(len(tiles)):
+            both = both + (tl.where(mine[t], found[t], tiles[t]),)
+        tiles = both
+    return tiles
 
 
 @triton.jit
@@ -157,7 +234,7 @@ def pack(places: Places, tensors: Sequence[Tensor | None], flat: Tensor, *, scal
     if places.numel == 0:
         return
     with torch.cuda.device_of(flat):
-        addresses = places.addresses(tensors)
+        addresses = table(places.addresses(tensors), places.edges.device)
         _pack_kernel[(places.programs,)](
             addresses, places.edges, places.kinds, places.ranges, flat, places.numel, float(scale), _SPAN, **LAUNCH
         )
@@ -169,7 +246,7 @@ def unpack(places: Places, flat: Tensor, tensors: Sequence[Tensor | None]) -> No
     if places.numel == 0:
         return
     with torch.cuda.device_of(flat):
-        addresses = places.addresses(tensors)
+        addresses = table(places.addresses(tensors), places.edges.device)
         _unpack_kernel[(places.programs,)](
             addresses, places.edges, places.kinds, places.ranges, flat, places.numel, _SPAN, **LAUNCH
         )

@@ -9,7 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringstrategy.kernels.layout import Part
+
 from .formats import LAUNCH, Format
+from .parts import launches, load_part
 from .rotate import NO_SIGNS, rotate_tiles
 from .tiles import (
     code_pointer,
@@ -56,10 +59,14 @@ def _decode_kernel(
 ):  # fmt: skip
     """out = values + R^-1 decoded, or only the latter without `values`; R as in `_encode_kernel`.
 
-    Reads bits/8 + headers/block (and 4 of `values`) and writes 4 bytes an element of float32.
+    `wire` is one message or those of several parts, as there. Reads bits/8 + headers/block (and 4 of `values`) and
+    writes 4 bytes an element of float32.
     """
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     first = tl.program_id(0).to(tl.int64) * FORMAT.rows
+    if wire.dtype.element_ty == tl.int64:
+        place, n, wire = load_part(wire)
+        out += place * FORMAT.block
     if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
         _decode_rows(wire, values, out, n, signs, first, FORMAT, ALIGN, True)
     else:
@@ -102,3 +109,15 @@ def decode(wire: Tensor, out: Tensor, fmt: Format, *, signs: Sequence[int] | Non
         _decode_kernel[fmt.grid(n)](
             wire, out if add else None, out, n, *(signs or NO_SIGNS), fmt, fmt.align(n), **LAUNCH
         )
+
+
+def decode_parts(parts: Sequence[Part], out: Tensor, fmt: Format, *, signs: Sequence[int] | None = None) -> None:
+    """`decode` for several parts of a bucket `out`, float32 (n,), in one launch, or two: see `encode_parts`."""
+    assert out.dtype == torch.float32
+    for part in parts:
+        fmt.check_part(out, *part)
+    if signs is not None:
+        fmt.check_rotation(out)
+    with torch.cuda.device_of(out):
+        for grid, messages, align in launches(parts, fmt, out.device):
+            _decode_kernel[grid](messages, None, out, 0, *(signs or NO_SIGNS), fmt, align, **LAUNCH)

@@ -9,8 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringstrategy.kernels.layout import Part
+
+from .buckets import Source, gather_tiles
 from .decode import add_tiles, decode_tiles
 from .formats import LAUNCH, Format
+from .parts import launches, load_part
 from .rotate import NO_SIGNS, rotate_tiles
 from .tables import table
 from .tiles import (
@@ -25,29 +29,48 @@ from .tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["n", "count", "seed", "place", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
+@triton.jit(
+    do_not_specialize=["n", "count", "seed", "place", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7", "tensors"]
+)
 def _encode_kernel(
     values, residual, payloads, wire, lost, n, count, seed, place, s0, s1, s2, s3, s4, s5, s6, s7,
-    FORMAT: tl.constexpr, ALIGN: tl.constexpr,
+    edges, kinds, tensors, scale, FORMAT: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """x = R (values + residual) + payloads decoded; wire = headers and codes of x; lost = R^-1 (x - decoded wire).
 
     R is the rotation of each 256 by the signs s0 to s7, or nothing if these are None. `payloads` is None, one message
     (uint8) or the addresses of `count` messages (int64), added in this order, each sum rounded to the dtype of
-    `values`. From a block that is not finite, lost = residual. Reads 4 + residual (0, 2 or 4) + payloads * (bits/8 +
-    headers/block), writes lost (0, 2 or 4) + bits/8 + headers/block bytes an element of float32.
+    `values`. `wire` is one message (uint8), or for each of several parts where it begins, in blocks, its values, and
+    the address of its message (int64): then the other pointers are to the whole bucket, and n and place count for
+    nothing. `values` may also be the addresses (int64) of the `tensors` with these edges and kinds, which are read
+    where they lie, times `scale`. From a block that is not finite, lost = residual. Reads 4 (of such tensors 2 or 4) +
+    residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost (0, 2 or 4) + bits/8 + headers/block bytes
+    an element of float32.
     """  # what changes from call to call is not specialized: 1 would be a constant, and compiled for
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)
+    source = (edges, kinds, tensors, scale)
     first = tl.program_id(0).to(tl.int64) * FORMAT.rows
+    if wire.dtype.element_ty == tl.int64:
+        place, n, wire = load_part(wire)
+        if edges is None:
+            values += place * FORMAT.block
+        if residual is not None:
+            residual += place * FORMAT.block
+        if lost is not None:
+            lost += place * FORMAT.block
     if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
-        _encode_rows(values, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, True)
+        _encode_rows(
+            values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, True
+        )
     else:
-        _encode_rows(values, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, False)
+        _encode_rows(
+            values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, False
+        )
 
 
 @triton.jit
 def _encode_rows(
-    values, residual, payloads, wire, lost, n, count, seed, place, signs, first,
+    values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first,
     FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     begin = first * FORMAT.block
@@ -55,7 +78,11 @@ def _encode_rows(
     length, span = shape_rows(n - begin, FORMAT, WHOLE)
     inside = mask_runs(span, FORMAT, WHOLE)
     exists = mask_tiles(inside, length, span, FORMAT, WHOLE)
-    tiles = load_tiles(values + begin, exists, span, FORMAT)
+    DTYPE: tl.constexpr = values.dtype.element_ty if source[0] is None else tl.float32
+    if source[0] is None:
+        tiles = load_tiles(values + begin, exists, span, FORMAT)
+    else:
+        tiles = gather_tiles(values, source, (place + first) * FORMAT.block, exists, span, FORMAT)
     if residual is not None:
         tiles = add_tiles(tiles, load_tiles(residual + begin, exists, span, FORMAT))
     if signs[0] is not None:
@@ -63,12 +90,12 @@ def _encode_rows(
     if payloads is not None:
         if payloads.dtype.element_ty == tl.uint8:
             decoded = decode_tiles(payloads, n, first, inside, span, FORMAT, ALIGN)
-            tiles = _add_rounded(tiles, decoded, exists, values.dtype.element_ty)
+            tiles = _add_rounded(tiles, decoded, exists, DTYPE)
         else:
             for k in range(count):
                 payload = tl.multiple_of(tl.load(payloads + k).to(tl.pointer_type(tl.uint8)), 16)
                 decoded = decode_tiles(payload, n, first, inside, span, FORMAT, ALIGN)
-                tiles = _add_rounded(tiles, decoded, exists, values.dtype.element_ty)
+                tiles = _add_rounded(tiles, decoded, exists, DTYPE)
 
     row = tl.arange(0, FORMAT.rows)[:, None]
     codes, scale, minimum = FORMAT.quantize(tiles, exists, length, seed, place + first + row, FORMAT)
@@ -157,5 +184,54 @@ def encode(
             payloads = table([arrived.data_ptr() for arrived in wires], values.device)
         _encode_kernel[fmt.grid(n)](
             values, residual, payloads, wire, lost, n, len(wires), seed, offset // fmt.block,
-            *(signs or NO_SIGNS), fmt, fmt.align(n), **LAUNCH,
+            *(signs or NO_SIGNS), None, None, 0, None, fmt, fmt.align(n), **LAUNCH,
         )  # fmt: skip
+
+
+def encode_parts(
+    values: Tensor,
+    parts: Sequence[Part],
+    wires: Sequence[Tensor],
+    fmt: Format,
+    *,
+    source: Source | None = None,
+    residual: Tensor | None = None,
+    signs: Sequence[int] | None = None,
+    lost: Tensor | None = None,
+    seed: int = 0,
+) -> None:
+    """`encode` for several parts of a bucket in one launch; in two if codes do not begin at equal multiples of bytes.
+
+    Args:
+        values: float32 (n,), the whole bucket. With a `source` they are neither read nor written.
+        parts: from multiples of the block.
+        wires: messages of the only part, if there is one. Those are added in their order.
+        fmt: the codec.
+        source: what the values are instead.
+        residual: float32, float16 or bfloat16 (n,).
+        signs: see `encode`; a short block is at the end of the bucket.
+        lost: float32, float16 or bfloat16 (n,), rotated back and rounded once; may be the residual.
+        seed: of stochastic rounding.
+    """
+    assert values.dtype == torch.float32
+    assert len(parts) == 1 or not wires
+    assert source is None or source.places.numel == values.numel()
+    for part in parts:
+        fmt.check_part(values, *part, *wires)
+    for whole in (residual, lost):
+        if whole is not None:
+            fmt.check(whole)
+            assert whole.numel() == values.numel()
+    if signs is not None:
+        fmt.check_rotation(values)
+    with torch.cuda.device_of(values):
+        payloads = table([arrived.data_ptr() for arrived in wires], values.device) if wires else None
+        flat, edges, kinds, tensors, scale = values, None, None, 0, None
+        if source is not None:
+            flat, edges, kinds = source.addresses, source.places.edges, source.places.kinds
+            tensors, scale = len(source.places.numels), source.scale
+        for grid, messages, align in launches(parts, fmt, values.device):
+            _encode_kernel[grid](
+                flat, residual, payloads, messages, lost, 0, len(wires), seed, 0,
+                *(signs or NO_SIGNS), edges, kinds, tensors, scale, fmt, align, **LAUNCH,
+            )  # fmt: skip

@@ -22,7 +22,9 @@ from torch import Tensor
 from ringstrategy.kernels.layout import ROTATED, Arithmetic
 
 # A block lies in the registers of one program; compilers before 3.6 abort at some of 8192 values.
-LARGEST_BLOCK = 8192 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 4096
+_RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
+LARGEST_BLOCK = 8192 if _RECENT else 4096
+GATHERS = _RECENT  # those compilers also fail at an encode that reads scattered tensors
 # 128 threads; each operation rounds, as in torch
 LAUNCH: dict[str, Any] = {"num_warps": 4 if torch.version.hip is None else 2, "enable_fp_fusion": False}
 _TILE = 512  # values of a tile, 16 bytes of float32 a thread
@@ -139,6 +141,12 @@ class Format:
             assert wire.numel() == nbytes, f"{wire.numel()} bytes for {values.numel()} values, not {nbytes}"
             assert wire.data_ptr() % 16 == 0, "a message starts at a multiple of 16 bytes"
             assert wire.device == values.device, f"values are on {values.device}, a wire is on {wire.device}"
+
+    def check_part(self, whole: Tensor, begin: int, end: int, *wires: Tensor) -> None:
+        """Assert it of the messages of a part."""
+        assert begin % self.block == 0, f"a part begins at {begin}, not at the edge of a block of {self.block}"
+        assert end % self.block == 0 or end == whole.numel(), f"a part ends at {end}, within a block of {self.block}"
+        self.check(whole[begin:end], *wires)
 
     def check_rotation(self, values: Tensor) -> None:
         """Assert that these values can be rotated in the pass that encodes or decodes them."""

@@ -16,9 +16,13 @@ def references(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def gradient_is_held(parameter: Parameter) -> bool:
-    """Does anything but the parameter refer to its gradient or its memory? Not to be asked within that one's hooks."""
-    return _counts(parameter) != _counts_alone()
+def gradient_is_held(parameter: Parameter, known: int = 0) -> bool:
+    """Does anything but the parameter refer to its gradient or its memory? Not to be asked within that one's hooks.
+
+    `known`: references to the gradient that do not count.
+    """
+    objects, memory = _counts_alone()
+    return _counts(parameter) != (objects + known, memory)
 
 
 def gradient_is_kept(parameter: Parameter) -> bool:

@@ -2,11 +2,16 @@
 
 Where the buffer's dtype is the gradient's, gradients become views of it and the mean needs no copy back; 16-bit
 gradients are widened into a float32 buffer, since no sum is taken in 16 bits.
+
+On a GPU over NCCL the buffer may only receive the mean: the launch that encodes then reads the gradients where autograd
+put them. They keep that memory until it has. So no more than a few buckets do it at once: where exchanges queue up, the
+gradients of the others are copied, and their memory is free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +29,8 @@ from ringstrategy.transport.base import Peers, Waitable
 
 if TYPE_CHECKING:
     from ringstrategy.kernels.triton.buckets import Places
+
+_IN_PLACE = 2  # exchanges under way, from which on gradients are copied
 
 
 class DenseBucket(Bucket):
@@ -71,6 +78,9 @@ class DenseBucket(Bucket):
         self._planned = [(slot.parameter.dtype, slot.view.stride()) for slot in slots]
         self._own_references = 0
         self._places: Places | None = None
+        self._sources: list[Tensor | None] = []  # gradients as planned, from `gather` on until nobody reads them
+        self._others: list[tuple[Slot, Tensor]] = []  # gradients of other dtypes or strides
+        self._scale = 1.0
         if dtype == torch.float32 and codec.needs_kernels:
             self._places = self._lay_out(engine(device), device)
 
@@ -94,12 +104,16 @@ class DenseBucket(Bucket):
 
     @torch.no_grad()
     def gather(self, size: int) -> None:
-        """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer."""
+        """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer.
+
+        Gradients that kernels move are only found here: `launch` knows whether they must be in the buffer.
+        """
         self.leave_held_memory()
         if self.residuals.given is not None and self._padding.numel():
             self.residuals.given[self.numel :].zero_()  # in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
-            self._gather_in_kernel(1 / size)
+            self._scale = 1 / size
+            self._find()
             return
         self._padding.zero_()
         for slot in self.slots:
@@ -122,26 +136,40 @@ class DenseBucket(Bucket):
 
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""
-        for slot in self.slots:
+        sources = self._sources or [None] * len(self.slots)
+        for place, slot in enumerate(self.slots):
             if slot.trains:  # a frozen one's gradient does not travel
-                slot.take_gradient()
+                slot.take_gradient(known=sources[place] is not None and sources[place] is slot.parameter.grad)
+        self._sources = []
 
-    def _gather_in_kernel(self, scale: float) -> None:
-        """All gradients that are as planned in one launch."""
-        from ringstrategy.kernels.triton.buckets import pack
-
-        assert self._places is not None
-        taken: list[Tensor | None] = []
-        others = []
+    def _find(self) -> None:
+        self._sources, self._others = [], []
         for slot, planned in zip(self.slots, self._planned, strict=True):
             source = self._source(slot)
             fits = source is not None and (source.dtype, source.stride()) == planned
-            taken.append(source if fits else None)
+            self._sources.append(source if fits else None)
             if source is not None and not fits:
-                others.append((slot, source))
-        pack(self._places, [*taken, None], self.buffer, scale=scale)
+                self._others.append((slot, source))
+
+    def fill(self) -> None:
+        """Copy the gradients that kernels move to the buffer, in one launch if they are as planned."""
+        if not self._sources:
+            return
+        from ringstrategy.kernels.triton.buckets import pack
+
+        assert self._places is not None
+        sources, self._sources = self._sources, []
+        others, self._others = self._others, []
+        pack(self._places, [*sources, None], self.buffer, scale=self._scale)
         for slot, source in others:
-            self._copy(slot, source, scale)
+            self._copy(slot, source, self._scale)
+
+    def _may_read_in_place(self, peers: Peers, collective: Collective) -> bool:
+        """Can the launch that encodes read gradients where they lie?"""
+        if self._places is None or not peers.queues or peers.size == 1 or not collective.carries_extras(peers):
+            return False
+        launches = self.codec.launches(self.buffer, 0)
+        return launches is not None and launches.gathers
 
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""
@@ -179,6 +207,7 @@ class DenseBucket(Bucket):
         in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
         if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
             return None
+        self.fill()
         return Summand(self.buffer, self.codec, self.residuals.given, self.residuals.lost, seed)
 
     def warm_up(self, peers: Peers, collective: Collective) -> None:
@@ -186,11 +215,11 @@ class DenseBucket(Bucket):
         lost = self.residuals.lost
         residual = None if lost is None else torch.zeros_like(lost)
         seed = derive_seed(0, 0, self.index)  # Triton compiles again for one of more bits
-
-        def work() -> None:
-            mean_(self.buffer, peers, collective, self.codec, residual=residual, seed=seed)
-
-        peers.submit(work, "while setting up").wait()
+        for in_place in (False, True) if self._may_read_in_place(peers, collective) else (False,):
+            self._sources = [None] * len(self.slots) if self._places is not None else []
+            exchange = self._exchange(peers, collective, in_place=in_place)
+            peers.submit(partial(exchange, residual, None, seed), "while setting up").wait()
+        self._sources = []
         self.warm_up_copies()
 
     def warm_up_copies(self) -> None:
@@ -214,26 +243,64 @@ class DenseBucket(Bucket):
     ) -> Waitable:
         """See `Bucket.launch`."""
         given, lost = self.residuals.given, self.residuals.lost
+        # the same bits either way, so ranks may differ
+        in_place = self._may_read_in_place(peers, collective) and not self._others and peers.backlog() < _IN_PLACE
+        exchange = self._exchange(peers, collective, flags, riders, in_place=in_place)
 
         def work() -> None:
             agreed.wait()
+            exchange(given, lost, seed)
+
+        return peers.submit(work, where)
+
+    def _exchange(
+        self,
+        peers: Peers,
+        collective: Collective,
+        flags: Tensor | None = None,
+        riders: Sequence[Summand] = (),
+        *,
+        in_place: bool,
+    ) -> Callable[[Tensor | None, Tensor | None, int], None]:
+        """What the communication thread does with a residual, a place for what is lost, and a seed.
+
+        It averages the gradients that `gather` found: read where they lie, if `in_place`, and else from the buffer.
+        """
+        if not in_place:
+            self.fill()
+        places, scale = self._places, self._scale
+        sources = self._sources  # the task keeps them until the device has read them
+        if in_place:
+            assert places is not None
+            addresses = places.addresses([*sources, None])
+
+        def exchange(residual: Tensor | None, lost: Tensor | None, seed: int) -> None:
+            source = None
+            if in_place:
+                from ringstrategy.kernels.triton.buckets import Source
+
+                assert places is not None
+                source = Source.at(places, sources, addresses, scale)
             mean_(
                 self.buffer,
                 peers,
                 collective,
                 self.codec,
-                residual=given,
+                residual=residual,
                 lost=lost,
                 seed=seed,
                 flags=flags,
                 riders=riders,
+                source=source,
             )
 
-        return peers.submit(work, where)
+        return exchange
 
     @torch.no_grad()
     def scatter(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.scatter`."""
+        if self._sources:
+            self.take_gradients()
         taken: list[Tensor | None] = []
         for slot, planned in zip(self.slots, self._planned, strict=True):
             taken.append(None)

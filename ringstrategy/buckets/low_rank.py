@@ -84,6 +84,7 @@ class LowRankBucket(Bucket):
         grads, given = [slot.parameter.grad for slot in self.slots], self.residuals.given
         if given is None or any(grad is not None and grad.is_sparse for grad in grads):
             self._dense.gather(size)  # which says what to do about a sparse one
+            self._dense.fill()
             return
         self._dense.leave_held_memory()
         for slot, grad in zip(self.slots, grads, strict=True):
@@ -100,10 +101,11 @@ class LowRankBucket(Bucket):
     def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`. From zeros no q is learnt."""
         seed = derive_seed(0, 0, self.index)
-        kept = None if self._dense.residual is None else self._dense.residual.clone()
+        lost = self.residuals.lost  # holds a residual already, if a checkpoint had one
+        kept = None if lost is None else lost.clone()
         peers.submit(lambda: self._mean_(peers, collective, seed), "while setting up").wait()
-        if self._dense.residual is not None and kept is not None:
-            self._dense.residual.copy_(kept)
+        if lost is not None and kept is not None:
+            lost.copy_(kept)
         self._dense.warm_up_copies()
 
     def launch(

@@ -39,14 +39,17 @@ class Slot:
         """Its gradient does not travel, and somebody keeps it: the bucket must leave that memory to them."""
         return not self.trains and gradient_is_kept(self.parameter)
 
-    def take_gradient(self) -> bool:
-        """Make the gradient a view of the buffer. False if its dtype differs, or something else holds its memory."""
+    def take_gradient(self, known: int = 0) -> bool:
+        """Make the gradient a view of the buffer. False if its dtype differs, or something else holds its memory.
+
+        `known`: see `gradient_is_held`.
+        """
         if self.holds_gradient():
             return True
         grad = self.parameter.grad
         movable = grad is not None and not grad.is_sparse and grad.dtype == self.view.dtype
         del grad
-        if not movable or gradient_is_held(self.parameter):
+        if not movable or gradient_is_held(self.parameter, known):
             return False
         self.parameter.grad = self.view.detach()  # a new tensor, so that `references` counts its holders
         return True

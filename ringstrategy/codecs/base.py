@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ringstrategy.kernels.engine import Launches
+
 WIRE_FORMAT = 3  # of all codecs and control messages together; compared once at setup
 
 
@@ -137,6 +139,16 @@ class Codec(ABC):
         self.decode(wire, decoded)
         self.restore_(decoded, seed)
         out.add_(decoded)
+
+    def launches(self, values: Tensor, seed: int) -> Launches | None:
+        """What does `hop` and `deliver` for several parts of such values at once, where launches cost; else None.
+
+        Args:
+            values: all of them.
+            seed: everyone's, of `prepare_`.
+        """
+        del values, seed
+        return None
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """Transform a run of whole blocks before it is encoded (a rotation): linear, the same on all ranks.

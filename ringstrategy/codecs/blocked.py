@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.engine import Launches, engine
 from ringstrategy.kernels.layout import Arithmetic, Signs
 
 
@@ -115,6 +115,12 @@ class Blocked(Codec):
             return
         self.check_wire(wire, out)
         engine(out.device).decode(wire, out, self, signs=signs, add=add)
+
+    def launches(self, values: Tensor, seed: int, *, signs: Signs | None = None) -> Launches | None:
+        """See `Codec.launches`; with the `signs` of a rotation."""
+        del seed
+        fuses = self.fuses(values, rotated=signs is not None)
+        return engine(values.device).launches(self, signs) if fuses else None
 
     def fuses(self, values: Tensor, *, rotated: bool) -> bool:
         """See `Engine.fuses`."""

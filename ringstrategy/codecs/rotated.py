@@ -13,7 +13,7 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.gaussian import Gaussian
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels.engine import Launches, engine
 from ringstrategy.kernels.layout import ROTATED, Signs
 
 
@@ -121,6 +121,10 @@ class Rotated(Codec):
             self.codec.deliver(wire, out, signs=signs(seed), seed=seed, add=add)
         else:
             super().deliver(wire, out, seed=seed, add=add)
+
+    def launches(self, values: Tensor, seed: int) -> Launches | None:
+        """See `Codec.launches`."""
+        return self.codec.launches(values, seed, signs=signs(seed)) if isinstance(self.codec, Blocked) else None
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""

@@ -6,12 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.transport.base import Peers
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.triton.buckets import Source
 
 # Bytes of values. Two pieces overlap, so a chunk is halved unless they would be tiny; more pieces only shorten the
 # ends, and each costs a codec's calls, so they must be larger.
@@ -37,6 +41,7 @@ class Summand:
             encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks.
             Elements where an encode met a non-finite block get the residual, or without one keep theirs.
         seed: the same on all ranks.
+        source: where the values lie, if `values` only receives the sum; for a codec that has `launches`.
     """
 
     values: Tensor
@@ -44,6 +49,7 @@ class Summand:
     residual: Tensor | None = None
     lost: Tensor | None = None
     seed: int = 0
+    source: Source | None = None
 
 
 class Collective(ABC):
@@ -67,13 +73,13 @@ class Collective(ABC):
 
         Blocks until done. `flags` (flat uint8 on the values' device, as many on all ranks) become the bitwise or of all
         ranks' flags. `riders` are summed as if each had a call of its own with one segment, but in the same messages.
-        Flags and riders only with a collective that `carries_extras`.
+        Flags, riders and a source only with a collective that `carries_extras`.
 
-        Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`.
+        Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`, or by its `launches`.
         """
 
     def carries_extras(self, peers: Peers) -> bool:
-        """Can flags and riders travel with the values?"""
+        """Can flags and riders travel with the values, and may those lie where a `Summand.source` says?"""
         del peers
         return False
 
@@ -92,6 +98,7 @@ def mean_(
     seed: int = 0,
     flags: Tensor | None = None,
     riders: Sequence[Summand] = (),
+    source: Source | None = None,
 ) -> None:
     """Average over all peers, with error feedback (Seide et al. 2014; Karimireddy et al. 2019) at every encode.
 
@@ -103,8 +110,9 @@ def mean_(
         seed: the same on all ranks, another for each step and bucket.
         flags: see `Collective.sum_`.
         riders: see `Collective.sum_`; their residuals are treated in the same way.
+        source: see `Summand`.
     """
-    given = [_with_feedback(one) for one in (Summand(values, codec, residual, lost, seed), *riders)]
+    given = [_with_feedback(one) for one in (Summand(values, codec, residual, lost, seed, source), *riders)]
     if peers.size == 1:  # nothing is encoded
         for one in given:
             if one.residual is not None and one.lost is not None and one.lost is not one.residual:

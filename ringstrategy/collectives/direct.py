@@ -122,17 +122,16 @@ def _sum_in_two_calls(pieces: Pieces, peers: Peers) -> None:
     arriving = pieces.arriving(peers, "filling", size)
     nothing = arriving[rank][:0]
 
-    parts = [nothing if to == rank else pieces.encode_part(to, 0, leaving[to]) for to in range(size)]
+    encoded = iter(pieces.encode_parts(others, [leaving[to] for to in others]))
+    parts = [nothing if to == rank else next(encoded) for to in range(size)]
     landing = [nothing if source == rank else pieces.part_of_sum(rank, 0, arriving[source]) for source in range(size)]
     peers.all_to_all(parts, landing).wait()
     total = pieces.encode_sum(rank, 0, leaving[rank], [landing[source] for source in others])
 
-    sums = [nothing if source == rank else pieces.landing(source, 0, arriving[source]) for source in range(size)]
-    spreading = peers.all_to_all([nothing if to == rank else total for to in range(size)], sums)
-    pieces.deliver_(rank, 0, total)
-    spreading.wait()
-    for source in others:
-        pieces.deliver_(source, 0, sums[source])
+    sums = [total if source == rank else pieces.landing(source, 0, arriving[source]) for source in range(size)]
+    spreading = [nothing if source == rank else wire for source, wire in enumerate(sums)]
+    peers.all_to_all([nothing if to == rank else total for to in range(size)], spreading).wait()
+    pieces.deliver_all_(range(size), sums)
 
 
 class _Mail:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ringstrategy.collectives.base import Summand, cut_chunks
+from ringstrategy.kernels.layout import Part
 from ringstrategy.transport.base import Peers
 
 _ALIGNED = 16  # bytes: so that each wire begins aligned for every dtype
@@ -43,9 +44,10 @@ class Pieces:
         copied: bool = False,
     ) -> None:
         self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
-        self._lost = summand.lost
+        self._lost, self._source = summand.lost, summand.source
         self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
         self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
+        self._launches = self._codec.launches(summand.values, summand.seed)
         self._chunks = chunks
         self.count = len(chunks[0])
         self.in_place = self._codec.raw(self._values) is not None and not riders and not copied
@@ -119,7 +121,21 @@ class Pieces:
         It is in `memory`, unless the values have all of it themselves. Wires are added in their order.
         """
         message = self.part_of_sum(chunk, k, memory)
-        wire = self.encode_sum(chunk, k, message, arrived)
+        return self._with_flags(message, self.encode_sum(chunk, k, message, arrived), k)
+
+    def encode_parts(self, chunks: Sequence[int], memories: Sequence[Tensor]) -> list[Tensor]:
+        """`encode_part` of the first piece of each of several chunks, in one launch where the codec can."""
+        if self._launches is None:
+            return [self.encode_part(chunk, 0, memory) for chunk, memory in zip(chunks, memories, strict=True)]
+        self._encode([self._cut(chunk, 0, memory) for chunk, memory in zip(chunks, memories, strict=True)])
+        messages = []
+        for chunk, memory in zip(chunks, memories, strict=True):
+            for rider, place in self._riding(chunk, 0):
+                rider.encode_part(chunk, 0, memory[place:])
+            messages.append(self._with_flags(self.part_of_sum(chunk, 0, memory), self.wire(chunk, 0, memory), 0))
+        return messages
+
+    def _with_flags(self, message: Tensor, wire: Tensor, k: int) -> Tensor:
         if self._flags is None or k > 0:
             return wire
         if self.in_place:
@@ -134,6 +150,15 @@ class Pieces:
             self.add_residual_(chunk, k)
             self.add_(chunk, k, wires)
             return self.raw(chunk, k)
+        if self._source is not None:
+            self._encode([self._cut(chunk, k, memory)], [self._own(chunk, k, wire) for wire in wires])
+        else:
+            self._hop(chunk, k, memory, wires)
+        for rider, place in self._riding(chunk, k):
+            rider.encode_sum(chunk, 0, memory[place:], [wire[place:] for wire in wires])
+        return self.wire(chunk, k, memory)
+
+    def _hop(self, chunk: int, k: int, memory: Tensor, wires: Sequence[Tensor]) -> None:
         begin, end = self._edges(chunk, k)
         self._codec.hop(
             [self._own(chunk, k, wire) for wire in wires],
@@ -145,9 +170,21 @@ class Pieces:
             own_seed=self._own_seed,
             offset=begin,
         )
-        for rider, place in self._riding(chunk, k):
-            rider.encode_sum(chunk, 0, memory[place:], [wire[place:] for wire in wires])
-        return self.wire(chunk, k, memory)
+
+    def _encode(self, parts: Sequence[Part], arrived: Sequence[Tensor] = ()) -> None:
+        assert self._launches is not None
+        self._launches.encode(
+            self._values,
+            parts,
+            arrived,
+            source=self._source,
+            residual=self._residual,
+            lost=self._lost,
+            seed=self._own_seed,
+        )
+
+    def _cut(self, chunk: int, k: int, message: Tensor) -> Part:
+        return Part(*self._edges(chunk, k), self._own(chunk, k, message))
 
     def _own(self, chunk: int, k: int, message: Tensor) -> Tensor:
         """What is the piece's own of a message."""
@@ -172,6 +209,18 @@ class Pieces:
         self._codec.deliver(self._own(chunk, k, wire), self[chunk, k], seed=self._seed)
         for rider, place in self._riding(chunk, k):
             rider.deliver_(chunk, 0, wire[place:])
+
+    def deliver_all_(self, chunks: Sequence[int], wires: Sequence[Tensor]) -> None:
+        """`deliver_` the first pieces of several chunks, in one launch where the codec can."""
+        if self._launches is not None:
+            parts = [self._cut(chunk, 0, wire) for chunk, wire in zip(chunks, wires, strict=True)]
+            self._launches.decode(parts, self._values)
+        for chunk, wire in zip(chunks, wires, strict=True):
+            if self._launches is None:
+                self.deliver_(chunk, 0, wire)
+                continue
+            for rider, place in self._riding(chunk, 0):
+                rider.deliver_(chunk, 0, wire[place:])
 
 
 def cut_pieces(

@@ -125,6 +125,9 @@ class Compiled:
         del rotated
         return values.dtype == torch.float32 and _kernels(form) is not None
 
+    def launches(self, form: BlockFormat, signs: Signs | None) -> None:
+        """None: a call costs nothing beside its work."""
+
     def warm_up(self, form: BlockFormat) -> None:
         """See `Engine.warm_up`."""
         _kernels(form)

@@ -11,10 +11,44 @@ import torch
 from torch import Tensor
 
 from ringstrategy.kernels import add, cast, mix, orthonormal, sparse
-from ringstrategy.kernels.layout import ROTATED, BlockFormat, Signs, SparseFormat
+from ringstrategy.kernels.layout import ROTATED, BlockFormat, Part, Signs, SparseFormat
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.buckets import Places
+    from ringstrategy.kernels.triton.buckets import Places, Source
+
+
+class Launches(Protocol):
+    """Encodes and decodes several parts of a float32 bucket in one launch, in one format and with one rotation."""
+
+    @property
+    def gathers(self) -> bool:
+        """Can `encode` have a source?"""
+
+    def encode(
+        self,
+        values: Tensor,
+        parts: Sequence[Part],
+        arrived: Sequence[Tensor] = (),
+        *,
+        source: Source | None,
+        residual: Tensor | None,
+        lost: Tensor | None,
+        seed: int,
+    ) -> None:
+        """Do what `Engine.encode` does for each part.
+
+        Args:
+            values: float32 (n,), the whole bucket; they stay as they are.
+            parts: of the bucket, with the messages to be written.
+            arrived: messages of the only part, to be added, if there is one part.
+            source: where the values lie, if not in `values`.
+            residual: of any float dtype (n,).
+            lost: of any float dtype (n,).
+            seed: of stochastic rounding.
+        """
+
+    def decode(self, parts: Sequence[Part], out: Tensor) -> None:
+        """Write the values in the parts' messages to their places in the bucket `out`, float32 (n,)."""
 
 
 class Engine(Protocol):
@@ -53,6 +87,9 @@ class Engine(Protocol):
 
     def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
         """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
+
+    def launches(self, form: BlockFormat, signs: Signs | None) -> Launches | None:
+        """For buckets that this engine `fuses`, several parts at once; None: each part is as quick by itself."""
 
     def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool) -> None:
         """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16."""
@@ -154,6 +191,34 @@ def _triton(module: str) -> Any:
     return import_module(f"ringstrategy.kernels.triton.{module}")
 
 
+class _TritonLaunches:
+    def __init__(self, form: BlockFormat, signs: Signs | None) -> None:
+        self._form, self._signs = form.arithmetic, signs
+
+    @property
+    def gathers(self) -> bool:
+        return bool(_triton("formats").GATHERS)
+
+    def encode(
+        self,
+        values: Tensor,
+        parts: Sequence[Part],
+        arrived: Sequence[Tensor] = (),
+        *,
+        source: Source | None,
+        residual: Tensor | None,
+        lost: Tensor | None,
+        seed: int,
+    ) -> None:
+        _triton("encode").encode_parts(
+            values, parts, arrived, _triton("formats").of(self._form),
+            source=source, residual=residual, signs=self._signs, lost=lost, seed=seed,
+        )  # fmt: skip
+
+    def decode(self, parts: Sequence[Part], out: Tensor) -> None:
+        _triton("decode").decode_parts(parts, out, _triton("formats").of(self._form), signs=self._signs)
+
+
 class _Triton:
     """Triton's kernels, imported when they are first needed."""
 
@@ -192,6 +257,10 @@ class _Triton:
             return True
         rotates: bool = _triton("formats").of(form.arithmetic).rotates
         return rotates and values.numel() % form.block < ROTATED
+
+    def launches(self, form: BlockFormat, signs: Signs | None) -> Launches:
+        """See `Engine.launches`."""
+        return _TritonLaunches(form, signs)
 
     def warm_up(self, form: BlockFormat) -> None:
         """Raise a ValueError if blocks are too large for the kernels.

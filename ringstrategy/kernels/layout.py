@@ -54,6 +54,14 @@ class Arithmetic(NamedTuple):
         return self.header_bytes * -(-numel // self.block) + round_up(numel) * self.bits // 8
 
 
+class Part(NamedTuple):
+    """Values begin to end of a bucket, whole blocks unless they are its last ones, and their message (uint8)."""
+
+    begin: int
+    end: int
+    wire: Tensor
+
+
 class SparseFormat(NamedTuple):
     """Some values of each block, in bfloat16, and where they stand."""
 

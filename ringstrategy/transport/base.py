@@ -165,6 +165,10 @@ class Peers(ABC):
     def submit(self, task: Task, where: str) -> Waitable:
         """Run `task` beside the training thread, after all tasks submitted before. `where` goes into its errors."""
 
+    def backlog(self) -> int:
+        """How many submitted tasks have not ended, on the device too; 0 where that is not known."""
+        return 0
+
     def windows(self, nbytes: int) -> Windows | None:
         """Memory that all ranks of this host can read by address, for one exchange. None where they cannot.
 

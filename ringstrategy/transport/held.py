@@ -24,6 +24,12 @@ class Held:
     def __init__(self) -> None:
         self._tasks: deque[tuple[Task, torch.cuda.Event]] = deque()
         self._lock = threading.Lock()
+        self._dropped = 0
+
+    def done(self) -> int:
+        """How many tasks the device has done."""
+        self._drop()
+        return self._dropped
 
     def until(self, done: torch.cuda.Event, task: Task) -> None:
         """Keep `task` until `done`, an event that is recorded. Those before it that are done are dropped."""
@@ -48,4 +54,5 @@ class Held:
         with self._lock:
             while self._tasks and self._tasks[0][1].query():
                 self._tasks.popleft()
+                self._dropped += 1
             return len(self._tasks)

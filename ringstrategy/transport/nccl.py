@@ -58,6 +58,7 @@ class NcclPeers(Peers):
         self._device = self._stream.device  # with its index; a thread's current device may be another
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._held = Held()
+        self._submitted = 0
         self._shared = SymmetricMemory(
             group, self._global_ranks, self.hosts, self.rank, self._device, timeout, self.stats
         )
@@ -95,6 +96,10 @@ class NcclPeers(Peers):
         self.stats.uncountable()
         dist.all_reduce(values, group=opened(self._group))
 
+    def backlog(self) -> int:
+        """See `Peers.backlog`."""
+        return self._submitted - self._held.done()
+
     def windows(self, nbytes: int) -> Windows | None:
         """See `Peers.windows`. A call for more memory than any before allocates it, and waits for all ranks."""
         return self._shared.windows(nbytes)
@@ -103,6 +108,7 @@ class NcclPeers(Peers):
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
         if self._worker is None:
             raise RuntimeError("these peers are closed")
+        self._submitted += 1
         ready = torch.cuda.current_stream(self._device).record_event()
         begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
