@@ -48,7 +48,7 @@ from ringstrategy.collectives import Direct, Ring
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Waitable
+from ringstrategy.transport.base import Peers, Waitable
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -128,6 +128,12 @@ def _nbytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+def our_function() -> str:
+    """The innermost function of ours that is running in this thread."""
+    ours = [f"`{Path(f.filename).stem}.{f.name}`" for f in traceback.extract_stack() if f.filename.startswith(_OURS)]
+    return ours[-1] if ours else "elsewhere"
+
+
 class Meter:
     """Counts while it is `counting`. `itemsize`: bytes of a gradient."""
 
@@ -159,10 +165,7 @@ class Meter:
     def wait(self) -> None:
         """The host waits for the device here."""
         if self.counting:
-            ours = [
-                f"`{Path(f.filename).stem}.{f.name}`" for f in traceback.extract_stack() if f.filename.startswith(_OURS)
-            ]
-            self.waits.append(ours[-1] if ours else "elsewhere")
+            self.waits.append(our_function())
 
     def call(self) -> None:
         """Of NCCL."""
@@ -255,8 +258,8 @@ class _Distributed:
 
     DistError = dist.DistError
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, ranks: int) -> None:
+        self._meter, self._ranks = meter, ranks
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -272,11 +275,10 @@ class _Distributed:
     def P2POp(*args: Any) -> None:
         """A part of a call."""
 
-    @staticmethod
-    def get_process_group_ranks(group: object) -> list[int]:
+    def get_process_group_ranks(self, group: object) -> list[int]:
         """All."""
         del group
-        return list(range(RANKS))
+        return list(range(self._ranks))
 
     @staticmethod
     def is_initialized() -> bool:
@@ -284,12 +286,24 @@ class _Distributed:
         return False
 
 
-class _Peers(nccl.NcclPeers):
-    """Rank 1, whose messages go nowhere. What torch does in another thread counts too."""
+def no_wire(meter: Meter, ranks: int) -> mock._patch[_Distributed]:
+    """NCCL's calls send nothing, and count."""
+    return mock.patch.object(nccl, "dist", _Distributed(meter, ranks))
 
-    def __init__(self, meter: Meter) -> None:
-        control = mock.Mock(rank=1, size=RANKS, stats=Stats(), hosts=tuple(map(str, range(RANKS))))
-        super().__init__(mock.sentinel.group, control, DEVICE)
+
+class LonelyPeers(nccl.NcclPeers):
+    """Rank 1 of `ranks`, each on a host of its own, where there is `no_wire`."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        control = mock.Mock(rank=1, size=ranks, stats=Stats(), hosts=tuple(map(str, range(ranks))))
+        super().__init__(mock.sentinel.group, control, device)
+
+
+class _Peers(LonelyPeers):
+    """What torch does in another thread counts too."""
+
+    def __init__(self, meter: Meter, ranks: int) -> None:
+        super().__init__(DEVICE, ranks)
         self._meter = meter
 
     def submit(self, task: Task, where: str) -> Waitable:
@@ -303,7 +317,7 @@ class _Peers(nccl.NcclPeers):
 
 
 @contextmanager
-def stand_ins(meter: Meter) -> Iterator[None]:
+def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
     """For what only a machine with a GPU has."""
     from triton.runtime.jit import JITFunction
 
@@ -321,7 +335,7 @@ def stand_ins(meter: Meter) -> Iterator[None]:
     with (
         mock.patch.object(engine, "_cpu", return_value=engine._CUDA),  # the meta device is none that it knows
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
-        mock.patch.object(nccl, "dist", _Distributed(meter)),
+        no_wire(meter, ranks),
         mock.patch.multiple(
             torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext, device=nullcontext
         ),
@@ -336,11 +350,23 @@ class _Agreed:
         """At once."""
 
 
-def _exchange(bucket: Bucket, peers: _Peers, algorithm: Synchronous) -> None:
+def one_bucket(algorithm: Synchronous, dtype: torch.dtype, device: torch.device) -> Bucket:
+    """Of parameters of `SHAPES`."""
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in SHAPES]
+    parameters = {f"p{place}": Parameter(tensor) for place, tensor in enumerate(tensors)}
+    [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
+    return bucket
+
+
+def fill(bucket: Bucket, gradient_of: Callable[[Tensor], Tensor]) -> None:
+    """Give each parameter a gradient."""
+    for slot in bucket.slots:
+        slot.parameter.grad = gradient_of(slot.parameter)
+
+
+def exchange(bucket: Bucket, peers: Peers, algorithm: Synchronous) -> None:
     """All that happens to a bucket from its last gradient to the optimizer's step."""
     parameters = [slot.parameter for slot in bucket.slots]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
     bucket.pack(peers.size)
     bucket.take_gradients()
     ticket = bucket.launch(peers, algorithm.collective, _Agreed(), derive_seed(0, next(_STEPS)), "nowhere")
@@ -351,24 +377,23 @@ def _exchange(bucket: Bucket, peers: _Peers, algorithm: Synchronous) -> None:
     bucket.after_step(set(parameters), True)
 
 
-def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
+def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS, ranks: int = RANKS) -> Counts:
     """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` further ones, unless it waits."""
     meter = Meter(dtype.itemsize)
-    parameters = {
-        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for place, shape in enumerate(SHAPES)
-    }
     seconds = []
-    with stand_ins(meter):
-        [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-        peers = _Peers(meter)
+    with stand_ins(meter, ranks):
+        bucket = one_bucket(algorithm, dtype, DEVICE)
+        peers = _Peers(meter, ranks)
         for _ in range(2):
             meter.clear()
             with meter.within():
-                _exchange(bucket, peers, algorithm)
+                fill(bucket, torch.empty_like)
+                exchange(bucket, peers, algorithm)
         meter.counting = False
         for _ in range(0 if meter.waits else rounds):
+            fill(bucket, torch.empty_like)
             begin = time.perf_counter()
-            _exchange(bucket, peers, algorithm)
+            exchange(bucket, peers, algorithm)
             seconds.append(time.perf_counter() - begin)
         peers.close()
     return Counts(
@@ -377,7 +402,7 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) ->
         calls=meter.calls,
         bytes_moved=meter.bytes_moved,
         waits=tuple(dict.fromkeys(meter.waits)),
-        gradients=sum(parameter.numel() for parameter in parameters.values()),
+        gradients=sum(slot.parameter.numel() for slot in bucket.slots),
         host_seconds=statistics.median(seconds) if seconds else None,
     )
 
