@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NAMES = (
     *("training", "collectives", "codecs", "overhead", "slow_rank", "packets", "time_to_accuracy", "accuracy"),
-    *("gpu", "kernels", "launches", "bucket", "shared_gpu", "campaign", "report", "demo", "lab"),
+    *("gpu", "kernels", "launches", "bucket", "shared_gpu", "sass", "campaign", "report", "demo", "lab"),
 )
 
 

@@ -20,7 +20,6 @@ streams and events of torch.cuda are replaced by stand-ins that count. So the co
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 import threading
 import time
@@ -58,7 +57,6 @@ SHAPES = [(1280, 1024)] * 5  # 25 MB of float32
 DEVICE = torch.device("meta")
 _STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
 _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
-TABLE = re.compile(r"(?<=<!-- python -m benchmarks launches -->\n).*?(?=<!-- end -->)", re.S)
 
 CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     **{
@@ -435,12 +433,5 @@ def main(given: Sequence[str]) -> None:
     table = "".join(
         f"{line}\n" for line in lines({name: measure(make(), dtype) for name, (make, dtype) in CASES.items()})
     )
-    if options.write is None:
-        print(table, end="")
-        return
-    page, replaced = TABLE.subn(lambda _: table, options.write.read_text())
-    if replaced != 1:
-        parser.error(
-            f"{options.write} has no line '<!-- python -m benchmarks launches -->' with '<!-- end -->' after it"
-        )
-    options.write.write_text(page)
+    with harness.refusing(parser):
+        harness.show_or_write(table, "launches", options.write)

@@ -11,7 +11,8 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
-from benchmarks.launches import CASES, DEVICE, RANKS, TABLE, Meter, counted, measure, stand_ins
+from benchmarks.harness import table_on
+from benchmarks.launches import CASES, DEVICE, RANKS, Meter, counted, measure, stand_ins
 from ringstrategy import AllReduce, BlockInt, Direct, Native, PowerSGD, Ring
 from ringstrategy.codecs import Cast, Codec, Identity
 
@@ -28,7 +29,7 @@ CODECS = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others ch
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_is_what_is_counted(name: str) -> None:
-    [table] = TABLE.findall((ROOT / "docs" / "gpu.md").read_text())
+    table = table_on((ROOT / "docs" / "gpu.md").read_text(), "launches")
     rows = {cells[0]: cells[1:-1] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
     assert list(rows) == list(CASES)
     make, dtype = CASES[name]
