@@ -32,13 +32,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import harness
-from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms import Algorithm, AllReduce
+from ringstrategy.algorithms.base import GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
@@ -47,8 +48,7 @@ from ringstrategy.collectives import Direct, Ring
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Peers, Waitable
-from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
 RANKS = 8
@@ -160,8 +160,9 @@ class Meter:
         finally:
             self._threads.remove(thread)
 
-    def wait(self) -> None:
-        """The host waits for the device here."""
+    def wait(self, *what: object) -> None:
+        """The host waits for the device here, or for `what`."""
+        del what
         if self.counting:
             self.waits.append(our_function())
 
@@ -289,12 +290,43 @@ def no_wire(meter: Meter, ranks: int) -> mock._patch[_Distributed]:
     return mock.patch.object(nccl, "dist", _Distributed(meter, ranks))
 
 
+class _Echo(Peers):
+    """For messages in host memory: all other ranks say what rank 1 says."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__(1, ranks)
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """See `Peers.post`."""
+        for said, heard in zip(sends.values(), recvs.values(), strict=True):
+            heard.copy_(said)
+        return _Agreed()
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """See `Peers.all_reduce_`."""
+        values.mul_(self.size)
+
+    def submit(self, task: Task, where: str) -> Waitable:
+        """At once."""
+        del where
+        task()
+        return _Agreed()
+
+    def look_around(self, where: str) -> None:
+        """Nobody gets lost."""
+
+    def abort(self, cause: str) -> None:
+        """See `Peers.abort`."""
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+
+
 class LonelyPeers(nccl.NcclPeers):
     """Rank 1 of `ranks`, each on a host of its own, where there is `no_wire`."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
-        control = mock.Mock(rank=1, size=ranks, stats=Stats(), hosts=tuple(map(str, range(ranks))))
-        super().__init__(mock.sentinel.group, control, device)
+        super().__init__(mock.sentinel.group, _Echo(ranks), device)  # type: ignore[arg-type]
 
 
 class _Peers(LonelyPeers):
@@ -337,6 +369,8 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
         mock.patch.multiple(
             torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext, device=nullcontext
         ),
+        mock.patch.object(torch.cuda, "synchronize", meter.wait),
+        mock.patch.object(_Device, "synchronize", meter.wait, create=True),
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(Tensor, "data_ptr", address),
     ):
@@ -403,6 +437,38 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS, ra
         gradients=sum(slot.parameter.numel() for slot in bucket.slots),
         host_seconds=statistics.median(seconds) if seconds else None,
     )
+
+
+def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
+    """What a whole step costs, the third one: hooks, backward, exchanges, the optimizer, residuals.
+
+    `scaled`: there is a loss scaler, which knows only on the device whether it skips the step.
+    """
+    meter = Meter(4)
+    scale, stepped = torch.full((), 256.0, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
+    with stand_ins(meter):
+        module = nn.Sequential(nn.Linear(1280, 1024, device=DEVICE), nn.GELU(), nn.Linear(1024, 1024, device=DEVICE))
+        parameters = dict(module.named_parameters())
+        peers, optimizer = _Peers(meter, RANKS), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        algorithm.setup(parameters, peers)
+        if isinstance(algorithm, ParameterAlgorithm):
+            algorithm.bind(list(parameters.values()))
+        for _ in range(3):  # what is made once is made in the first, and gossip's first exchange arrives in the second
+            meter.clear()
+            with meter.within():
+                loss = module(torch.empty(8, 1280, device=DEVICE)).square().mean()
+                if isinstance(algorithm, GradientAlgorithm):
+                    algorithm.before_backward(loss, scale=scale if scaled else None)
+                loss.backward()
+                if isinstance(algorithm, GradientAlgorithm):
+                    algorithm.after_backward()
+                    algorithm.before_step(set(parameters.values()))
+                optimizer.step()
+                algorithm.after_step(set(parameters.values()), stepped if scaled else True)
+                optimizer.zero_grad()
+        meter.counting = False
+        peers.close()
+    return meter
 
 
 def counted(counts: Counts) -> list[str]:

@@ -12,9 +12,10 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 
 from benchmarks.harness import table_on
-from benchmarks.launches import CASES, DEVICE, RANKS, Meter, counted, measure, stand_ins
+from benchmarks.launches import CASES, DEVICE, RANKS, Meter, counted, measure, stand_ins, whole_step
 from ringstrategy import AllReduce, BlockInt, Direct, Native, PowerSGD, Ring
-from ringstrategy.codecs import Cast, Codec, Identity
+from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated
+from ringstrategy.names import STRATEGIES
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -49,6 +50,28 @@ def test_no_step_of_another_kind_waits_for_the_device(algorithm: PowerSGD | AllR
     assert measure(algorithm, torch.float32, rounds=0).waits == ()
 
 
+FED_BACK = {
+    "ring_int8": AllReduce(BlockInt(8), error_feedback=True),
+    "ring_sign": AllReduce(Rotated(Gaussian(1)), Direct(), error_feedback=True),
+    "PowerSGD": PowerSGD(2, collective=Direct()),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ring_auto"])  # which is one of the others
+def test_no_whole_step_waits_for_the_device(name: str) -> None:
+    step = whole_step(STRATEGIES[name]())
+    assert step.calls > 0
+    assert step.bytes_moved > 0
+    assert step.waits == []
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+def test_no_whole_step_with_feedback_and_a_loss_scaler_waits_for_the_device(name: str) -> None:
+    step = whole_step(FED_BACK[name], scaled=True)
+    assert step.calls > 0
+    assert step.waits == []
+
+
 def test_each_way_to_wait_is_seen() -> None:
     meter, here, device = Meter(4), torch.ones(4), torch.ones(4, device=DEVICE)
     ways = [
@@ -62,6 +85,9 @@ def test_each_way_to_wait_is_seen() -> None:
         lambda: device.nonzero(),
         lambda: torch.equal(device, device),
         lambda: torch.tensor([1.0], device=DEVICE),
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.Stream().synchronize(),
+        lambda: torch.cuda.Event().synchronize(),
     ]
     with stand_ins(meter), meter.within():
         for count, way in enumerate(ways, start=1):
