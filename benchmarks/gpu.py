@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -44,29 +45,20 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _tests(which: str) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "--tb=short",
-        "tests/test_kernels.py",
-        "-k",
-        which,
-    ]
+def _tests(which: str, *how: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "--tb=short", "tests/test_kernels.py", *how, "-k", which]
 
 
 def _parts(out: Path) -> list[Part]:
     """On a GPU."""
+    at_once = ("-n", str(min(12, os.cpu_count() or 1))) if find_spec("xdist") else ()  # each compiles for itself
 
     def measured(name: str, seconds: int, *command: str) -> Part:
         rows = ["--out", str(out / "rows.jsonl")]
         return Part(name, seconds, [sys.executable, "-m", "benchmarks", *command, *rows])
 
     found = [
-        Part("tests of the kernels", 130, _tests(_KERNELS)),
+        Part("tests of the kernels", 130, _tests(_KERNELS, *at_once)),
         measured("compiling", 60, "kernels", "--warm"),
         measured("kernels", 100, "kernels", "--sizes", "64", "0.4", "--rounds", "15", "--ways", "triton"),
         measured("bucket", 90, "bucket"),
