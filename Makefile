@@ -46,13 +46,8 @@ docs: $(documents)  ## the pages of docs/ as a site, in site/; a broken link is 
 bench: $(trains)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
 	"$(py)" -m benchmarks campaign --short $(ARGS)
 
-# compute-sanitizer sees only whole allocations, so torch must not share them out
-gpu: $(installed)  ## on a machine with a GPU: the kernels' tests, compute-sanitizer if there is one, their speed
-	@"$(py)" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "make gpu needs a GPU that torch can use")'
-	"$(py)" -m pytest tests/test_kernels.py tests/test_kernels_compile.py
-	if command -v compute-sanitizer >/dev/null; then PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 1 \
-	    "$(py)" -m pytest tests/test_kernels.py -k "not more_values and not share_one_gpu" --timeout 0; fi
-	"$(py)" -m benchmarks kernels $(ARGS)
+gpu: $(installed)  ## on a machine with a GPU, 9 minutes: all that no other can show; ARGS=--dry: small, without one
+	"$(py)" -m benchmarks gpu $(ARGS)
 
 clean:  ## remove the environment, builds and outputs
 	rm -rf "$(VENV)" build dist site outputs multirun lightning_logs *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -69,6 +69,11 @@ CELLS: dict[str, Cell] = {
     "of a copy": lambda row: shown(
         row.share_of_copy if row.fraction_of_copy is None else row.fraction_of_copy, "{:.0%}"
     ),
+    "host": lambda row: seconds(row.host_seconds),
+    "on the device": lambda row: seconds(row.device_seconds),
+    "as a graph": lambda row: seconds(row.graph_seconds),
+    "launches": lambda row: shown(row.launches, "{:.0f}"),
+    "waits": lambda row: "-" if row.waits is None else ", ".join(row.waits) or "none",
     "compression": lambda row: shown(row.compression, "{:.2f}x"),
     "MB sent": lambda row: shown(row.bytes_sent, "{:.4g}", 1e-6),
     "MB on the link": lambda row: shown(row.bytes_at_interface, "{:.4g}", 1e-6),

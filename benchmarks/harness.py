@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
 TIMEOUT = timedelta(minutes=10)  # then a collective gives up
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
 _NO_CASES = "none"  # only those that nobody can leave out
+_WRITTEN = r"(?<=<!-- python -m benchmarks {} -->\n).*?(?=<!-- end -->)"
 _TRIES = 3  # a second in which the machine was busy with something else is no reason to give up
 
 
@@ -332,6 +334,29 @@ def publish(title: str, rows: Sequence[Row], out: Path | None, notes: Iterable[s
     for note in notes:
         console.print(note, highlight=False)
     append(rows, out)
+
+
+def table_on(page: str, name: str) -> str:
+    """The table that `python -m benchmarks NAME --write` has written. A ValueError if a page has no place for it."""
+    begin, end = _place(page, name)
+    return page[begin:end]
+
+
+def _place(page: str, name: str) -> tuple[int, int]:
+    found = re.search(_WRITTEN.format(name), page, re.S)
+    if found is None:
+        raise ValueError(f"the page has no line '<!-- python -m benchmarks {name} -->' with '<!-- end -->' after it")
+    return found.span()
+
+
+def show_or_write(table: str, name: str, page: Path | None) -> None:
+    """Print a table of Markdown, or write it to its place on a page."""
+    if page is None:
+        print(table, end="")
+    else:
+        text = page.read_text()
+        begin, end = _place(text, name)
+        page.write_text(text[:begin] + table + text[end:])
 
 
 def network(options: argparse.Namespace) -> str:

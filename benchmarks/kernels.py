@@ -1,16 +1,21 @@
 """The Triton kernels beside plain torch and torch.compile on one GPU, as fractions of a device copy in the same run.
 
 python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
+python -m benchmarks kernels --warm    # only compile the kernels, each codec in a process of its own
+python -m benchmarks kernels --dry     # each case once, small, on the CPU: do the kernels agree with their twins?
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from multiprocessing import get_context
 
 import torch
 from torch import Tensor
@@ -20,11 +25,15 @@ from benchmarks.rows import Row
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels import orthonormal
 from ringstrategy.kernels.reference import flips
 
 _BLOCK = 256
 _TENSORS = 300  # that pack gathers
 _REPEATS = 10  # of a case in its graph
+_MULTIPLE = 2048  # values, of which all sizes are multiples
+_DRY = 2 * _MULTIPLE  # values
+_WAYS = ("triton", "eager", "compiled")
 _CODECS: dict[str, Blocked] = {
     "int8": BlockInt(8),
     "int4": BlockInt(4),
@@ -91,12 +100,13 @@ def torch_pack(tensors: list[Tensor], flat: Tensor) -> None:
     flat.mul_(0.25)
 
 
-def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
-    """All cases over the same buffers, and what makes the buffers as they were."""
-    from ringstrategy.kernels.triton.buckets import Places, pack
+def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> tuple[list[Case], Callable[[], object]]:
+    """All cases of these codecs and of none, over the same buffers, and what makes the buffers as they were."""
+    from ringstrategy.kernels.triton.buckets import Places, pack, unpack
     from ringstrategy.kernels.triton.decode import decode
     from ringstrategy.kernels.triton.encode import encode
     from ringstrategy.kernels.triton.formats import of
+    from ringstrategy.kernels.triton.orthonormal import orthonormalise_
     from ringstrategy.kernels.triton.rotate import rotate_
 
     original, other = torch.randn(n, device=device), torch.randn(n, device=device)
@@ -107,7 +117,8 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
     def add(work: str, nbytes: int, result: Tensor, **ways: Callable[[], object]) -> None:
         cases.extend(Case(work, way, nbytes, run, result) for way, run in ways.items())
 
-    for name, codec in _CODECS.items():
+    for name in codecs:
+        codec = _CODECS[name]
         fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         encode(other, (), payload, fmt)
@@ -117,6 +128,8 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
         add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, fmt, add=True))
         add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(hop, lost=lost))
         add(f"relay fed back {name}", 12 * n + 2 * size, wire, triton=fed_back)
+        others = [payload.clone() for _ in range(3)]
+        add(f"reduce 3 {name}", 4 * n + 4 * size, wire, triton=partial(encode, values, others, wire, fmt))
         if codec.adds_exactly:
             add(f"relay rotated {name}", 12 * n + 2 * size, wire, triton=partial(fed_back, signs=turn))
             add(f"decode rotated {name}", 4 * n + size, out, triton=partial(decode, payload, out, fmt, signs=turn))
@@ -139,18 +152,29 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
         add("rotate", 8 * n, out, **{way: partial(made(torch_rotate), values, factors, matrix, out)})
 
     for name, length, dtype in (
-        ("pack", n // _TENSORS // 64 * 64, torch.float32),
+        ("pack", max(64, n // _TENSORS // 64 * 64), torch.float32),
         ("pack odd sizes", n // _TENSORS | 1, torch.float32),
-        ("pack bfloat16", n // _TENSORS // 64 * 64, torch.bfloat16),
+        ("pack bfloat16", max(64, n // _TENSORS // 64 * 64), torch.bfloat16),
     ):
         tensors = [part.to(dtype, copy=True) for part in original.split(length)]
         places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
         nbytes = (dtype.itemsize + 4) * n
         packed = partial(pack, places, tensors, out, scale=0.25)
         add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out))
+        add(f"un{name}", nbytes, tensors[0], triton=partial(unpack, places, out, tensors))
+
+    columns = original.view(-1, 2, 1024).clone()
+    add(
+        "orthonormalise",
+        8 * n,
+        columns,
+        triton=partial(orthonormalise_, columns, orthonormal.DEPENDENT),
+        eager=partial(orthonormal.orthonormalise_, columns),
+    )
 
     def reset() -> None:
         values.copy_(original)
+        columns.copy_(original.view_as(columns))
         residual.zero_()
         out.zero_()
 
@@ -213,13 +237,16 @@ def _seconds(cases: Sequence[Case], reset: Callable[[], object], options: argpar
     return seconds
 
 
-def _measure(n: int, options: argparse.Namespace) -> None:
-    import triton
+def _asked(cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
+    """The copy, and what the user wants to see beside it."""
+    works = harness.chosen(dict.fromkeys(case.work for case in cases), options.cases)
+    return [case for case in cases if case.way == "copy" or (case.work in works and case.way in options.ways)]
 
+
+def _measure(n: int, options: argparse.Namespace) -> None:
     device = torch.device("cuda")
     cases, reset = _cases(n, device)
-    works = harness.chosen(dict.fromkeys(case.work for case in cases), options.cases)
-    cases = [case for case in cases if case.way == "copy" or case.work in works]
+    cases = _asked(cases, options)
     errors = _errors(cases, reset)
     seconds = _seconds(cases, reset, options)
     copy = 8 * n / statistics.median(seconds[0])
@@ -228,39 +255,77 @@ def _measure(n: int, options: argparse.Namespace) -> None:
     for case, times in zip(cases, seconds, strict=True):
         middle, base = statistics.median(times), eager.get(case.work)
         rate = case.bytes_moved / middle
-        rows.append(
-            Row(
-                benchmark="kernels",
-                case=f"{case.work}, {case.way}",
-                baseline="eager",
-                elements=n,
-                bytes_moved=case.bytes_moved,
-                seconds_median=middle,
-                seconds=times,  # on the device
-                gigabytes_per_second=rate / 1e9,
-                fraction_of_copy=rate / copy,  # of the bytes a second of a device copy in the same rounds
-                ratio=None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True)),
-                error=errors[case.work, case.way],  # share of results that are not the eager twin's; None without one
-                device=torch.cuda.get_device_name(device),
-                torch=torch.__version__,
-                triton=triton.__version__,
-                commit=harness.commit(),
-            )
-        )
+        row = _row(case, n, errors, torch.cuda.get_device_name(device))
+        row.seconds_median, row.seconds = middle, times  # on the device
+        row.gigabytes_per_second, row.fraction_of_copy = rate / 1e9, rate / copy
+        row.ratio = None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True))
+        rows.append(row)
     harness.publish(f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}", rows, options.out)
+
+
+def _row(case: Case, n: int, errors: dict[tuple[str, str], float | None], device: str) -> Row:
+    import triton
+
+    return Row(
+        benchmark="kernels",
+        case=f"{case.work}, {case.way}",
+        baseline="eager",
+        elements=n,
+        bytes_moved=case.bytes_moved,
+        error=errors[case.work, case.way],  # share of results that are not the eager twin's; None without one
+        device=device,
+        torch=torch.__version__,
+        triton=triton.__version__,
+        commit=harness.commit(),
+    )
+
+
+def _dry(options: argparse.Namespace) -> None:
+    """Each case once in Triton's interpreter; an error if a kernel's results are not those of its twin."""
+    cases, reset = _cases(_DRY, torch.device("cpu"))
+    cases = [case for case in _asked(cases, options) if case.way != "compiled"]
+    errors = _errors(cases, reset)
+    rows = [_row(case, _DRY, errors, "cpu") for case in cases]
+    harness.publish(f"kernels: {_DRY:,} float32 in Triton's interpreter", rows, options.out)
+    wrong = [row.case for row in rows if row.error]
+    if wrong:
+        sys.exit(f"not the results of the eager twin: {', '.join(wrong)}")
+
+
+def _warm(codec: str) -> None:
+    """Compile the kernels of a codec, and those of none, so that the disk keeps them."""
+    cases, _ = _cases(1 << 20, torch.device("cuda"), [codec])
+    for case in cases:
+        if case.way == "triton":
+            case.run()
+    torch.cuda.synchronize()
 
 
 def main(given: Sequence[str]) -> None:
     """Measure every size."""
     parser = harness.arguments("kernels", __doc__, rounds=30, warmup=5)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="millions (2**20) of float32")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[1, 16, 64], help="millions (2**20) of float32")
+    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=_WAYS, help="beside the copy")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--warm", action="store_true", help="only compile the kernels")
+    how.add_argument("--dry", action="store_true", help="each case once, small, on the CPU, and nothing is timed")
     options = parser.parse_args(given)
+    if options.dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported triton yet
+        with harness.refusing(parser):
+            _dry(options)
+        return
     if not torch.cuda.is_available():
         sys.exit(
             "benchmarks/kernels.py measures a GPU, and torch sees none here: run it where torch.cuda.is_available()"
         )
-    for size in options.sizes:
-        _measure(size << 20, options)
+    if options.warm:
+        with ProcessPoolExecutor(len(_CODECS), get_context("spawn")) as processes:
+            list(processes.map(_warm, _CODECS))
+        return
+    with harness.refusing(parser):
+        for size in options.sizes:
+            _measure(round(size * (1 << 20)) // _MULTIPLE * _MULTIPLE, options)
 
 
 if __name__ == "__main__":  # also a plain file, on a bare GPU machine

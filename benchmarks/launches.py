@@ -21,7 +21,6 @@ streams and events of torch.cuda are replaced by stand-ins that count. So the co
 from __future__ import annotations
 
 import itertools
-import re
 import threading
 import time
 import traceback
@@ -35,13 +34,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import harness
-from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms import Algorithm, AllReduce
+from ringstrategy.algorithms.base import GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.buckets import factors, residuals
 from ringstrategy.buckets.base import Bucket
@@ -51,7 +51,7 @@ from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot, base
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Waitable, Windows
+from ringstrategy.transport.base import Handle, Peers, Waitable, Windows
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -64,7 +64,6 @@ _TIMED = [(40, 32)] * 5
 _HERE = torch.device("cpu")
 _STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
 _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
-TABLE = re.compile(r"(?<=<!-- python -m benchmarks launches -->\n).*?(?=<!-- end -->)", re.S)
 
 CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     **{
@@ -185,6 +184,12 @@ def _nbytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
+def our_function() -> str:
+    """The innermost function of ours that is running in this thread."""
+    ours = [f"`{Path(f.filename).stem}.{f.name}`" for f in traceback.extract_stack() if f.filename.startswith(_OURS)]
+    return ours[-1] if ours else "elsewhere"
+
+
 class Meter:
     """Counts while it is `counting`. `itemsize`: bytes of a gradient.
 
@@ -218,13 +223,11 @@ class Meter:
         finally:
             self._threads.remove(thread)
 
-    def wait(self) -> None:
-        """The host waits for the device here."""
+    def wait(self, *what: object) -> None:
+        """The host waits for the device here, or for `what`."""
+        del what
         if self.counting:
-            ours = [
-                f"`{Path(f.filename).stem}.{f.name}`" for f in traceback.extract_stack() if f.filename.startswith(_OURS)
-            ]
-            self.waits.append(ours[-1] if ours else "elsewhere")
+            self.waits.append(our_function())
 
     def call(self) -> None:
         """Of NCCL."""
@@ -322,8 +325,8 @@ class _Distributed:
 
     DistError = dist.DistError
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, ranks: int) -> None:
+        self._meter, self._ranks = meter, ranks
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -339,11 +342,10 @@ class _Distributed:
     def P2POp(*args: Any) -> None:
         """A part of a call."""
 
-    @staticmethod
-    def get_process_group_ranks(group: object) -> list[int]:
+    def get_process_group_ranks(self, group: object) -> list[int]:
         """All."""
         del group
-        return list(range(RANKS))
+        return list(range(self._ranks))
 
     @staticmethod
     def is_initialized() -> bool:
@@ -351,49 +353,103 @@ class _Distributed:
         return False
 
 
-class StandInPeers(nccl.NcclPeers):
-    """Rank 1, whose messages go nowhere. What torch does in another thread counts too.
+def no_wire(meter: Meter, ranks: int) -> mock._patch[_Distributed]:
+    """NCCL's calls send nothing, and count."""
+    return mock.patch.object(nccl, "dist", _Distributed(meter, ranks))
+
+
+class _Echo(Peers):
+    """For messages in host memory: all other ranks say what rank 1 says."""
+
+    def __init__(self, ranks: int, hosts: tuple[str, ...]) -> None:
+        super().__init__(1, ranks, Stats(), hosts)
+
+    def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
+        """See `Peers.post`."""
+        for said, heard in zip(sends.values(), recvs.values(), strict=True):
+            heard.copy_(said)
+        return _Agreed()
+
+    def all_reduce_(self, values: Tensor) -> None:
+        """See `Peers.all_reduce_`."""
+        values.mul_(self.size)
+
+    def submit(self, task: Task, where: str) -> Waitable:
+        """At once."""
+        del where
+        task()
+        return _Agreed()
+
+    def look_around(self, where: str) -> None:
+        """Nobody gets lost."""
+
+    def abort(self, cause: str) -> None:
+        """See `Peers.abort`."""
+
+    def close(self) -> None:
+        """See `Peers.close`."""
+
+
+class LonelyPeers(nccl.NcclPeers):
+    """Rank 1 of `ranks`, where there is `no_wire`.
 
     Args:
-        meter: counts.
         device: of the values.
-        shares: all ranks are on one host, and read each other's memory.
+        ranks: how many.
+        shares: all ranks are on one host, and read each other's memory; else each is on a host of its own.
     """
 
-    def __init__(self, meter: Meter, device: torch.device = DEVICE, *, shares: bool = False) -> None:
-        hosts = ("one",) * RANKS if shares else tuple(map(str, range(RANKS)))
-        control = mock.MagicMock(rank=1, size=RANKS, stats=Stats(), hosts=hosts)
+    def __init__(self, device: torch.device, ranks: int, *, shares: bool) -> None:
+        hosts = ("one",) * ranks if shares else tuple(map(str, range(ranks)))
+        control: Any = _Echo(ranks, hosts)
         super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
-        self.meter, self.device, self._shares = meter, device, shares
+        self.device, self._shares = device, shares
 
     def windows(self, nbytes: int) -> Windows | None:
         """See `Peers.windows`."""
         return _Window(self, nbytes) if self._shares else None
 
+    def count_barrier(self) -> None:
+        """Of GPUs."""
+
+
+class StandInPeers(LonelyPeers):
+    """What torch does in another thread counts too."""
+
+    def __init__(
+        self, meter: Meter, device: torch.device = DEVICE, *, ranks: int = RANKS, shares: bool = False
+    ) -> None:
+        super().__init__(device, ranks, shares=shares)
+        self._meter = meter
+
+    def count_barrier(self) -> None:
+        """A launch of torch's."""
+        self._meter.operations += self._meter.counting
+
     def submit(self, task: Task, where: str) -> Waitable:
         """See `Peers.submit`."""
 
         def counted() -> None:
-            with self.meter.within():
+            with self._meter.within():
                 task()
 
         return super().submit(counted, where)
 
 
 class _Window(Windows):
-    """Of all ranks. A barrier is a launch of torch's."""
+    """Of all ranks."""
 
-    def __init__(self, peers: StandInPeers, nbytes: int) -> None:
-        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, peers.device) for rank in range(RANKS)}
-        self._meter = peers.meter
+    def __init__(self, peers: LonelyPeers, nbytes: int) -> None:
+        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, peers.device) for rank in range(peers.size)}
+        self._peers = peers
 
     def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
         """See `Windows.barrier`."""
-        self._meter.operations += self._meter.counting
+        self._peers.count_barrier()
 
 
 @contextmanager
-def stand_ins(meter: Meter) -> Iterator[None]:
+def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
     """For what only a machine with a GPU has."""
     from ringstrategy.kernels.triton import parts, tables
     from triton.runtime.jit import JITFunction
@@ -417,10 +473,12 @@ def stand_ins(meter: Meter) -> Iterator[None]:
     with (
         mock.patch.object(engine, "_cpu", _on_gpu),  # the meta device is none that it knows
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
-        mock.patch.object(nccl, "dist", _Distributed(meter)),
+        no_wire(meter, ranks),
         mock.patch.multiple(
             torch.cuda, Stream=_Device, Event=_Device, current_stream=_Device, stream=nullcontext, device=nullcontext
         ),
+        mock.patch.object(torch.cuda, "synchronize", meter.wait),
+        mock.patch.object(_Device, "synchronize", meter.wait, create=True),
         mock.patch.object(torch, "tensor", tensor),
         mock.patch.object(parts, "table", table),
         mock.patch.object(Tensor, "data_ptr", address),
@@ -437,14 +495,33 @@ class _Agreed:
         """At once."""
 
 
-def _exchange(bucket: Bucket, peers: StandInPeers, algorithm: Synchronous) -> None:
+def shares(algorithm: Synchronous) -> bool:
+    """Does it use that ranks share a host?"""
+    return isinstance(algorithm.collective, TwoShot | Hierarchical)
+
+
+def one_bucket(
+    algorithm: Synchronous, dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
+) -> Bucket:
+    """Of parameters of these shapes."""
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+    parameters = {f"p{place}": Parameter(tensor) for place, tensor in enumerate(tensors)}
+    [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
+    return bucket
+
+
+def fill(bucket: Bucket, gradient_of: Callable[[Tensor], Tensor]) -> None:
+    """Give each parameter a gradient."""
+    for slot in bucket.slots:
+        slot.parameter.grad = gradient_of(slot.parameter)
+
+
+def exchange(bucket: Bucket, peers: Peers, algorithm: Synchronous) -> None:
     """All that happens to a bucket from its last gradient to the optimizer's step."""
     parameters = [slot.parameter for slot in bucket.slots]
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
     bucket.pack(peers.size)
-    bucket.take_gradients()
     ticket = bucket.launch(peers, algorithm.collective, _Agreed(), derive_seed(0, next(_STEPS)), "nowhere")
+    bucket.take_gradients()
     peers.finish([ticket])
     bucket.unpack(lambda slot: True)
     if bucket.undecided:
@@ -452,32 +529,20 @@ def _exchange(bucket: Bucket, peers: StandInPeers, algorithm: Synchronous) -> No
     bucket.after_step(set(parameters), True)
 
 
-def _bucket(
-    algorithm: Synchronous, dtype: torch.dtype, shapes: Sequence[tuple[int, int]], device: torch.device
-) -> Bucket:
-    parameters = {
-        f"p{place}": Parameter(torch.empty(shape, dtype=dtype, device=device)) for place, shape in enumerate(shapes)
-    }
-    [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
-    return bucket
-
-
-def _shares(algorithm: Synchronous) -> bool:
-    return isinstance(algorithm.collective, TwoShot | Hierarchical)
-
-
-def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) -> Counts:
+def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS, ranks: int = RANKS) -> Counts:
     """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` of a smaller one, unless it waits."""
     meter = Meter(dtype.itemsize)
-    with stand_ins(meter):
-        bucket, peers = _bucket(algorithm, dtype, SHAPES, DEVICE), StandInPeers(meter, shares=_shares(algorithm))
+    with stand_ins(meter, ranks):
+        bucket = one_bucket(algorithm, dtype, DEVICE)
+        peers = StandInPeers(meter, ranks=ranks, shares=shares(algorithm))
         for _ in range(2):
             meter.clear()
             with meter.within():
-                _exchange(bucket, peers, algorithm)
+                fill(bucket, torch.empty_like)
+                exchange(bucket, peers, algorithm)
         peers.close()
         meter.counting = False
-        seconds = [] if meter.waits else _host_seconds(meter, algorithm, dtype, rounds)
+        seconds = [] if meter.waits else _host_seconds(meter, algorithm, dtype, rounds, ranks)
     return Counts(
         kernels=meter.kernels,
         operations=meter.operations,
@@ -489,7 +554,7 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS) ->
     )
 
 
-def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, rounds: int) -> list[float]:
+def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, rounds: int, ranks: int) -> list[float]:
     """Of the processor, by all threads together: what else runs on this machine does not count."""
     with (
         mock.patch.object(Tensor, "data_ptr", torch._C.TensorBase.data_ptr),
@@ -498,14 +563,48 @@ def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, roun
         mock.patch.object(base, "SMALLEST_HALF", base.SMALLEST_HALF // _SHRUNK),
         mock.patch.object(base, "SMALLEST_SEGMENT", base.SMALLEST_SEGMENT // _SHRUNK),
     ):
-        bucket, peers = _bucket(algorithm, dtype, _TIMED, _HERE), StandInPeers(meter, _HERE, shares=_shares(algorithm))
+        bucket = one_bucket(algorithm, dtype, _HERE, _TIMED)
+        peers = StandInPeers(meter, _HERE, ranks=ranks, shares=shares(algorithm))
         seconds = []
         for _ in range(rounds):
+            fill(bucket, torch.empty_like)
             begin = time.process_time()
-            _exchange(bucket, peers, algorithm)
+            exchange(bucket, peers, algorithm)
             seconds.append(time.process_time() - begin)
         peers.close()
     return seconds
+
+
+def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
+    """What a whole step costs, the third one: hooks, backward, exchanges, the optimizer, residuals.
+
+    `scaled`: there is a loss scaler, which knows only on the device whether it skips the step.
+    """
+    meter = Meter(4)
+    scale, stepped = torch.full((), 256.0, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
+    with stand_ins(meter):
+        module = nn.Sequential(nn.Linear(1280, 1024, device=DEVICE), nn.GELU(), nn.Linear(1024, 1024, device=DEVICE))
+        parameters = dict(module.named_parameters())
+        peers, optimizer = StandInPeers(meter), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+        algorithm.setup(parameters, peers)
+        if isinstance(algorithm, ParameterAlgorithm):
+            algorithm.bind(list(parameters.values()))
+        for _ in range(3):  # what is made once is made in the first, and gossip's first exchange arrives in the second
+            meter.clear()
+            with meter.within():
+                loss = module(torch.empty(8, 1280, device=DEVICE)).square().mean()
+                if isinstance(algorithm, GradientAlgorithm):
+                    algorithm.before_backward(loss, scale=scale if scaled else None)
+                loss.backward()
+                if isinstance(algorithm, GradientAlgorithm):
+                    algorithm.after_backward()
+                    algorithm.before_step(set(parameters.values()))
+                optimizer.step()
+                algorithm.after_step(set(parameters.values()), stepped if scaled else True)
+                optimizer.zero_grad()
+        meter.counting = False
+        peers.close()
+    return meter
 
 
 def counted(counts: Counts) -> list[str]:
@@ -536,12 +635,5 @@ def main(given: Sequence[str]) -> None:
     table = "".join(
         f"{line}\n" for line in lines({name: measure(make(), dtype) for name, (make, dtype) in CASES.items()})
     )
-    if options.write is None:
-        print(table, end="")
-        return
-    page, replaced = TABLE.subn(lambda _: table, options.write.read_text())
-    if replaced != 1:
-        parser.error(
-            f"{options.write} has no line '<!-- python -m benchmarks launches -->' with '<!-- end -->' after it"
-        )
-    options.write.write_text(page)
+    with harness.refusing(parser):
+        harness.show_or_write(table, "launches", options.write)

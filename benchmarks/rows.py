@@ -97,6 +97,12 @@ class Row:
     fraction_of_copy: float | None = None
     triton: str | None = None
 
+    host_seconds: float | None = None  # of Python and all that it calls, until all is queued
+    device_seconds: float | None = None  # of the device's operations, added up
+    graph_seconds: float | None = None  # of the same as a CUDA graph: without launches in between
+    launches: int | None = None  # kernels, copies and fills on the device
+    waits: list[str] | None = None  # functions in which the host waits for the device
+
 
 def append(rows: Iterable[Row], path: Path | None) -> None:
     """Add a line a row, if there is a file; fields that have their defaults are left out."""

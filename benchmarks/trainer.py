@@ -10,15 +10,15 @@ import lightning as L
 
 
 def quiet_trainer(**how: Any) -> L.Trainer:
-    """On this machine's CPU; nothing is printed, logged or saved."""
+    """On this machine's CPU, unless `how` says otherwise; nothing is printed, logged or saved."""
     warnings.filterwarnings("ignore")
     for name in ("lightning", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    return L.Trainer(
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **how,
-    )
+    silent: dict[str, Any] = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**(silent | how))

@@ -26,7 +26,7 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [path for path in [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))] if path.name != "design.md"]
 FENCE = re.compile(r"^```(?P<language>[^\n]*)\n(?P<text>.*?)^```", re.M | re.S)
-ELSEWHERE = {"cd", "export", "git", "pip", "python", "sbatch", "srun", "torchrun"}  # other people's
+ELSEWHERE = {"cd", "export", "git", "ln", "pip", "python", "sbatch", "srun", "torchrun"}  # other people's
 
 
 def blocks(page, language):

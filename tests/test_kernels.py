@@ -394,7 +394,7 @@ def test_decoded_values_turn_back_exactly(codec):
 
 
 ROTATABLE = [
-    *(BlockInt(8), BlockInt(4, block=512), BlockInt(3, block=1024), BlockInt(2, block=8192)),
+    *(BlockInt(8), BlockInt(4, block=512), BlockInt(3, block=1024), BlockInt(2, block=formats.LARGEST_BLOCK)),
     *(Sign(), Sign(2048), Gaussian(4), Gaussian(3, block=512), Gaussian(1, block=4096)),
 ]
 PASSES = [(codec, None) for codec in SOME] + [(codec, signs(11)) for codec in ROTATABLE]

@@ -13,7 +13,8 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from torch.nn import Parameter
 
-from benchmarks.launches import CASES, DEVICE, RANKS, TABLE, Meter, StandInPeers, counted, measure, stand_ins
+from benchmarks.harness import table_on
+from benchmarks.launches import CASES, DEVICE, RANKS, Meter, StandInPeers, counted, measure, stand_ins, whole_step
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, Native, PowerSGD, Ring, SmallExact
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.buckets.residuals import Residuals
@@ -35,7 +36,7 @@ CODECS = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others ch
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_is_what_is_counted(name: str) -> None:
-    [table] = TABLE.findall((ROOT / "docs" / "gpu.md").read_text())
+    table = table_on((ROOT / "docs" / "gpu.md").read_text(), "launches")
     rows = {cells[0]: cells[1:-1] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
     assert list(rows) == list(CASES)
     make, dtype = CASES[name]
@@ -79,6 +80,28 @@ def test_deciding_what_residuals_keep_never_waits_for_the_device(scaled: bool) -
     assert meter.waits == []
 
 
+FED_BACK = {
+    "ring_int8": AllReduce(BlockInt(8), error_feedback=True),
+    "ring_sign": AllReduce(Rotated(Gaussian(1)), Direct(), error_feedback=True),
+    "PowerSGD": PowerSGD(2, collective=Direct()),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "ring_auto"])  # which is one of the others
+def test_no_whole_step_waits_for_the_device(name: str) -> None:
+    step = whole_step(STRATEGIES[name]())
+    assert step.calls > 0
+    assert step.bytes_moved > 0
+    assert step.waits == []
+
+
+@pytest.mark.parametrize("name", FED_BACK)
+def test_no_whole_step_with_feedback_and_a_loss_scaler_waits_for_the_device(name: str) -> None:
+    step = whole_step(FED_BACK[name], scaled=True)
+    assert step.calls > 0
+    assert step.waits == []
+
+
 def test_each_way_to_wait_is_seen() -> None:
     meter, here, device = Meter(4), torch.ones(4), torch.ones(4, device=DEVICE)
     ways = [
@@ -92,6 +115,9 @@ def test_each_way_to_wait_is_seen() -> None:
         lambda: device.nonzero(),
         lambda: torch.equal(device, device),
         lambda: torch.tensor([1.0], device=DEVICE),
+        lambda: torch.cuda.synchronize(),
+        lambda: torch.cuda.Stream().synchronize(),
+        lambda: torch.cuda.Event().synchronize(),
     ]
     with stand_ins(meter), meter.within():
         for count, way in enumerate(ways, start=1):
@@ -173,7 +199,8 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
             if isinstance(algorithm, ParameterAlgorithm):
                 algorithm.bind(set(parameters.values()))
             compiled = set(meter.compiled)
-            for _ in range(5):
+            for step in range(5):  # gradients are read where they lie, or packed first
+                peers.backlog = lambda step=step: step  # type: ignore[method-assign, misc]
                 train(algorithm, parameters)
             assert meter.compiled == compiled
         peers.close()

@@ -1,0 +1,164 @@
+"""All that only a machine with a GPU can show, part by part, within nine minutes.
+
+python -m benchmarks gpu         # as `make gpu`: one GPU is enough
+python -m benchmarks gpu --dry   # each part small, on the CPU: do they run at all?
+
+Each part is a process with a time limit of its own. One that fails or takes too long does not stop the others, and
+makes this command end with 1. The folder `--out` gets what each part printed, and `rows.jsonl` with all rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from benchmarks import harness
+
+_SECONDS = 520  # for all parts together
+_LEAST = 20  # a part with less than this left does not begin
+_GRACE = 5  # for a part to end in good order
+_ROOT = Path(__file__).parents[1]
+_PROCESSES = "share_one_gpu"
+# NCCL needs a GPU each, two of its ranks share one only here, and 20 GB of values take a while
+_KERNELS = f"not {_PROCESSES} and not more_values"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A process of at most so many seconds."""
+
+    name: str
+    seconds: int
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _tests(which: str, *how: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "--tb=short", "tests/test_kernels.py", *how, "-k", which]
+
+
+def _parts(out: Path) -> list[Part]:
+    """On a GPU."""
+    at_once = ("-n", str(min(12, os.cpu_count() or 1))) if find_spec("xdist") else ()  # each compiles for itself
+
+    def measured(name: str, seconds: int, *command: str) -> Part:
+        rows = ["--out", str(out / "rows.jsonl")]
+        return Part(name, seconds, [sys.executable, "-m", "benchmarks", *command, *rows])
+
+    found = [
+        Part("tests of the kernels", 130, _tests(_KERNELS, *at_once)),
+        measured("compiling", 60, "kernels", "--warm"),
+        measured("kernels", 100, "kernels", "--sizes", "64", "0.4", "--rounds", "15", "--ways", "triton"),
+        measured("bucket", 90, "bucket"),
+        measured("streams over gloo", 45, "shared_gpu", "streams", "--backend", "gloo"),
+        measured("streams over nccl", 45, "shared_gpu", "streams", "--backend", "nccl"),
+        measured("training over gloo", 80, "shared_gpu", "training", "--backend", "gloo"),
+        measured("training over nccl", 80, "shared_gpu", "training", "--backend", "nccl"),
+        measured("symmetric memory", 40, "shared_gpu", "symmetric"),
+        Part("tests of processes", 60, _tests(f"{_PROCESSES} and 2")),
+    ]
+    if shutil.which("compute-sanitizer"):
+        checked = ["compute-sanitizer", "--error-exitcode", "1", *_tests("pack_reads_only or largest_block")]
+        # it sees only whole allocations, so torch must not share them out
+        found.append(Part("compute-sanitizer", 60, checked, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
+    return found
+
+
+def _dry_parts(out: Path) -> list[Part]:
+    """On the CPU: in Triton's interpreter, with stand-ins, over gloo."""
+
+    def measured(name: str, *command: str) -> Part:
+        rows = ["--out", str(out / "rows.jsonl")]
+        return Part(name, 120, [sys.executable, "-m", "benchmarks", *command, "--dry", *rows])
+
+    return [
+        Part("tests of the kernels", 120, _tests("empty_bucket or with_gaps"), {"TRITON_INTERPRET": "1"}),
+        measured("kernels", "kernels", "--cases", "int8,rotate,pack"),
+        measured("bucket", "bucket", "--cases", "=`ring_int8`,=`ring_powersgd`"),
+        measured("streams over gloo", "shared_gpu", "streams"),
+        measured("training over gloo", "shared_gpu", "training", "--cases", "=ring,gossip,overflow"),
+        measured("symmetric memory", "shared_gpu", "symmetric"),
+    ]
+
+
+def _run(part: Part, limit: float, log: Path) -> str | None:
+    """What is wrong with it; it is ended when `limit` seconds are over. What it prints goes here and to `log`."""
+    environment = os.environ | dict(part.environment)
+    child = subprocess.Popen(
+        part.command,
+        cwd=_ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    late = threading.Event()
+
+    def end(number: signal.Signals) -> None:
+        late.set()
+        if child.poll() is None:
+            os.killpg(child.pid, number)
+
+    timers = [
+        threading.Timer(limit, end, [signal.SIGTERM]),
+        threading.Timer(limit + _GRACE, end, [signal.SIGKILL]),
+    ]
+    for timer in timers:
+        timer.start()
+    assert child.stdout is not None
+    with log.open("w") as file:
+        for line in child.stdout:
+            print(line, end="", flush=True)
+            file.write(line)
+    code = child.wait()
+    for timer in timers:
+        timer.cancel()
+    if late.is_set():
+        return f"not done within {limit:.0f} s"
+    return f"ended with {code}" if code else None
+
+
+def check(parts: Sequence[Part], seconds: float, out: Path) -> list[tuple[str, float, str | None]]:
+    """Run them one after the other; of each its name, the seconds that it took, and what is wrong with it."""
+    out.mkdir(parents=True, exist_ok=True)
+    deadline, results = time.monotonic() + seconds, []
+    for part in parts:
+        begin = time.monotonic()
+        limit = min(part.seconds, deadline - begin)
+        print(f"\n=== {part.name}: at most {limit:.0f} s", flush=True)
+        wrong = _run(part, limit, out / f"{part.name}.log") if limit >= min(_LEAST, part.seconds) else "no time left"
+        results.append((part.name, time.monotonic() - begin, wrong))
+    return results
+
+
+def main(given: Sequence[str]) -> None:
+    """Run all parts."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dry", action="store_true", help="each part small, on the CPU")
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu"), help="folder of logs and rows")
+    options = parser.parse_args(given)
+    if not (options.dry or torch.cuda.is_available()):
+        sys.exit("make gpu needs a GPU that torch can use; python -m benchmarks gpu --dry runs each part on the CPU")
+    os.environ[harness.COMMIT] = harness.commit()
+    out = options.out.absolute()
+    results = check((_dry_parts if options.dry else _parts)(out), _SECONDS, out)
+    print(f"\nLogs and rows: {out}")
+    for name, seconds, wrong in results:
+        print(f"{'FAILED' if wrong else 'passed'}  {seconds:4.0f} s  {name}" + (f": {wrong}" if wrong else ""))
+    sys.exit(any(wrong for *_, wrong in results))

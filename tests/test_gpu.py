@@ -1,0 +1,121 @@
+"""`make gpu` without a GPU: its parts run small on the CPU, and one that fails stops no other."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from pool import Pool, RankFailed
+from scripts import ROOT, on_ranks
+
+from benchmarks import gpu
+from benchmarks.__main__ import main
+from benchmarks.rows import read
+
+ONE_HOST = {"LOCAL_WORLD_SIZE": "2"}
+pytestmark = pytest.mark.timeout(240)
+
+
+def script(name: str, code: str, seconds: float = 60) -> gpu.Part:
+    return gpu.Part(name, seconds, [sys.executable, "-c", code])  # type: ignore[arg-type]
+
+
+def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
+    child = "import os, time; print('begun', flush=True); os.fork(); time.sleep(99)"
+    parts = [
+        script("fails", "print('what'); raise SystemExit(3)"),
+        script("hangs, as does its child", child, 2),
+        script("works", "import os; print(os.getcwd())"),
+    ]
+    begin = time.monotonic()
+    results = gpu.check(parts, 60, tmp_path)
+    assert time.monotonic() - begin < 30
+    assert [(name, wrong) for name, _, wrong in results] == [
+        ("fails", "ended with 3"),
+        ("hangs, as does its child", "not done within 2 s"),
+        ("works", None),
+    ]
+    said = [(tmp_path / f"{part.name}.log").read_text().split() for part in parts]
+    assert said == [["what"], ["begun"], [str(ROOT)]]
+
+
+def test_a_part_gets_what_is_left_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "_LEAST", 1)
+    parts = [script("long", "import time; time.sleep(99)"), script("none is left", "print('never')")]
+    results = gpu.check(parts, 2, tmp_path)
+    assert [wrong for *_, wrong in results] == ["not done within 2 s", "no time left"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
+def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
+    tests = (ROOT / "tests" / "test_kernels.py").read_text()
+    for part in gpu._parts(tmp_path):
+        if "benchmarks" in part.command:
+            arguments = list(part.command[part.command.index("benchmarks") + 1 :])
+            with pytest.raises(SystemExit, match="torch sees none here"):
+                main(arguments)
+        else:
+            for word in re.findall(r"\w{4,}", part.command[-1]):
+                assert re.search(rf"def test_\w*{word}", tests), word
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        main(["gpu"])
+
+
+def test_a_bucket_is_counted_where_it_cannot_be_measured(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is only for Linux")
+    main(["bucket", "--dry", "--cases", "=`ring_int8`", "--out", str(tmp_path / "rows.jsonl")])
+    rows = read(tmp_path / "rows.jsonl")
+    assert [(row.hosts, row.waits) for row in rows] == [(2, []), (8, [])]
+    assert all(row.launches and row.host_seconds for row in rows)
+
+
+def test_two_trainings_end_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
+    arguments = ["training", "--dry", "--cases", "ddp,=ring"]
+    rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments, environment=ONE_HOST)
+    assert [(row["case"], row["ranks_identical"]) for row in rows] == [("ddp", True), ("ring", True)]
+    assert rows[0]["best_loss"] == rows[1]["best_loss"]
+
+
+@pytest.mark.slow
+def test_all_trainings_end_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
+    rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "training", "--dry", environment=ONE_HOST)
+    names = [row["case"] for row in rows]
+    assert {"ddp", "ring", "ring_int8", "ring_int4", "ring_powersgd", "gossip_int8"} < set(names)
+    assert sum("feedback" in name for name in names) == 2
+    for row in rows:
+        assert row["ranks_identical"] or row["case"] == "gossip_int8"
+        assert (row["bytes_sent"] or 0) > 0 or row["case"] == "ddp"
+        assert row["seconds"]
+
+
+def test_what_comes_through_delayed_streams_has_the_bits_of_the_cpu(ranks: Pool, tmp_path: Path) -> None:
+    rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "streams", "--dry")
+    assert len(rows) == 6
+    assert all(row["ranks_identical"] and row["error"] == 0 for row in rows)
+
+
+def test_shared_memory_carries_what_direct_sends(ranks: Pool, tmp_path: Path) -> None:
+    arguments = ["symmetric", "--dry", "--folder", str(tmp_path)]
+    [row], _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments)
+    assert row["ranks_identical"]
+    assert row["error"] == 0
+
+
+def test_what_goes_wrong_ends_with_an_error(ranks: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="--cases: 'ring_int9' is in no case's name"):
+        on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "training", "--dry", "--cases", "ring_int9")
+
+
+@pytest.mark.slow
+def test_every_part_runs_small_on_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton", reason="triton is only for Linux")
+    with pytest.raises(SystemExit) as ended:
+        main(["gpu", "--dry", "--out", str(tmp_path)])
+    assert ended.value.code == 0, capfd.readouterr().out
+    benchmarks = {row.benchmark for row in read(tmp_path / "rows.jsonl")}
+    assert benchmarks == {"kernels", "bucket", *(f"shared_gpu {work}" for work in ("streams", "training", "symmetric"))}
+    assert {part.name for part in gpu._dry_parts(tmp_path)} <= {part.name for part in gpu._parts(tmp_path)}
