@@ -164,7 +164,7 @@ ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
     "choco of short blocks": lambda: Choco(codec=BlockInt(8, block=24)),
     "gossip in 16 bits": lambda: Gossip(codec=Cast("bf16"), unequal_data=True),
 }
-WITHOUT_KERNELS = {"ring_fp16", "ring_bf16", "gossip", "gossip_exponential", "push_sum", "gossip in 16 bits"}
+WITHOUT_KERNELS = {"ring_fp16", "ring_bf16"}
 
 
 def train(algorithm: Algorithm, parameters: dict[str, Parameter]) -> None:

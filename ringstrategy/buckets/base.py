@@ -93,8 +93,11 @@ class Bucket(ABC):
         del following, small, peers, collective, seed
         return None
 
-    def warm_up(self, peers: Peers, collective: Collective) -> None:
-        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling."""
+    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
+        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling.
+
+        A bucket of at most `small` bytes may ride with another one: see `rider`.
+        """
 
     @abstractmethod
     def launch(

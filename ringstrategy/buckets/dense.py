@@ -210,17 +210,23 @@ class DenseBucket(Bucket):
         self.fill()
         return Summand(self.buffer, self.codec, self.residuals.given, self.residuals.lost, seed)
 
-    def warm_up(self, peers: Peers, collective: Collective) -> None:
+    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
         """See `Bucket.warm_up`: zeros travel as gradients will, through kernels for the same sizes."""
         lost = self.residuals.lost
         residual = None if lost is None else torch.zeros_like(lost)
         seed = derive_seed(0, 0, self.index)  # Triton compiles again for one of more bits
-        for in_place in (False, True) if self._may_read_in_place(peers, collective) else (False,):
+        ways: list[tuple[bool, tuple[Summand, ...]]] = [(False, ())]
+        if self._may_read_in_place(peers, collective):
+            ways.append((True, ()))
+        if self.buffer.nbytes <= small and collective.carries_extras(peers):  # it may ride: here, with itself
+            ways.append((False, (Summand(torch.zeros_like(self.buffer), self.codec, residual, seed=seed),)))
+        for in_place, riders in ways:
             self._sources = [None] * len(self.slots) if self._places is not None else []
-            exchange = self._exchange(peers, collective, in_place=in_place)
+            exchange = self._exchange(peers, collective, None, riders, in_place=in_place)
             peers.submit(partial(exchange, residual, None, seed), "while setting up").wait()
         self._sources = []
         self.warm_up_copies()
+        self.residuals.warm_up()
 
     def warm_up_copies(self) -> None:
         """The part of `warm_up` that is `gather` and `scatter`."""

@@ -98,7 +98,7 @@ class LowRankBucket(Bucket):
         """See `Bucket.take_gradients`."""
         self._dense.take_gradients()
 
-    def warm_up(self, peers: Peers, collective: Collective) -> None:
+    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
         """See `Bucket.warm_up`. From zeros no q is learnt."""
         seed = derive_seed(0, 0, self.index)
         lost = self.residuals.lost  # holds a residual already, if a checkpoint had one
@@ -107,6 +107,7 @@ class LowRankBucket(Bucket):
         if lost is not None and kept is not None:
             lost.copy_(kept)
         self._dense.warm_up_copies()
+        self.residuals.warm_up()
 
     def launch(
         self,

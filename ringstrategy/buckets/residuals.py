@@ -10,6 +10,7 @@ what was stepped + residual == what a lossless exchange would have had stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -74,6 +75,20 @@ class Residuals:
     def lost(self) -> Tensor | None:
         """Flat: to be written by the exchange that has begun; perhaps the same memory."""
         return self._now
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile what decides how much of each mean was stepped; parameters stand for their gradients."""
+        if self._now is None:
+            return
+        arithmetic = self._engine()
+        tensors: list[Tensor | None] = [slot.parameter.detach() for slot in self._held]
+        then, late = arithmetic.sample(tensors), torch.zeros_like(self._late())
+        parts = arithmetic.stepped_parts(then, tensors, None, None, True)
+        answers: tuple[Tensor | bool, ...] = (True, torch.ones((), dtype=torch.bool, device=late.device))
+        for scale, stepped in product((None, torch.ones((), device=late.device)), answers):
+            arithmetic.stepped_parts(then, tensors, late, scale, stepped)
+        arithmetic.go_(self._now, self._now, self._edges, torch.ones_like(parts))
 
     @torch.no_grad()
     def begin(self, scale: Tensor | None) -> None:

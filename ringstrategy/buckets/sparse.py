@@ -53,7 +53,7 @@ class SparseBucket(Bucket):
             self._indices = rows.indices().contiguous()
             self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
 
-    def warm_up(self, peers: Peers, collective: Collective) -> None:
+    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
         """See `Bucket.warm_up`: each rank sends one row of zeros."""
         parameter = self.slots[0].parameter
         self._indices = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)

@@ -142,7 +142,7 @@ class Synchronous(GradientAlgorithm):
             agreed.wait()
         with self._peers.stats.probe():
             for bucket in buckets:
-                bucket.warm_up(self._peers, self.collective)
+                bucket.warm_up(self._peers, self.collective, small(self._capacity))
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
         """See `GradientAlgorithm.check`."""
