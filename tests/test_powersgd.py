@@ -209,7 +209,7 @@ def test_only_what_gets_smaller_is_compressed() -> None:
     assert {name for name, kind in kinds.items() if kind is LowRankBucket} == {"border", "wide", "matrix"}
     assert {name for name, kind in kinds.items() if kind is SparseBucket} == {"rows"}
     assert set(kinds) == set(parameters)
-    assert {type(b.residual) for b in buckets if isinstance(b, DenseBucket)} == {type(None)}
+    assert {type(b.residuals.lost) for b in buckets if isinstance(b, DenseBucket)} == {type(None)}
     said = "\n".join(bucket.describe() for bucket in buckets)
     assert "40 + 50" in said
     larger = PowerSGD(9).plan(_parameters({"a": (30, 40)}), frozenset(), 0)  # 630 of 1200 elements
