@@ -528,6 +528,36 @@ def test_toggling_keeps_the_other_gradients(ranks: Pool) -> None:
     assert results[0]["branches.2.weight"] is None
 
 
+def _shared_memory(peers: FakePeers, dtype: torch.dtype) -> list[Tensor]:
+    """Autograd gives `a` and `b` one memory for their gradients, if nothing else does with it."""
+    a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
+    generator = torch.Generator().manual_seed(peers.rank)
+    algorithm = AllReduce(BlockInt(4, block=24), Direct())
+    algorithm.setup({"a": a, "b": b}, peers)
+    loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
+    algorithm.before_backward(loss)
+    loss.backward()
+    assert a.grad is not None
+    assert b.grad is not None
+    assert a.grad.data_ptr() == b.grad.data_ptr(), "or this tests nothing"
+    algorithm.after_backward()
+    views = [slot.view for bucket in algorithm._buckets for slot in bucket.slots]
+    gradients = [slot.parameter.grad for bucket in algorithm._buckets for slot in bucket.slots]
+    algorithm.close()
+    for view, gradient in zip(views, gradients, strict=True):
+        assert torch.equal(view.to(dtype), gradient)  # type: ignore[arg-type]
+    return [gradient.view(-1) for gradient in gradients if gradient is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> None:
+    every_rank = on_all_ranks(3, lambda peers: _shared_memory(peers, dtype))
+    for first, second in every_rank:
+        assert not torch.equal(first, second), "blocks lie elsewhere in each, so the means differ"
+        assert torch.equal(first, every_rank[0][0])
+        assert torch.equal(second, every_rank[0][1])
+
+
 def _local(by_attribute: bool) -> tuple[Tensor, Tensor]:
     module = Net()
     if by_attribute:

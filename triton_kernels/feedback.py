@@ -162,7 +162,7 @@ def _offsets(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     return _offsets_of(layouts, device, stream_of(device))
 
 
-@lru_cache(256)
+@lru_cache(4096)
 def _offsets_of(
     layouts: tuple[tuple[torch.Size, tuple[int, ...]] | None, ...], device: torch.device, stream: int
 ) -> Tensor:
@@ -181,7 +181,7 @@ def _offsets_of(
     return uploaded(offsets, device)
 
 
-@lru_cache(256)
+@lru_cache(4096)
 def _spans(edges: tuple[int, ...], device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
     """The edges; and of each program the first tensor of its elements, and behind them the one after the last."""
     begins = range(0, edges[-1], _SPAN)

@@ -26,7 +26,7 @@ def uploaded(host: Tensor, device: torch.device) -> Tensor:
     return (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)  # more than a step asks for, or it would keep nothing
 def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     return uploaded(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
 

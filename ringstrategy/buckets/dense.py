@@ -308,6 +308,7 @@ class DenseBucket(Bucket):
         if self._sources:
             self.take_gradients()
         taken: list[Tensor | None] = []
+        written: set[int] = set()
         for slot, planned in zip(self.slots, self._planned, strict=True):
             taken.append(None)
             parameter, view = slot.parameter, slot.view
@@ -317,6 +318,10 @@ class DenseBucket(Bucket):
                 parameter.grad = view.detach() if parameter.dtype == view.dtype else torch.empty_like(parameter)
             if slot.take_gradient() or not view.numel():
                 continue
+            if parameter.grad.data_ptr() in written:  # autograd may give equal gradients one memory; means may differ
+                parameter.grad = view.detach() if parameter.dtype == view.dtype else view.to(parameter.dtype)
+                continue
+            written.add(parameter.grad.data_ptr())
             if self._places is not None and (parameter.grad.dtype, parameter.grad.stride()) == planned:
                 taken[-1] = parameter.grad
             else:

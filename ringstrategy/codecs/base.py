@@ -115,7 +115,7 @@ class Codec(ABC):
         if lost is not None:
             before = lost if residual is None else residual  # what the encode leaves as it was comes back as this
             if lost.dtype != values.dtype:
-                rest = before.to(values.dtype)
+                rest = before.to(values.dtype, copy=True)
             elif before.data_ptr() != lost.data_ptr():
                 lost.copy_(before)
         if rest is not None:

@@ -74,12 +74,11 @@ def _sum_by_address(pieces: Pieces, windows: Windows, rank: int, size: int) -> N
     def slot(of: int, place: int) -> Tensor:
         return windows.memory[of][place * pieces.stride : (place + 1) * pieces.stride]
 
-    parts = [pieces.encode_part(to, 0, slot(rank, to)) for to in others]
+    parts = pieces.encode_parts(others, [slot(rank, to) for to in others])
     landed = [pieces.part_of_sum(rank, 0, slot(source, rank)) for source in others]
     windows.barrier(parts, landed)
     total = pieces.encode_sum(rank, 0, slot(rank, rank), landed)
 
     sums = [pieces.wire(source, 0, slot(source, source)) for source in others]
     windows.barrier([total] * len(others), sums)
-    for source, wire in zip([rank, *others], [total, *sums], strict=True):
-        pieces.deliver_(source, 0, wire)
+    pieces.deliver_all_([rank, *others], [total, *sums])

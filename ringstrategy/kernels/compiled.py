@@ -56,7 +56,7 @@ class Compiled:
             return
         assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
         if lost is not None and lost.dtype != values.dtype:
-            rest = (lost if residual is None else residual).to(values.dtype)
+            rest = (lost if residual is None else residual).to(values.dtype, copy=True)
             added = None if residual is None else rest
             self.encode(
                 values, wires, wire, form, residual=added, signs=signs, lost=rest, seed=seed, offset=offset

@@ -97,7 +97,7 @@ class NcclPeers(Peers):
         dist.all_reduce(values, group=opened(self._group))
 
     def backlog(self) -> int:
-        """See `Peers.backlog`."""
+        """See `Peers.backlog`. After an error, tasks that never ran count too."""
         return self._submitted - self._held.done()
 
     def windows(self, nbytes: int) -> Windows | None:
@@ -135,6 +135,7 @@ class NcclPeers(Peers):
         for ticket in tickets:
             ticket.wait()
         done.record(stream)
+        self._held.done()  # drops what it keeps for those
         self._count_spans(("exposed_seconds", begin, done))
 
     def _count_spans(self, *new: tuple[str, torch.cuda.Event, torch.cuda.Event]) -> None:

@@ -15,6 +15,7 @@ from ringstrategy.transport.base import Windows
 from ringstrategy.transport.stats import Stats
 
 _ALIGNED = 16  # bytes: what a GPU reads at once
+_RIDERS = 1 << 20  # bytes
 _log = logging.getLogger(__name__)
 _stuck: list[Any] = []  # memory of peers that were aborted: to free it waits for the device, which may wait for a peer
 
@@ -64,7 +65,8 @@ class SymmetricMemory:
         self._device, self._timeout, self._stats = device, timeout, stats
         self._on_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         self._group: dist.ProcessGroup | None = None  # of the ranks of this host
-        self._asked = 0  # the most bytes so far
+        self._asked = 0  # the most bytes so far, and what may ride along
+        self._tries = 0
         self._fails = False
         self._whole: Tensor | None = None
         self._handle: Any = None
@@ -82,7 +84,8 @@ class SymmetricMemory:
         self._pair, self._handle, self._whole = [], None, None  # first give back what there was
         if self._asked == 0:
             self._connect()
-        self._asked = nbytes
+        self._asked = nbytes + nbytes // 16 + _RIDERS  # a bucket was warmed up without the small ones that ride with it
+        self._tries += 1
         # each step waits for ranks that the step before has left out if it failed: so all ranks compare after each
         steps = (self._allocate, self._rendezvous, self._try) if len(self._on_host) > 1 else (_nothing,) * 3
         self._fails = not all(self._all_can(step) for step in steps)
@@ -103,7 +106,7 @@ class SymmetricMemory:
         why = ""
         try:
             step()
-        except (ImportError, AttributeError, RuntimeError) as error:  # what torch has there may change, and is no API
+        except Exception as error:  # what torch has there is no API: it may change in any way
             why = f"rank {self._rank}: {type(error).__name__}: {error}"
         reasons: list[Any] = [""] * len(self._hosts)
         dist.all_gather_object(reasons, why, group=self._everyone)
@@ -137,12 +140,16 @@ class SymmetricMemory:
         """Each rank writes its number to both ends of its memory, and reads all others': silently wrong ones exist."""
         ends = (0, -1)
         for window, end in zip(self._pair, ends, strict=True):
-            window.memory[self._rank][end] = self._rank % 251
+            window.memory[self._rank][end] = self._number(self._rank)
         self._pair[0].barrier([], [])
         for window, end in zip(self._pair, ends, strict=True):
             for rank, memory in window.memory.items():
-                if int(memory[end]) != rank % 251:
+                if int(memory[end]) != self._number(rank):
                     raise RuntimeError(f"it reads something else in the memory of rank {rank} than that rank wrote")
+
+    def _number(self, rank: int) -> int:
+        """Of a rank, in this try: never 0, which fresh memory holds, and none that an earlier try has left."""
+        return 1 + (7 * rank + self._tries) % 251
 
     def close(self, *, aborted: bool) -> None:
         """Give memory and group back. The device must be done with it; after an abort it may not be: then keep it."""

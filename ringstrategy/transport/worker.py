@@ -74,3 +74,4 @@ class Worker:
                 ticket.refuse(error)
             else:
                 error = ticket.run(task)
+            del handed_in, task, ticket  # while it waits for the next, it keeps no gradients
