@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,12 +26,14 @@ from benchmarks import harness
 from ringstrategy.codecs import BlockInt, Gaussian
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
+from ringstrategy.kernels.feedback import FADES
+from ringstrategy.kernels.sample import PLACES
 
 GPUS = ("sm_80", "sm_90", "sm_100")
 SEED = 2**60 + 7
 RANK = 4  # of PowerSGD's columns
 _TURN = signs(SEED)
-_F32, _I64, _I32, _U8 = torch.float32, torch.int64, torch.int32, torch.uint8
+_F64, _F32, _I64, _I32, _U8 = torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8
 _PAYLOADS = {"encode": None, "relay": _U8, "reduce": _I64}  # their dtype
 
 
@@ -40,15 +42,17 @@ class Variant:
     """A kernel, compiled for what it is launched with.
 
     Args:
-        kernel: "encode"; "relay" and "reduce", which add one message and several; "decode", "pack", "unpack", "rotate",
-            "orthonormalise".
+        kernel: "encode"; "relay" and "reduce", which add one message and several; "decode", "add", "pack", "unpack",
+            "rotate", "orthonormalise"; of what an optimizer stepped: "sample", "compare", "part", "go".
         codec: of messages.
         values: dtype of values.
         residual: its dtype, or None.
-        lost: is what is lost written? Also: does "decode" add?
+        lost: is what is lost written, in the dtype of the residual if there is one? Also: does "decode" add?
         rotated: in the same pass?
-        numel: values of the message.
-        align: bytes of which the places of codes are multiples.
+        parts: are there several, each with a message of its own?
+        gathered: are values read where the tensors lie?
+        numel: values of the message; those of parts are in a table.
+        align: bytes of which the places of codes are multiples; of "add" and "orthonormalise", those of values.
     """
 
     kernel: str
@@ -57,38 +61,44 @@ class Variant:
     residual: torch.dtype | None = None
     lost: bool = True
     rotated: bool = False
+    parts: bool = False
+    gathered: bool = False
     numel: int = 2**20 + 3
     align: int = 16
 
     def arguments(self) -> tuple[Any, Sequence[Any]]:
         """The kernel and what it is launched with, dtypes in place of tensors."""
-        from ringstrategy.kernels.triton import buckets, decode, encode, orthonormal, rotate
+        from ringstrategy.kernels.triton import add, buckets, decode, encode, feedback, orthonormal, rotate
         from ringstrategy.kernels.triton.formats import of
 
-        fmt = self.codec and of(self.codec.arithmetic)
+        n, tensors = self.numel, (_I64, _I64, _I32)  # addresses, edges, kinds
+        columns = orthonormal._WIDTH, min(self.align // 4, 4)
+        others = {
+            "add": (add._add_kernel, (_F32, _I64, n, 3, add._SPAN, self.align)),
+            "pack": (buckets._pack_kernel, (*tensors, _I32, _F32, n, 0.25, buckets._SPAN)),
+            "unpack": (buckets._unpack_kernel, (*tensors, _I32, _F32, n, buckets._SPAN)),
+            "rotate": (rotate._rotate_kernel, (self.values, n, *_TURN, rotate._ROWS, False)),
+            "orthonormalise": (orthonormal._orthonormalise_kernel, (_F32, n, 1e-3, RANK, *columns)),
+            "sample": (feedback._sample_kernel, (_I64, _I64, _F64, PLACES)),
+            "compare": (feedback._compare_kernel, (_I64, _I64, _F64, _F64, PLACES)),
+            "part": (feedback._part_kernel, (_I64, _F64, _F64, _F32, _U8, _F64, 100, FADES, 128)),
+            "go": (feedback._go_kernel, (_F32, _F32, _I64, _I32, _F64, feedback._SPAN)),
+        }
+        if self.kernel in others:
+            return others[self.kernel]
+        assert self.codec is not None
+        fmt = of(self.codec.arithmetic)
         turn = _TURN if self.rotated else rotate.NO_SIGNS
-        lost = self.values if self.lost else None
-        n = self.numel
+        wire, n, place = (_I64, 0, 0) if self.parts else (_U8, n, 2**33)
         if self.kernel == "decode":
-            return decode._decode_kernel, (_U8, lost, self.values, n, *turn, fmt, self.align)
-        if self.kernel == "pack":
-            return buckets._pack_kernel, (_I64, _I64, _I32, _I32, _F32, n, 0.25, buckets._SPAN)
-        if self.kernel == "unpack":
-            return buckets._unpack_kernel, (_I64, _I64, _I32, _I32, _F32, n, buckets._SPAN)
-        if self.kernel == "rotate":
-            return rotate._rotate_kernel, (self.values, n, *_TURN, rotate._ROWS, False)
-        if self.kernel == "orthonormalise":
-            return orthonormal._orthonormalise_kernel, (
-                _F32,
-                n,
-                1e-3,
-                RANK,
-                orthonormal._WIDTH,
-                min(self.align // 4, 4),
-            )
+            before = self.values if self.lost else None
+            return decode._decode_kernel, (wire, before, self.values, n, *turn, fmt, self.align)
+        values, edges, kinds = tensors if self.gathered else (self.values, None, None)
+        count, scale = (7, 0.125) if self.gathered else (0, None)
+        lost = (self.residual or self.values) if self.lost else None
         return encode._encode_kernel, (
-            *(self.values, self.residual, _PAYLOADS[self.kernel], _U8, lost, n, 3, SEED, 2**33, *turn),
-            *(None, None, 0, None, fmt, self.align),
+            *(values, self.residual, _PAYLOADS[self.kernel], wire, lost, n, 3, SEED, place, *turn),
+            *(edges, kinds, count, scale, fmt, self.align),
         )
 
 
@@ -155,17 +165,28 @@ def _tool(name: str, *arguments: str) -> str:
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def _rows(name: str, codec: Blocked, *, rotated: bool) -> dict[str, Variant]:
+    """Of a codec: with one message, and what a bucket launches over NCCL."""
+    one = Variant("encode", codec, lost=False, rotated=rotated)
+    fed_back = replace(one, residual=_F32, lost=True)
+    bucket, bucket_fed_back = (replace(each, parts=True, gathered=True) for each in (one, fed_back))
+    return {
+        f"encode {name}": one,
+        f"reduce {name}, feedback": replace(fed_back, kernel="reduce"),
+        f"decode {name}": replace(one, kernel="decode"),
+        f"encode {name}, bucket": bucket,
+        f"encode {name}, bucket, feedback": bucket_fed_back,
+        f"reduce {name}, bucket": replace(bucket, kernel="reduce"),
+        f"reduce {name}, bucket, feedback": replace(bucket_fed_back, kernel="reduce"),
+        f"decode {name}, bucket": replace(one, kernel="decode", parts=True),
+    }
+
+
 ROWS = {
-    "encode `BlockInt(8)`": Variant("encode", BlockInt(8), lost=False),
-    "encode `Rotated(Gaussian(4))`": Variant("encode", Gaussian(4), lost=False, rotated=True),
-    "encode `Rotated(Gaussian(1))`": Variant("encode", Gaussian(1), lost=False, rotated=True),
-    "reduce `BlockInt(8)`, feedback": Variant("reduce", BlockInt(8), residual=_F32),
-    "reduce `Rotated(Gaussian(4))`, feedback": Variant("reduce", Gaussian(4), residual=_F32, rotated=True),
-    "reduce `Rotated(Gaussian(1))`, feedback": Variant("reduce", Gaussian(1), residual=_F32, rotated=True),
-    "decode `BlockInt(8)`": Variant("decode", BlockInt(8), lost=False),
-    "decode `Rotated(Gaussian(4))`": Variant("decode", Gaussian(4), lost=False, rotated=True),
-    "decode `Rotated(Gaussian(1))`": Variant("decode", Gaussian(1), lost=False, rotated=True),
-    **{kernel: Variant(kernel) for kernel in ("pack", "unpack", "rotate", "orthonormalise")},
+    **_rows("`BlockInt(8)`", BlockInt(8), rotated=False),
+    **_rows("`Rotated(Gaussian(4))`", Gaussian(4), rotated=True),
+    **_rows("`Rotated(Gaussian(1))`", Gaussian(1), rotated=True),
+    **{kernel: Variant(kernel) for kernel in ("add", "pack", "unpack", "rotate", "orthonormalise")},
 }
 
 

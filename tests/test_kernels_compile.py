@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,203 +15,247 @@ triton = pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from ringstrategy.kernels.triton import feedback as on_gpus
-from ringstrategy.kernels.triton.add import _SPAN as _ADDED
-from ringstrategy.kernels.triton.add import _add_kernel
-from ringstrategy.kernels.triton.buckets import _SPAN, _pack_kernel, _unpack_kernel
-from ringstrategy.kernels.triton.decode import _decode_kernel
-from ringstrategy.kernels.triton.encode import _encode_kernel
-from ringstrategy.kernels.triton.formats import GATHERS, LARGEST_BLOCK, LAUNCH, of
-from ringstrategy.kernels.triton.rotate import _ROWS, NO_SIGNS, _rotate_kernel
-from triton.backends.compiler import GPUTarget
+from ringstrategy.kernels.triton.formats import GATHERS, LARGEST_BLOCK, of
 
+from benchmarks import sass
+from benchmarks.harness import table_on
+from benchmarks.sass import GPUS, ROWS, SEED, Variant, compiled, read
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels.feedback import FADES
-from ringstrategy.kernels.sample import PLACES
 
-OLD = triton.__version__ < "3.6"  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-}
-CODECS = {
-    "int8": BlockInt(8),
-    "int4": BlockInt(4),
-    "int2": BlockInt(2),
-    "int7 minmax": BlockInt(7, scale="minmax"),
-    "int8 stochastic": BlockInt(8, rounding="stochastic"),
-    "e4m3": BlockFloat8("e4m3"),
-    "e5m2": BlockFloat8("e5m2"),
-    "sign": Sign(),
-    "gaussian4": Gaussian(4),
-    "gaussian4 in 1024": Gaussian(4, block=1024),
-    "int8 in the largest": BlockInt(8, block=LARGEST_BLOCK),
-}
-F32, F64, I64, I32, U8 = torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8
-N, SEED = 2**20 + 3, 2**60 + 7
-
-PAYLOADS = {"encode": None, "relay": U8, "reduce": I64}  # their dtype
-HALVES = {"of float16": torch.float16, "of bfloat16": torch.bfloat16}
-FED_BACK, HALF_FED_BACK = "fed back", "fed back in bfloat16"
-# target, kernel, codec, then what else: the values' dtype, "rotated", how errors are fed back, "of one value"
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+OLD = VERSION < (3, 6)  # it divides with subnormal numbers taken as 0 (docs/wire-format.md)
+F32, BF16 = torch.float32, torch.bfloat16
+INT8, INT4, E4M3, SIGN, GAUSSIAN = BlockInt(8), BlockInt(4), BlockFloat8("e4m3"), Sign(), Gaussian(4)
+LARGE = [Gaussian(4, block=1024), BlockInt(8, block=LARGEST_BLOCK)]
+MINMAX, STOCHASTIC = BlockInt(7, scale="minmax"), BlockInt(8, rounding="stochastic")
+ALL = [INT8, INT4, E4M3, SIGN, GAUSSIAN, BlockInt(2), MINMAX, STOCHASTIC, BlockFloat8("e5m2"), Gaussian(1), *LARGE]
+GATHERED = Variant("encode", lost=False, parts=True, gathered=True)
 CASES = [
-    *(("sm_90", "encode", name) for name in CODECS),
-    *(("sm_90", kernel, name) for kernel in ("relay", "reduce") for name in ("int8", "sign")),
-    *(("sm_90", "decode", name) for name in ("int4", "int7 minmax", "e4m3")),
-    *(("sm_90", kernel) for kernel in ("pack", "unpack", "rotate", "sample", "compare", "part", "go")),
-    *(("sm_90", kernel, "int8", "of one value") for kernel in ("encode", "relay", "decode")),
-    *(("sm_90", "encode", name, "losing nothing") for name in ("int8", "e4m3", "sign", "gaussian4")),
-    *(("sm_90", "relay", name, "losing nothing") for name in ("int8", "e4m3")),
-    *(("sm_90", "reduce", name, "losing nothing") for name in ("gaussian4", "sign")),
-    *(("sm_90", "relay", name, FED_BACK) for name in CODECS),
-    *(("sm_90", "relay", name, HALF_FED_BACK) for name in ("int8", "e4m3")),
+    *(("sm_90", Variant("encode", codec)) for codec in ALL),
+    *(("sm_90", Variant(kernel, codec)) for kernel in ("relay", "reduce") for codec in (INT8, SIGN)),
+    *(("sm_90", Variant("decode", codec)) for codec in ALL),
+    *(("sm_90", Variant("decode", codec, align=2)) for codec in (INT4, MINMAX, E4M3)),
+    *(("sm_90", Variant(kernel)) for kernel in ("pack", "unpack", "rotate", "orthonormalise")),
+    *(("sm_90", Variant(kernel)) for kernel in ("sample", "compare", "part", "go")),
     *(
-        ("sm_90", kernel, name, "rotated", FED_BACK)
+        ("sm_90", Variant(kernel, INT8, numel=1, align=align))
+        for kernel in ("encode", "relay", "decode")
+        for align in (16, 2)
+    ),
+    *(("sm_90", Variant("encode", codec, lost=False)) for codec in (INT8, E4M3, SIGN, GAUSSIAN)),
+    *(("sm_90", Variant("relay", codec, lost=False)) for codec in (INT8, E4M3)),
+    *(("sm_90", Variant("reduce", codec, lost=False)) for codec in (GAUSSIAN, SIGN)),
+    *(("sm_90", Variant("relay", codec, residual=F32)) for codec in ALL),
+    *(("sm_90", Variant("relay", codec, residual=BF16)) for codec in (INT8, E4M3)),
+    *(
+        ("sm_90", Variant(kernel, codec, residual=F32, rotated=True))
         for kernel in ("encode", "relay", "reduce")
-        for name in ("int8", "sign", "gaussian4", "gaussian4 in 1024", "int8 in the largest")
+        for codec in (INT8, SIGN, GAUSSIAN, *LARGE)
     ),
-    *(("sm_90", "relay", name, "rotated", "losing nothing") for name in ("int8", "sign", "gaussian4")),
-    *(("sm_90", "decode", name, "rotated") for name in ("int8", "sign", "gaussian4", "gaussian4 in 1024")),
-    ("sm_90", "encode", "int8", "of bfloat16"),
-    ("sm_90", "decode", "int8", "of float16"),
-    *(("sm_90", "encode", name, "in parts", "gathered", "losing nothing") for name in ("int8", "int4", "e4m3", "sign")),
-    *(("sm_90", "reduce", name, "in parts", "gathered", "losing nothing") for name in ("int8", "e4m3")),
+    *(("sm_90", Variant("relay", codec, lost=False, rotated=True)) for codec in (INT8, SIGN, GAUSSIAN)),
     *(
-        ("sm_90", kernel, name, "in parts", "gathered", "rotated", FED_BACK)
-        for kernel in ("encode", "reduce")
-        for name in ("int8", "gaussian4", "gaussian4 in 1024", "int8 in the largest")
+        ("sm_90", Variant("decode", codec, rotated=True, align=align))
+        for codec in (INT8, SIGN, GAUSSIAN, LARGE[0])
+        for align in (16, 2)
     ),
-    *(("sm_90", kernel, "int8", "in parts", FED_BACK) for kernel in ("encode", "reduce")),
-    ("sm_90", "decode", "int8", "in parts"),
-    ("sm_90", "decode", "gaussian4", "in parts", "rotated"),
-    *(("sm_80", kernel, "int8", "in parts", "gathered", FED_BACK) for kernel in ("encode", "reduce")),
-    *(("gfx942", kernel, "int8", "in parts", "gathered", FED_BACK) for kernel in ("encode", "reduce")),
-    ("gfx942", "encode", "gaussian4", "in parts", "gathered", "rotated", HALF_FED_BACK),
-    ("gfx942", "decode", "int8", "in parts"),
-    ("sm_80", "encode", "e4m3"),
-    ("sm_80", "relay", "int4"),
-    ("sm_80", "relay", "e4m3", FED_BACK),
-    ("sm_80", "reduce", "gaussian4", "rotated", FED_BACK),
-    ("sm_80", "relay", "sign", "rotated", HALF_FED_BACK),
-    ("sm_80", "decode", "gaussian4", "rotated"),
-    ("sm_80", "pack"),
-    *((target, "add") for target in ("sm_80", "sm_90", "gfx942")),
-    ("gfx942", "encode", "int8"),
-    ("gfx942", "relay", "gaussian4"),
-    ("gfx942", "reduce", "int4"),
-    ("gfx942", "relay", "int8", FED_BACK),
-    ("gfx942", "reduce", "gaussian4", "rotated", FED_BACK),
-    ("gfx942", "relay", "sign", "rotated", FED_BACK),
-    ("gfx942", "decode", "e4m3"),
-    ("gfx942", "decode", "gaussian4", "rotated"),
-    ("gfx942", "pack"),
-    ("gfx942", "unpack"),
-    ("gfx942", "compare"),
-    ("gfx942", "part"),
-    ("gfx942", "go"),
+    *(("sm_90", Variant(kernel, INT8, values=BF16)) for kernel in ("encode", "relay", "decode")),
+    *(("sm_90", Variant(kernel, INT8, align=2)) for kernel in ("encode", "relay", "decode")),
+    *(("sm_90", Variant("decode", INT8, values=torch.float16, align=align)) for align in (16, 2)),
+    ("sm_90", Variant("orthonormalise", align=4)),
+    *(("sm_90", replace(GATHERED, codec=codec)) for codec in (INT8, INT4, E4M3, SIGN)),
+    *(("sm_90", replace(GATHERED, kernel="reduce", codec=codec)) for codec in (INT8, E4M3)),
+    *(
+        ("sm_90", replace(GATHERED, kernel=kernel, codec=codec, residual=F32, lost=True, rotated=True))
+        for kernel in ("encode", "reduce")
+        for codec in (INT8, GAUSSIAN, *LARGE)
+    ),
+    *(("sm_90", Variant(kernel, INT8, residual=F32, parts=True)) for kernel in ("encode", "reduce")),
+    *(("sm_90", Variant("decode", INT8, lost=False, parts=True, align=align)) for align in (16, 2)),
+    *(("sm_90", Variant("decode", GAUSSIAN, lost=False, rotated=True, parts=True, align=align)) for align in (16, 2)),
+    *(
+        (gpu, replace(GATHERED, kernel=kernel, codec=INT8, residual=F32, lost=True))
+        for gpu in ("sm_80", "sm_90", "sm_100", "gfx942")
+        for kernel in ("encode", "reduce")
+    ),
+    *((gpu, Variant("add", align=align)) for gpu in ("sm_80", "sm_90", "sm_100", "gfx942") for align in (16, 4)),
+    ("sm_80", Variant("encode", E4M3)),
+    ("sm_80", Variant("relay", INT4)),
+    ("sm_80", Variant("relay", E4M3, residual=F32)),
+    ("sm_80", Variant("reduce", GAUSSIAN, residual=F32, rotated=True)),
+    ("sm_80", Variant("relay", SIGN, residual=BF16, rotated=True)),
+    *(("sm_80", Variant("decode", GAUSSIAN, rotated=True, align=align)) for align in (16, 2)),
+    ("sm_80", Variant("pack")),
+    ("sm_100", Variant("encode", E4M3)),
+    ("sm_100", Variant("relay", INT8, residual=F32)),
+    ("sm_100", Variant("reduce", SIGN, residual=F32, rotated=True)),
+    ("sm_100", Variant("decode", GAUSSIAN, rotated=True)),
+    ("sm_100", Variant("orthonormalise")),
+    ("gfx942", replace(GATHERED, codec=GAUSSIAN, residual=BF16, lost=True, rotated=True)),
+    ("gfx942", Variant("decode", INT8, lost=False, parts=True, align=2)),
+    ("gfx942", Variant("encode", INT8)),
+    ("gfx942", Variant("relay", GAUSSIAN)),
+    ("gfx942", Variant("reduce", INT4)),
+    ("gfx942", Variant("relay", INT8, residual=F32)),
+    ("gfx942", Variant("reduce", GAUSSIAN, residual=F32, rotated=True)),
+    ("gfx942", Variant("relay", SIGN, residual=F32, rotated=True)),
+    *(("gfx942", Variant("decode", E4M3, align=align)) for align in (16, 2)),
+    *(("gfx942", Variant("decode", GAUSSIAN, rotated=True, align=align)) for align in (16, 2)),
+    *(("gfx942", Variant(kernel)) for kernel in ("pack", "unpack", "compare", "part", "go", "orthonormalise")),
 ]
+# Loads and stores of 128 bits where dtypes are known only when the kernel runs, so that each has a path. A thread has
+# 16 values of "pack", "unpack" and "go", and 4 samples: their places are 8 bytes each, as are the samples.
+PATHS = {
+    "pack": (4 + 2 + 2, 4),  # of float32, float16, bfloat16
+    "unpack": (4, 4 + 2 + 2),
+    "sample": (2, 2),
+    "compare": (2 + 2, 0),
+    "part": (0, 0),  # one tensor a thread
+    "go": (4 + 4, 4),
+}
 
 
-def compiled(monkeypatch, target, kernel, codec=None, *options):
-    """What a launch on that device would run, by way of the launcher's own binder."""
-    driver = SimpleNamespace(
-        get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: TARGETS[target]
-    )
-    in_parts, gathered = "in parts" in options, "gathered" in options
-    message = I64 if in_parts else U8
-    launch = LAUNCH | {"num_warps": 2 if target == "gfx942" else 4}
-    turn = signs(SEED) if "rotated" in options else NO_SIGNS
-    fmt = codec and of(CODECS[codec].arithmetic)
-    n = 1 if "of one value" in options else N
-    kind = next((dtype for option, dtype in HALVES.items() if option in options), F32)
-    residual = {FED_BACK: F32, HALF_FED_BACK: torch.bfloat16}.get(options[-1] if options else "")
-    lost = None if "losing nothing" in options else residual or kind
-    jitted, arguments = {
-        "decode": (_decode_kernel, (message, None if in_parts else kind, kind, n, *turn, fmt, 2)),
-        "add": (_add_kernel, (F32, I64, N, 3, _ADDED, 16)),
-        "pack": (_pack_kernel, (I64, I64, I32, I32, F32, N, 0.25, _SPAN)),
-        "unpack": (_unpack_kernel, (I64, I64, I32, I32, F32, N, _SPAN)),
-        "rotate": (_rotate_kernel, (F32, N, *signs(SEED), _ROWS, False)),
-        "sample": (on_gpus._sample_kernel, (I64, I64, F64, PLACES)),
-        "compare": (on_gpus._compare_kernel, (I64, I64, F64, F64, PLACES)),
-        "part": (on_gpus._part_kernel, (I64, F64, F64, F32, U8, F64, 100, FADES, 128)),
-        "go": (on_gpus._go_kernel, (F32, F32, I64, I32, F64, on_gpus._SPAN)),
-    }.get(kernel) or (
-        _encode_kernel,
-        (
-            I64 if gathered else kind,
-            residual,
-            PAYLOADS[kernel],
-            message,
-            lost,
-            n,
-            3,
-            SEED,
-            2**33,
-            *turn,
-            *((I64, I32, 7, 0.125) if gathered else (None, None, 0, None)),
-            fmt,
-            16,
-        ),
-    )
-    jitted.device_caches.clear()
-    monkeypatch.setattr(triton.runtime.driver, "_active", driver, raising=False)
-    try:
-        return jitted.warmup(*arguments, grid=(1,), **launch)
-    finally:
-        jitted.device_caches.clear()
+def named(case: object) -> str:
+    return re.sub(r"rounding='nearest', scale='absmax'|\w+=(None|False)|Variant", "", str(case)).replace(" ", "")
 
 
-def tool(name, cubin, *options):
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    return subprocess.run([path, *options, cubin], capture_output=True, text=True, check=True).stdout
+def streams(variant: Variant, loads: bool) -> Counter[int]:
+    """What a thread must read or write of whole blocks, by the widest instruction there is for it, in bits.
+
+    A thread has 4 neighbouring values of each tile of 512: 16 bytes of float32, 8 of bfloat16. Wider ones of bfloat16
+    would need other tiles. Their codes are 4 bytes, or those of several tiles are. 16 bytes of codes would be of 16
+    neighbours, whose float32 no longer lie next to those of the thread beside. Of each block there is one scale.
+    A block that is not finite has a path of its own, which copies its residual.
+    """
+    if variant.kernel == "rotate":
+        return Counter({128: 4})
+    fmt = of(variant.codec.arithmetic)
+    wide = max(1, fmt.rows * fmt.width // 512)  # runs of 4 values that a thread has of a tile
+    found: Counter[int] = Counter()
+    decodes = variant.kernel == "decode"
+    fed_back = variant.residual is not None
+    if loads:
+        moved = [variant.values] * (variant.lost if decodes else not variant.gathered)
+        moved += [variant.residual] * (fed_back * (1 + variant.lost))
+    else:
+        moved = [variant.residual or variant.values] * (1 if decodes else variant.lost * (1 + fed_back))
+    for dtype in moved:
+        found[32 * dtype.itemsize] += fmt.tiles * wide
+    if variant.kernel != ("encode" if loads else "decode"):
+        codes = 4 * wide * fmt.tiles * fmt.bits // 8  # bytes
+        width = min(variant.align, 4 * wide)
+        found[8 * width] += codes // width
+        found[16] += 1
+        if fmt.form.has_minima:
+            found[32] += 1
+    if loads and variant.kernel == "reduce":
+        found[64] += 1  # an address
+    if loads and variant.parts:
+        found[64] += 3  # where the part begins, its values, the address of its message
+    if loads and variant.gathered:
+        found += gathered(4 * wide, fmt.tiles)
+    return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_it_compiles_without_spills(case, monkeypatch, tmp_path, capsys):
-    target, kernel = case[:2]
-    if "gathered" in case and not GATHERS:
+def gathered(run: int, tiles: int) -> Counter[int]:
+    """What is read of a tensor: a path for each dtype, and one more where the tensor begins or ends in the program."""
+    found = Counter({64: 5, 32: 1})  # of the first and the last tensor an edge each; two edges, the address, the dtype
+    for itemsize in (4, 2, 2):
+        width = min(itemsize * run, 16)
+        found[8 * width] += tiles * run * itemsize // width
+        found[8 * itemsize] += tiles * run
+    return found
+
+
+@pytest.mark.parametrize(("gpu", "variant"), CASES, ids=named)
+def test_it_compiles_without_spills(gpu, variant):
+    if variant.gathered and not GATHERS:
         pytest.skip("this compiler fails, so gradients are packed first")
-    asm = compiled(monkeypatch, *case).asm
-    if target == "gfx942":
+    asm = compiled(variant, gpu)
+    if gpu == "gfx942":
         fields = re.findall(r"\.([sv]gpr_\w+|private_segment_fixed_size):\s*(\d+)", asm["amdgcn"])
         used = {name: int(count) for name, count in fields}
         # scalar registers spill into lanes of vector registers, not into memory
         spilled = used["vgpr_spill_count"] + used["private_segment_fixed_size"]
-        registers = f"{used['vgpr_count']} vector, {used['sgpr_count']} scalar"
     else:
-        cubin = tmp_path / "kernel.cubin"
-        cubin.write_bytes(asm["cubin"])
-        usage = tool("cuobjdump", cubin, "--dump-resource-usage")
-        registers, stack, local = re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", usage).groups()
-        spilled = int(stack) + int(local)
         ptx = asm["ptx"].replace("div.rn.ftz", "") if OLD else asm["ptx"]
         assert "ftz" not in ptx, "subnormal numbers are numbers"
         assert "fma" not in asm["ptx"], "each operation rounds"
         assert "div.full" not in asm["ptx"], "1/s is the correctly rounded quotient"
-        sass = tool("nvdisasm", cubin, "-c")
-        wide = not HALVES.keys() & set(case) and kernel not in ("sample", "compare", "part")
-        assert "LDG.E.128" in sass or kernel == "decode" or not wide, "float32 is read 16 bytes a thread"
-        writes = wide and "losing nothing" not in case and HALF_FED_BACK not in case
-        assert "STG.E.128" in sass or not writes, "float32 is written 16 bytes a thread"
-    with capsys.disabled():
-        print(f"\n{' '.join(case)}: {registers} registers")
-    # the old one spills in two of these cases; where tensors are gathered a few addresses wait in memory
-    assert spilled <= (24 if "gathered" in case else 0) or OLD
+        code = read(asm["cubin"])
+        spilled = code.spilled
+        if variant.kernel == "orthonormalise":
+            assert set(code.loads) == set(code.stores) == {8 * variant.align}, "runs of 16 bytes, or single values"
+        elif variant.kernel == "add":
+            unrolled = code.loads[64]  # parts, of whose addresses each is read
+            own, parts = Counter({128: 4}), Counter({64: unrolled, 8 * variant.align: unrolled * 64 // variant.align})
+            assert unrolled
+            assert (code.loads, code.stores) == (own + parts, own)
+        elif variant.kernel in PATHS:
+            assert (code.loads[128], code.stores[128]) == PATHS[variant.kernel]
+        else:
+            assert (code.loads, code.stores) == (streams(variant, True), streams(variant, False))
+    assert spilled <= bearable(gpu, variant) or OLD  # that one spills in two of them
+
+
+def bearable(gpu: str, variant: Variant) -> int:
+    """Bytes of a thread that may wait in memory."""
+    if variant.gathered:  # some addresses; of 1 bit a thread holds twice as many values
+        return (88 if variant.residual else 40) if variant.codec == Gaussian(1) else 32
+    return 16 if gpu == "sm_100" and VERSION < (3, 7) else 0  # Triton 3.6, in one of these cases
+
+
+def table() -> str:
+    return table_on((Path(__file__).parents[1] / "docs" / "gpu.md").read_text(), "sass")
+
+
+def test_the_table_has_every_row():
+    told = [cells(row)[:2] for row in table().splitlines() if " sm_" in row]
+    assert told == [[name, gpu] for name in ROWS for gpu in GPUS], "python -m benchmarks sass --write docs/gpu.md"
+
+
+def long(name: str, gpu: str) -> bool:
+    return gpu != "sm_90" or (ROWS[name].gathered and ROWS[name].codec == Gaussian(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [pytest.param(name, gpu, marks=[pytest.mark.slow] * long(name, gpu)) for name in ROWS for gpu in GPUS],
+)
+def test_the_table_is_what_is_compiled(name, gpu):
+    if ROWS[name].gathered and not GATHERS:
+        pytest.skip("this compiler fails, so gradients are packed first")
+    (told,) = (cells(row) for row in table().splitlines() if row.startswith(f"| {name} | {gpu} |"))
+    made = cells(sass.line(name, gpu))
+    *_, spilled, _, _ = made
+    if sass.version() in table().splitlines():
+        assert told == made, "python -m benchmarks sass --write docs/gpu.md"
+        assert int(spilled) <= bearable(gpu, ROWS[name])
+    assert told[-2:] == made[-2:]
+    assert "128" in made[-2:], "of float32"
+
+
+def cells(row):
+    return row.strip("| ").split(" | ")
 
 
 @pytest.mark.parametrize("kernel", ["rotate", "encode", "decode", "add"])
 def test_no_seed_and_no_length_is_a_reason_to_compile_again(kernel, monkeypatch):
     # 1 would be a constant, multiples of 16 a hint
-    kernels = {"rotate": _rotate_kernel, "encode": _encode_kernel, "decode": _decode_kernel, "add": _add_kernel}
-    jitted = kernels[kernel]
+    jitted, _ = Variant(kernel, GAUSSIAN).arguments()
     keys = set()
-    monkeypatch.setattr(jitted, "_do_compile", lambda key, *rest, **more: keys.add(key))
+    monkeypatch.setattr(jitted, "_do_compile", lambda key, *rest, **more: keys.add(key) or jitted)
+    monkeypatch.setattr(type(jitted), "asm", {}, raising=False)
     turns = [tuple(range(8)), (1,) * 8, (0,) * 8, (16,) * 8, (-1,) * 8, (-(2**31),) * 8, (2**31 - 1,) * 8, signs(SEED)]
-    for n, turn in zip([N, 1, 16, 3, N, 5, 7, 2048], turns, strict=True):
-        monkeypatch.setattr(f"{__name__}.N", n)
-        monkeypatch.setattr(f"{__name__}.signs", lambda seed, turn=turn: turn)
-        compiled(monkeypatch, "sm_90", kernel, None if kernel in ("rotate", "add") else "gaussian4", "rotated")
+    for n, turn in zip([2**20 + 3, 1, 16, 3, 2**20, 5, 7, 2048], turns, strict=True):
+        monkeypatch.setattr(sass, "_TURN", turn)
+        compiled(Variant(kernel, GAUSSIAN, rotated=True, numel=n), "sm_90")
     assert len(keys) == 1
+
+
+def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- python -m benchmarks launches -->\nold\n<!-- end -->\n")
+    with pytest.raises(ValueError, match=r"no line '<!-- python -m benchmarks sass -->'"):
+        table_on(page.read_text(), "sass")
+    assert table_on(page.read_text(), "launches") == "old\n"
