@@ -223,7 +223,8 @@ def test_calls_alternate_between_two_windows_and_grow_together(fabric: Fabric) -
     def one(peers: NcclPeers) -> None:
         def work() -> None:
             places = []
-            for nbytes in (1001, 16, 1001, 1000, 5000, 5000, 1):
+            large = 5_000_000
+            for nbytes in (1001, 16, 1001 + (1 << 20), 1000, large, large + large // 16, 1):  # riders have room
                 windows = peers.windows(nbytes)
                 assert windows is not None
                 assert set(windows.memory) == {0, 1, 2}
@@ -239,7 +240,8 @@ def test_calls_alternate_between_two_windows_and_grow_together(fabric: Fabric) -
             assert places[4] == places[6]
 
         within(peers, work)
-        assert fabric.made[peers.rank] == [2 * 1008, 2 * 5008]
+        room = 1 << 20
+        assert fabric.made[peers.rank] == [2 * (1072 + room), 2 * (5_312_512 + room)]  # multiples of 16
 
     on_gpus(3, one, "aaa")
     assert fabric.living() == 0
