@@ -29,7 +29,7 @@ from test_feedback import about_residuals, equal, lossy, residuals
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
 
-from ringstrategy import Gossip, RingStrategy
+from ringstrategy import Gossip, PlanMismatchError, RingStrategy
 from ringstrategy.integrations.lightning import files
 from ringstrategy.integrations.lightning.files import RankFiles, WholeCheckpointIO
 from ringstrategy.session.sealed import seal
@@ -519,6 +519,37 @@ def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
     checkpoint_io.save_checkpoint({"step": 2}, link)
     assert [torch.load(path) for path in (target, link)] == [{"step": 1}, {"step": 2}]
     assert not link.is_symlink()
+
+
+# Ranks that do not say the same
+
+
+def _named_apart(folder: str) -> list[str]:
+    trainer = fit(lossy(), Net(), max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/of-rank-{trainer.global_rank}.ckpt")
+    trainer.strategy.barrier()
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file())
+
+
+def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+    first, *others = ranks(3, _named_apart, str(tmp_path))
+    assert others == [first, first]
+    assert [Path(name).name for name in first] == ["of-rank-0.ckpt", *(f"rank_{rank:05d}.pt" for rank in range(3))]
+    assert all(name.startswith("of-rank-0.ckpt") for name in first)
+
+
+def _one_resumes(path: str) -> str:
+    fit("ring", Net(), max_epochs=1).save_checkpoint(path)
+    dist.barrier()
+    with pytest.raises(PlanMismatchError) as caught:
+        fit("ring", Net(), ckpt_path=path if dist.get_rank() == 0 else None)
+    return str(caught.value)
+
+
+def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp_path: Path) -> None:
+    first, *others = ranks(3, _one_resumes, str(tmp_path / "run.ckpt"))
+    assert "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch " in first
+    assert others == [first, first]
 
 
 @pytest.mark.slow

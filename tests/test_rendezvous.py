@@ -55,6 +55,29 @@ def test_what_ranks_that_fell_had_written_misleads_nobody(fell: list[int]) -> No
     assert len(set(names)) == 1
 
 
+def test_ranks_of_one_host_may_start_again_while_others_wait() -> None:
+    """torchrun restarts each host's ranks by itself, and those that wait on another host go on waiting."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(meet, store, 2, 3)
+        with pytest.raises(TimeoutError, match=r"ranks \[1\] did not come"):
+            meet(store, 0, 3, limit=0.5)  # rank 2 has taken this offer
+        again = [threads.submit(meet, store, 0, 3), meet(store, 1, 3)]
+        assert {waiting.result(), again[0].result()} == {again[1]}
+
+
+def test_a_rank_that_took_the_offer_and_fell_is_waited_for_again() -> None:
+    store = dist.HashStore()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(meet, store, 0, 3)
+        with pytest.raises(TimeoutError, match="another rank did not come"):
+            meet(store, 2, 3, limit=0.5)
+        with ThreadPoolExecutor(1) as others:
+            late = others.submit(meet, store, 2, 3, 0.3)  # greets anew, and rank 1 comes meanwhile
+            store.set("ringstrategy/rendezvous/greeting/2", "of the process that is starting")
+            assert {meet(store, 1, 3), late.result()} == {first.result()}
+
+
 def test_nobody_goes_on_before_the_last_rank_is_there() -> None:
     store = dist.HashStore()
     all_meet(store, [0.0, 0.0, 0.0])

@@ -75,6 +75,28 @@ def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
     assert 6 <= stopped <= 8, "at the next batch that rank 0 begins after it was told"
 
 
+def _beside_another_run(folder: str) -> list[str]:
+    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
+    with pytest.raises(SIGTERMException):
+        fit("ring", deep(), callbacks=[saver, Signals(0, 3)], enable_checkpointing=True)
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_the_last_checkpoint_of_another_run_is_kept(ranks: Pool, tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").write_bytes(b"another run's")
+    assert ranks(2, _beside_another_run, str(tmp_path))[0] == ["last-v1.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").read_bytes() == b"another run's"
+
+
+def _in_the_last_batch() -> bool:
+    trainer = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
+    return trainer.received_sigterm
+
+
+def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
+    assert ranks(2, _in_the_last_batch) == [True, False]
+
+
 def _without_a_place_to_save() -> list[str]:
     with pytest.raises(SIGTERMException):
         fit("ring", deep(), callbacks=[Signals(0, 3)])

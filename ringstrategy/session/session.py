@@ -23,6 +23,7 @@ from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps
 from ringstrategy.session.optimizers import options, rates, stepped_by
 from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
+from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
@@ -124,6 +125,11 @@ class Session:
         self._known = set(parameters.values())
         averages = self._gradients
         self._equal = {p for n, p in parameters.items() if averages is not None and not averages.is_local(n)}
+
+    def compare(self, text: str) -> None:
+        """PlanMismatchError on all ranks, which quotes the difference, unless all say the same; all ranks call it."""
+        if self._peers is not None:
+            compare_plans(self._peers, text)
 
     def synchronize(self) -> None:
         """Give every rank rank 0's parameters and buffers."""

@@ -224,13 +224,18 @@ class Lifeline:
 
     # What all ranks are to do
 
-    def ask(self, what: str) -> None:
+    def ask(self, key: str) -> None:
         """Ask rank 0 to tell all ranks. RuntimeError if the store is lost or silent."""
-        self._store.set("asked", what)
+        self._store.set(key, "")
 
-    def asked(self) -> str | None:
-        """What a rank has asked last; None if none has. RuntimeError as for `ask`."""
-        return self._store.read("asked")
+    def is_asked(self, key: str) -> bool:
+        """Has a rank asked for it? RuntimeError as for `ask`."""
+        return self._store.has([key])
+
+    def take_back(self, key: str) -> None:
+        """It is done."""
+        with contextlib.suppress(RuntimeError):
+            self._store.forget(key)
 
     # Leaving
 

@@ -8,6 +8,7 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_PARENT = os.getppid()  # when this was imported
 
 
 def end_with_agent() -> None:
@@ -18,3 +19,5 @@ def end_with_agent() -> None:
     """
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1 != _PARENT:  # it has died meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)

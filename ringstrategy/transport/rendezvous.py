@@ -55,8 +55,12 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
         taken = {other: f"{_PREFIX}/{name}/taken/{other}" for other in others}
         read: dict[str, str] = {}
         patience = time.monotonic() + _QUIET_SECONDS
-        while missing := [other for other, key in taken.items() if not store.check([key])]:
-            here = {str(o): store.get(key).decode() for o, key in others.items() if store.check([key])}
+        while True:
+            here = {str(other): _read(store, key) for other, key in others.items()}
+            # by the rank that has greeted last, and not by one that has ended since
+            missing = [o for o, key in taken.items() if not here[str(o)] or _read(store, key) != here[str(o)]]
+            if not missing:
+                break
             if here != read:
                 read = here
                 store.set(f"{_PREFIX}/offer", json.dumps({"name": name, "to": read}))
@@ -72,16 +76,20 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
         return name
 
     store.set(f"{_PREFIX}/greeting/{rank}", greeting)
-    while True:
-        offer = json.loads(store.get(f"{_PREFIX}/offer")) if store.check([f"{_PREFIX}/offer"]) else {"to": {}}
-        if offer["to"].get(str(rank)) == greeting:
-            break
-        _wait_a_little(poll, end, "rank 0 did not come")
+    name = ""
+    while not (name and store.check([f"{_PREFIX}/{name}/complete"])):
+        offer = json.loads(_read(store, f"{_PREFIX}/offer") or '{"to": {}}')
+        if offer["to"].get(str(rank)) == greeting and offer["name"] != name:  # a new one, if rank 0 starts again
+            name = offer["name"]
+            store.set(f"{_PREFIX}/{name}/taken/{rank}", greeting)
+        _wait_a_little(poll, end, "another rank did not come: see what rank 0 says" if name else "rank 0 did not come")
         poll = min(2 * poll, _LONGEST_POLL_SECONDS)
-    store.set(f"{_PREFIX}/{offer['name']}/taken/{rank}", "")
-    while not store.check([f"{_PREFIX}/{offer['name']}/complete"]):
-        _wait_a_little(poll, end, "another rank did not come: see what rank 0 says")
-    return str(offer["name"])
+    return name
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """Empty if nobody has written it."""
+    return str(store.get(key).decode()) if store.check([key]) else ""
 
 
 def _wait_a_little(seconds: float, end: float, missing: str) -> None:

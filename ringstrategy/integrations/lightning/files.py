@@ -26,6 +26,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
 
+# some network file systems know no flush of folders
+_NO_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
+
 LOG = Log(rank_zero_info, rank_zero_warn)
 
 
@@ -105,7 +108,12 @@ class RankFiles:
     def keep_only(self, save: str) -> None:
         """See `Files.keep_only`."""
         folder = f"{self._path}.ringstrategy"
-        for entry in get_filesystem(folder).ls(folder, detail=False):
+        try:
+            entries = get_filesystem(folder).ls(folder, detail=False)
+        except OSError as error:  # all that matters is saved
+            warnings.warn(f"{folder} cannot be read, so old files stay there: {error}", stacklevel=2)
+            return
+        for entry in entries:
             name = os.path.basename(os.fspath(entry).rstrip("/"))
             if name != save:
                 self._remove(f"{folder}/{name}")
@@ -182,14 +190,15 @@ def _flush(folder: str) -> None:
     """Bring the folder's names to the disk."""
     if os.name != "posix":
         return  # no other system opens folders
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some network file systems know no flush of folders
+        if error.errno not in _NO_FLUSH:
             raise
-    finally:
-        os.close(descriptor)
 
 
 def _cause(error: BaseException) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,10 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from ringstrategy.integrations.lightning.files import finish
 from ringstrategy.session import Session
 
 _LOOK_SECONDS = 1.0  # between two looks of rank 0 for what other ranks were asked
-_GO_ON, _STOP, _REQUEUE = range(3)
+_GO_ON, _REQUEUE, _STOP = range(3)  # a later one counts more
+_ASKED = {_STOP: "asked/stop", _REQUEUE: "asked/requeue"}  # keys of the store
 
 
 class Stopping:
@@ -40,18 +44,23 @@ class Stopping:
         self, trainer: Trainer, session: Session, naming_lost_peers: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
-        self._asked = _GO_ON
-        self._told = False
+        self._asked = self._told = _GO_ON
         self._looked_at = 0.0
-        connector = trainer._signal_connector
+        self._process = os.getpid()
+        connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._requeue = connector._slurm_sigusr_handler_fn
+        # read first: if another version of Lightning has no such names, that is an error here
+        assert callable(connector._sigterm_notifier_fn)
+        assert callable(loop._broadcast_sigterm_tensor)
         # Lightning registers the handlers later, and looks them up here
         connector._sigterm_notifier_fn = self._on_sigterm  # type: ignore[assignment, method-assign]
         connector._slurm_sigusr_handler_fn = self._on_requeue  # type: ignore[assignment, method-assign]
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self._before_batch  # type: ignore[method-assign]
+        loop._broadcast_sigterm_tensor = self._before_batch  # type: ignore[method-assign]
 
     def close(self) -> None:
-        """Give Lightning its own back."""
+        """Give Lightning its own back, and what it needs to know of a signal that came too late for this fit."""
+        if self._asked == _STOP:
+            self._trainer._signal_connector.received_sigterm = True
         for owner, name in (
             (self._trainer._signal_connector, "_sigterm_notifier_fn"),
             (self._trainer._signal_connector, "_slurm_sigusr_handler_fn"),
@@ -60,6 +69,10 @@ class Stopping:
             vars(owner).pop(name, None)
 
     def _on_sigterm(self, signum: Any, frame: Any) -> None:
+        if os.getpid() != self._process:  # a child that was forked: it ends, as without a handler
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+            return
         launcher = self._trainer.strategy.launcher
         if launcher is not None and self._asked != _STOP:
             launcher.kill(signum)
@@ -77,37 +90,51 @@ class Stopping:
         if decision == _STOP:
             self._stop()
         elif decision == _REQUEUE:
-            self._asked, self._told = _GO_ON, False
-            if self._session.lifeline is not None and self._trainer.is_global_zero:
-                self._session.lifeline.ask(str(_GO_ON))
+            if self._asked == _REQUEUE:
+                self._asked = _GO_ON
+            self._told = _GO_ON
+            lifeline = self._session.lifeline
+            if lifeline is not None and self._trainer.is_global_zero:
+                lifeline.take_back(_ASKED[_REQUEUE])
             self._requeue(0, None)  # type: ignore[arg-type]
 
     def _look(self) -> int:
-        """On rank 0 what any rank was asked; the others write theirs to the store."""
+        """On rank 0 what any rank was asked. The others write theirs to the store."""
         lifeline = self._session.lifeline
         assert lifeline is not None
-        with contextlib.suppress(RuntimeError):  # a store that is lost will be an error of the exchange
-            if self._trainer.is_global_zero:
-                if self._asked == _GO_ON and time.monotonic() > self._looked_at + _LOOK_SECONDS:
-                    self._looked_at = time.monotonic()
-                    return int(lifeline.asked() or _GO_ON)
-            elif self._asked != _GO_ON and not self._told:
-                self._told = True
-                lifeline.ask(str(self._asked))
+        with contextlib.suppress(RuntimeError):  # if the store is lost, the exchange will say so; if it is slow, again
+            if not self._trainer.is_global_zero:
+                if self._asked > self._told:
+                    lifeline.ask(_ASKED[self._asked])
+                    self._told = self._asked
+            elif self._asked == _GO_ON and time.monotonic() > self._looked_at + _LOOK_SECONDS:
+                self._looked_at = time.monotonic()
+                return next((what for what, key in _ASKED.items() if lifeline.is_asked(key)), _GO_ON)
         return self._asked
 
     def _stop(self) -> None:
         trainer = self._trainer
+        self._asked = _STOP
         paths = []
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_last:
-                if not callback.last_model_path:
-                    names = callback._monitor_candidates(trainer), callback.CHECKPOINT_NAME_LAST
-                    callback.last_model_path = callback.format_checkpoint_name(*names)
-                trainer.save_checkpoint(callback.last_model_path)
-                paths.append(callback.last_model_path)
+            if isinstance(callback, ModelCheckpoint) and callback.save_last and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+                path = _last_path(trainer, callback)
+                callback.last_model_path = path
+                trainer.save_checkpoint(path)
+                paths.append(path)
+        finish(trainer.strategy.checkpoint_io)
         rank_zero_info(
             f"SIGTERM: all ranks stop before step {trainer.global_step}. "
             + (f"Saved {', '.join(paths)}" if paths else "Nothing is saved without ModelCheckpoint(save_last=True)")
         )
         raise SIGTERMException
+
+
+def _last_path(trainer: Trainer, callback: ModelCheckpoint) -> str:
+    """Of the last checkpoint, with a number if the name is another run's, as ModelCheckpoint would name it."""
+    metrics, name = callback._monitor_candidates(trainer), callback.CHECKPOINT_NAME_LAST
+    path, version = callback.format_checkpoint_name(metrics, name), callback.STARTING_VERSION
+    while callback._enable_version_counter and path != callback.last_model_path and callback.file_exists(path, trainer):
+        path = callback.format_checkpoint_name(metrics, name, ver=version)
+        version += 1
+    return path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import secrets
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -109,6 +110,7 @@ class RingStrategy(Processes):
         self._looks: Looks | None = None  # with the session of several ranks
         self._stopping: Stopping | None = None  # likewise
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
+        self._resumed = ""  # from where, in words
         self._carried: dict[str, Any] | None = None
         self._means: Means | None = None  # last given to a checkpoint
         self._fit_token = ""  # of the fit, for the files that ranks write when an exception ends it
@@ -131,6 +133,7 @@ class RingStrategy(Processes):
     def setup(self, trainer: Trainer) -> None:
         """As `ddp`, but the module stays unwrapped."""
         super().setup(trainer)
+        self._resumed = ""
         self._resume = None  # a checkpoint loaded for validation is none to resume from
         if self.session is not None:
             self.session.bind(self.optimizers)
@@ -152,6 +155,8 @@ class RingStrategy(Processes):
                 "Trainer(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
             )
         self._open_session(module)
+        if self.session is not None:
+            self.session.compare(f"  resumes from: {self._resumed or 'nothing'}")
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
         own = None if self._resume is None or self._resume.own is None else copied(module.state_dict())
         _sync_module_states(module)
@@ -279,6 +284,7 @@ class RingStrategy(Processes):
     def on_train_end(self) -> None:
         """The mean is what training returns."""
         super().on_train_end()
+        self._log_news()
         self._fit.leave_training("at the end of training", "the end of its training")
         self._fit.settle()
         if self._looks is not None and self._fit.shows_consensus:
@@ -316,10 +322,11 @@ class RingStrategy(Processes):
         """
         means, self._means = self._means, None
         named = None
-        files = RankFiles(self.checkpoint_io, filepath, storage_options=storage_options)
+        path, token = self._path_and_token(filepath)
+        files = RankFiles(self.checkpoint_io, path, storage_options=storage_options)
         if "optimizer_states" in checkpoint:
             own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
-            state = collect(self, own, files, self._token()) if self.world_size > 1 else self._carried
+            state = collect(self, own, files, token) if self.world_size > 1 else self._carried
             if state is not None:
                 checkpoint["ringstrategy"] = state
                 named = state["files"]
@@ -343,9 +350,15 @@ class RingStrategy(Processes):
         if self.local_rank == 0:  # of each node: its disk may be its own
             files.keep_only(named)
 
-    def _token(self) -> str:
-        """The same on all ranks, another one for each save; after an exception the one of the fit: nobody answers."""
-        return self._fit_token if self.alone else str(self.broadcast(secrets.token_hex(4)))
+    def _path_and_token(self, filepath: _PATH) -> tuple[_PATH, str]:
+        """Of a save: the same on all ranks, the token another one each time. After an exception nobody answers.
+
+        Rank 0's path: that of another rank may differ, by a metric in its name that is not the same on all ranks.
+        """
+        if self.alone or self.world_size == 1:
+            return filepath, self._fit_token
+        path, token = self.broadcast((os.fspath(filepath), secrets.token_hex(4)))
+        return str(path), str(token)
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """Keep the algorithm's state for `setup`, which comes later, unless training is under way.
@@ -354,6 +367,8 @@ class RingStrategy(Processes):
         """
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         self._resume = None
+        if self._is_fitting:
+            self._resumed = f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}"
         if "ringstrategy" not in checkpoint or not self._is_fitting:
             return checkpoint
         files = RankFiles(self.checkpoint_io, checkpoint_path, weights_only=weights_only)
