@@ -13,6 +13,7 @@ import torch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels.py runs on the GPU")
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is only for Linux")
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "which",
     ["test_bytes_are_the_torch_codecs and (minmax or e4m3)", pytest.param("test", marks=pytest.mark.slow)],
