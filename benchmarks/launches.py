@@ -601,6 +601,8 @@ def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
                     algorithm.before_step(set(parameters.values()))
                 optimizer.step()
                 algorithm.after_step(set(parameters.values()), stepped if scaled else True)
+                if isinstance(algorithm, ParameterAlgorithm):
+                    algorithm.settle()  # until the other thread has queued all that is counted
                 optimizer.zero_grad()
         meter.counting = False
         peers.close()

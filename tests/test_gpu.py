@@ -39,7 +39,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
         ("hangs, as does its child", "not done within 2 s"),
         ("works", None),
     ]
-    said = [(tmp_path / f"{part.name}.log").read_text().split() for part in parts]
+    said = [(tmp_path / f"{part.name}.log").read_text().splitlines() for part in parts]
     assert said == [["what"], ["begun"], [str(ROOT)]]
 
 
