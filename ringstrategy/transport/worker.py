@@ -31,17 +31,8 @@ class Ticket:
         if self._error is not None:
             raise self._error
 
-    def run(self, task: Task) -> BaseException | None:
-        """Run the task, and keep its error for `wait`."""
-        try:
-            task()
-        except BaseException as error:
-            self._error = error
-        self._done.set()
-        return self._error
-
-    def refuse(self, error: BaseException) -> None:
-        """The task will not run, because an earlier one failed."""
+    def end(self, error: BaseException | None) -> None:
+        """The task is done, or failed, or will not run because an earlier one failed."""
         self._error = error
         self._done.set()
 
@@ -70,8 +61,16 @@ class Worker:
         error: BaseException | None = None
         while (handed_in := self._handed_in.get()) is not None:
             task, ticket = handed_in
-            if error is not None:
-                ticket.refuse(error)
-            else:
-                error = ticket.run(task)
-            del handed_in, task, ticket  # while it waits for the next, it keeps no gradients
+            if error is None:
+                error = _outcome(task)
+            del handed_in, task  # whoever waits may count on the memory that it kept, such as gradients
+            ticket.end(error)
+            del ticket
+
+
+def _outcome(task: Task) -> BaseException | None:
+    try:
+        task()
+    except BaseException as error:
+        return error
+    return None
