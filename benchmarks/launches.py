@@ -35,6 +35,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -467,8 +468,17 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
         made.numbers = tuple(numbers)  # type: ignore[attr-defined]  # which the meta device forgets
         return made
 
+    # Memory that was dropped is not given out again: else it would be by chance whether a gradient lies where one lay a
+    # step ago, and needs no new table of addresses. So it never does.
+    seen: dict[int, StorageWeakRef] = {}
+    tables._table.cache_clear()  # which holds tables of an earlier measurement
+
     def address(tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata // 16 * 16 + tensor.storage_offset() * tensor.element_size())
+        storage = tensor.untyped_storage()
+        place = int(storage._cdata)
+        if place not in seen:
+            seen[place] = StorageWeakRef(storage)
+        return place // 16 * 16 + int(tensor.storage_offset()) * tensor.element_size()
 
     with (
         mock.patch.object(engine, "_cpu", _on_gpu),  # the meta device is none that it knows
