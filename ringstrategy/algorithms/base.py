@@ -24,9 +24,13 @@ class Algorithm(ABC):
 
     Attributes:
         decentralized: do ranks have different parameters between two steps?
+        uneven: what happens if ranks have different numbers of batches. "error": all ranks stop with an error that
+            names ranks and numbers. "join": ranks that run out go on with their last batch, which counts nothing, until
+            no rank has more; ranks wait for each other before each batch.
     """
 
     decentralized: bool = False
+    uneven: str = "error"
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
         """The text that ranks compare: version, arguments, and `lines` about whatever else must be equal."""
@@ -119,7 +123,13 @@ class GradientAlgorithm(Algorithm):
 
     @abstractmethod
     def before_backward(
-        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+        self,
+        loss: Tensor | None = None,
+        *,
+        sync: bool = True,
+        scale: Tensor | None = None,
+        same: str = "",
+        divisor: float | None = None,
     ) -> None:
         """A backward pass from `loss` begins.
 
@@ -128,6 +138,7 @@ class GradientAlgorithm(Algorithm):
             sync: False: its gradients only accumulate on this rank.
             scale: the loss scale, without dimensions and on the device; None without a loss scaler.
             same: lines "name: what it is" of what must be the same on all ranks for replicas to stay equal.
+            divisor: of this rank's gradients. None: the number of ranks. Infinity: they count nothing.
         """
 
     @abstractmethod
@@ -232,4 +243,13 @@ def check_family(algorithm: Algorithm) -> None:
         raise TypeError(
             f"{type(algorithm).__name__} says neither that it averages gradients nor that it averages parameters: "
             "derive it from ringstrategy.GradientAlgorithm or from ringstrategy.ParameterAlgorithm"
+        )
+
+
+def check_uneven(uneven: str) -> None:
+    """ValueError unless it is one of the two choices: see `Algorithm`."""
+    if uneven not in ("error", "join"):
+        raise ValueError(
+            "uneven is 'error' (ranks with different numbers of batches are an error) or 'join' (ranks that run out "
+            f"wait for the others, without data), got {uneven!r}"
         )

@@ -48,17 +48,17 @@ class Bucket(ABC):
         """A backward begins: the user may have dropped, replaced or scaled means that nobody has stepped."""
         self.residuals.look()
 
-    def pack(self, size: int, scale: Tensor | None = None) -> None:
-        """Gather the complete gradients, scaled by 1/size; residuals wait for the exchange.
+    def pack(self, divisor: float, scale: Tensor | None = None) -> None:
+        """Gather the complete gradients, divided by `divisor`; residuals wait for the exchange.
 
         A missing gradient counts as zeros. A frozen parameter keeps its old gradient.
 
         Args:
-            size: how many ranks.
+            divisor: how many ranks have gradients; infinity: this rank has none, whatever is there.
             scale: the loss scale that the gradients have, without dimensions and on their device; None: unscaled.
         """
         self.residuals.begin(scale)
-        self.gather(size)
+        self.gather(divisor)
 
     def unpack(self, used: Callable[[Slot], bool]) -> None:
         """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
@@ -77,8 +77,8 @@ class Bucket(ABC):
         return self.residuals.decide(parameters, stepped)
 
     @abstractmethod
-    def gather(self, size: int) -> None:
-        """Copy the gradients to the buffer, scaled by 1/size: see `pack`."""
+    def gather(self, divisor: float) -> None:
+        """Copy the gradients to the buffer, divided by `divisor`: see `pack`."""
 
     def take_gradients(self) -> None:
         """After `gather`: make gradients views of the buffer, unless something else holds their memory."""

@@ -103,7 +103,7 @@ class DenseBucket(Bucket):
         return "\n".join(lines)
 
     @torch.no_grad()
-    def gather(self, size: int) -> None:
+    def gather(self, divisor: float) -> None:
         """See `Bucket.gather`. Copies nothing where the gradient already lives in the buffer.
 
         Gradients that kernels move are only found here: `launch` knows whether they must be in the buffer.
@@ -112,12 +112,12 @@ class DenseBucket(Bucket):
         if self.residuals.given is not None and self._padding.numel():
             self.residuals.given[self.numel :].zero_()  # in no checkpoint, so it must not bear on what is sent
         if self._places is not None:
-            self._scale = 1 / size
+            self._scale = 1 / divisor
             self._find()
             return
         self._padding.zero_()
         for slot in self.slots:
-            self._copy(slot, self._source(slot), 1 / size)
+            self._copy(slot, self._source(slot), 1 / divisor)
 
     def leave_held_memory(self) -> None:
         """Take new memory if somebody holds a gradient that lived in the buffer. Call it before the buffer changes."""

@@ -21,7 +21,7 @@ from ringstrategy.transport.base import Peers, Waitable
 class LowRankBucket(Bucket):
     """Matrices whose factors are exchanged together, in two collectives: first all p, then all q.
 
-    In the scale of the buffer (1/size at the source) with M = gradient + residual: delivered = p q^T for
+    In the scale of the buffer (scaled at the source) with M = gradient + residual: delivered = p q^T for
     q = sum of M^T p, and the new residual is M - delivered / size, so that sum of M == delivered + sum of residuals.
 
     Args:
@@ -79,11 +79,11 @@ class LowRankBucket(Bucket):
         return f"{self._dense.describe()}\n  as factors of rank {self._rank}: {shapes}"
 
     @torch.no_grad()
-    def gather(self, size: int) -> None:
+    def gather(self, divisor: float) -> None:
         """See `Bucket.gather`. Adds the residual in the same pass over the memory."""
         grads, given = [slot.parameter.grad for slot in self.slots], self.residuals.given
         if given is None or any(grad is not None and grad.is_sparse for grad in grads):
-            self._dense.gather(size)  # which says what to do about a sparse one
+            self._dense.gather(divisor)  # which says what to do about a sparse one
             self._dense.fill()
             return
         self._dense.leave_held_memory()
@@ -92,7 +92,7 @@ class LowRankBucket(Bucket):
                 slot.release()
                 slot.view.zero_()  # its residual waits aside
             else:
-                torch.add(_like(slot.view, given), grad.detach(), alpha=1 / size, out=slot.view)
+                torch.add(_like(slot.view, given), grad.detach(), alpha=1 / divisor, out=slot.view)
 
     def take_gradients(self) -> None:
         """See `Bucket.take_gradients`."""

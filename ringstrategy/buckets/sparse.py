@@ -36,7 +36,7 @@ class SparseBucket(Bucket):
         return f"{BUCKET}{self.index}: sparse\n{parameter}"
 
     @torch.no_grad()
-    def gather(self, size: int) -> None:
+    def gather(self, divisor: float) -> None:
         """See `Bucket.gather`."""
         name, parameter = self.slots[0].name, self.slots[0].parameter
         grad = parameter.grad
@@ -51,7 +51,7 @@ class SparseBucket(Bucket):
             if rows.sparse_dim() != 1:
                 raise TypeError(f"the gradient of {name} is sparse in {rows.sparse_dim()} dimensions; only rows can be")
             self._indices = rows.indices().contiguous()
-            self._values = rows.values().to(sums_dtype(parameter.dtype)) / size
+            self._values = rows.values().to(sums_dtype(parameter.dtype)) / divisor
 
     def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
         """See `Bucket.warm_up`: each rank sends one row of zeros."""

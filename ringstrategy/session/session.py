@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -18,6 +18,7 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, Parameter
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.kernels.sample import sample
 from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
 from ringstrategy.session.optimizers import options, rates, stepped_by
@@ -78,6 +79,7 @@ class Session:
         self.place = "while setting up"
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._buffers_due = True
+        self._joined = Joined(module)
         self._peers: Peers | None = None
         self._watch: Watch | None = None
         self._steps: OptimizerSteps | None = None
@@ -94,7 +96,7 @@ class Session:
         """Connect and compare plans; every rank calls it.
 
         PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank. ValueError if the
-        algorithm cannot be right with a loss scaler, or with clipping by norm.
+        algorithm cannot be right with a loss scaler, with clipping by norm, or with a `SyncBatchNorm`.
 
         Args:
             device: where the parameters are.
@@ -116,6 +118,8 @@ class Session:
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+        if self.algorithm.uneven == "join":
+            self._joined.open(self._peers.size, device, scales_local=scaled_loss and self._parameters is not None)
         self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self._before_step, self._after_step)
@@ -153,6 +157,7 @@ class Session:
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
         peers, self._peers, watch, self._watch = self._peers, None, self._watch, None
+        self._joined = Joined(self.module)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             if peers is not None:
                 ends.callback(use_threads, 1)
@@ -161,6 +166,52 @@ class Session:
             for watching in (self._new_parts, self._steps, watch):
                 if watching is not None:
                     ends.callback(watching.close)
+
+    # Ranks with different numbers of batches
+
+    @property
+    def joins(self) -> bool:
+        """May ranks have different numbers of batches? Then `join` or `next_batch` comes before each of them."""
+        return self._joined.is_open
+
+    @property
+    def idle(self) -> bool:
+        """Has this rank run out of batches, so that the one it works on is its last one again, and counts nothing?"""
+        return self._joined.idle
+
+    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of an epoch. All ranks iterate to the end.
+
+        If the algorithm says `uneven="join"`, all ranks get as many as the one with most: the others get their last one
+        again, and are `idle`. Else these are the loader's.
+
+        Raises:
+            ValueError: this rank has no batch, but others are to wait for it.
+        """
+        if not self.joins:
+            yield from loader
+            return
+        any_more = True
+        batches = with_following(loader)
+        while any_more:
+            batch, has, more = next(batches)
+            any_more = self.next_batch(has, more)
+            yield batch
+        self._joined.end()
+
+    def next_batch(self, has: bool, more: bool) -> bool:
+        """Before `begin_batch`, for a loop that cannot use `join`: ranks tell each other who still has batches.
+
+        Args:
+            has: this rank has a batch now; else it repeats its last one.
+            more: it has another one after that.
+
+        Returns:
+            Does any rank have another one? The same on all ranks.
+        """
+        assert self.joins, "the algorithm says uneven='error', or there is one rank"
+        with self.naming_lost_peers():
+            return self._joined.next_batch(has, more)
 
     # A batch
 
@@ -174,6 +225,7 @@ class Session:
             later_epoch: not of the first one.
         """
         self.place, self._noticed = place, 0
+        self._joined.keep_buffers()
         if self.lifeline is not None:
             self.lifeline.begin_batch()
         if self._new_parts is None:
@@ -215,6 +267,7 @@ class Session:
         while self._peers is not None and steps is not None and self._noticed < steps:
             self._noticed += 1
             self.algorithm.after_step(stepped_by(self._optimizers[0]), False)
+        self._joined.put_buffers_back()
         if self.lifeline is not None:
             self.lifeline.end_batch()
 
@@ -226,11 +279,13 @@ class Session:
                 more is told of here.
         """
         sends = self._broadcast_buffers and self._buffers_due and self._peers is not None
+        self._joined.put_buffers_back()
         if sends and self._gradients is not None:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
             self._from_rank_0(buffers)
+        self._joined.keep_buffers()
         self._buffers_due = between is False and not self.accumulating
 
     def _from_rank_0(self, tensors: Sequence[Tensor]) -> None:
@@ -242,10 +297,15 @@ class Session:
                 dist._broadcast_coalesced(world, filled, _BROADCAST_BYTES, 0)
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
-        """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError."""
+        """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError.
+
+        While this rank is `idle`, no backward may come between this and `after_backward`.
+        """
+        self._joined.put_buffers_back()
+        divisor = self._joined.divisor(exchanged=not self.accumulating)
         if self._peers is not None and self._gradients is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
-            self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same)
+            self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
@@ -255,9 +315,10 @@ class Session:
             self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
-        """Both, and the backward between them."""
+        """Both, and the backward between them, unless this rank is `idle`."""
         self.before_backward(loss)
-        loss.backward()
+        if not self.idle:
+            loss.backward()
         self.after_backward()
 
     @contextmanager
@@ -297,7 +358,7 @@ class Session:
             # a scaler backs off when it skips, and only then
             stepped = True if before is None or after is None else after >= before
         self._noticed += 1
-        self.algorithm.after_step(stepped_by(optimizer), stepped)
+        self._end_step(stepped_by(optimizer), stepped)
 
     def _before_step(self, optimizer: Optimizer) -> None:
         self.check_step(optimizer)
@@ -311,13 +372,23 @@ class Session:
         self._noticed += optimizer in self._optimizers
         parameters = stepped_by(optimizer)
         if not self._known.isdisjoint(parameters):  # else another module's
-            self.algorithm.after_step(parameters, True)
+            self._end_step(parameters, True)
+
+    def _end_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
+        self._joined.after_step(parameters)
+        self.algorithm.after_step(parameters, stepped)
 
     def check_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged."""
-        if self._peers is None or self._gradients is None:
+        """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged.
+
+        While this rank is `idle`, what is not averaged has no gradient, so the step passes it over.
+        """
+        if self._peers is None:
             return
         parameters = stepped_by(optimizer)
+        self._joined.before_step(parameters - self._equal)
+        if self._gradients is None:
+            return
         if self._new_parts is not None and self._new_parts.any:
             for name, parameter in shared_parameters(self.module).items():
                 if parameter in parameters and parameter not in self._known and parameter.grad is not None:

@@ -59,6 +59,7 @@ class Auto(GradientAlgorithm):
         local: see `AllReduce`.
         residual_dtype: see `AllReduce`.
         on_nonfinite: see `AllReduce`.
+        uneven: see `AllReduce`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Auto(GradientAlgorithm):
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
         on_nonfinite: str = "propagate",
+        uneven: str = "error",
     ) -> None:
         if isinstance(allow, Codec) or (allow is not None and not (allow and all(isinstance(x, Codec) for x in allow))):
             raise TypeError(f"allow is a list of one codec or more, such as [ringstrategy.Identity()], got {allow!r}")
@@ -80,12 +82,14 @@ class Auto(GradientAlgorithm):
         self.allow = allow
         self.error_feedback = error_feedback
         self.tune = tune
+        self.uneven = uneven
         self._common = {
             "error_feedback": error_feedback,
             "find_unused_parameters": find_unused_parameters,
             "local": local,
             "residual_dtype": residual_dtype,
             "on_nonfinite": on_nonfinite,
+            "uneven": uneven,
         }
         # refuses what these arguments cannot be; and holds what is left when training ends or has not begun
         self._inner = AllReduce(**self._common)  # type: ignore[arg-type]
@@ -110,7 +114,8 @@ class Auto(GradientAlgorithm):
         return (
             f"Auto(allow={list(self.allow)}, error_feedback={self.error_feedback}, tune={self.tune}, "
             f"find_unused_parameters={self._inner.find_unused_parameters}, local={described(self._inner.local)}, "
-            f"residual_dtype={self._inner.residual_dtype}, on_nonfinite={self._inner.on_nonfinite!r})"
+            f"residual_dtype={self._inner.residual_dtype}, on_nonfinite={self._inner.on_nonfinite!r}, "
+            f"uneven={self.uneven!r})"
         )
 
     @property
@@ -300,7 +305,13 @@ class Auto(GradientAlgorithm):
         self._inner.compare(text)
 
     def before_backward(
-        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+        self,
+        loss: Tensor | None = None,
+        *,
+        sync: bool = True,
+        scale: Tensor | None = None,
+        same: str = "",
+        divisor: float | None = None,
     ) -> None:
         """See `GradientAlgorithm.before_backward`."""
         if self._peers is not None and sync:
@@ -308,7 +319,7 @@ class Auto(GradientAlgorithm):
                 with self._peers.stats.probe():
                     self._between_passes()
             self._begin = self._now()
-        self._inner.before_backward(loss, sync=sync, scale=scale, same=same)
+        self._inner.before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
         """See `GradientAlgorithm.after_backward`."""

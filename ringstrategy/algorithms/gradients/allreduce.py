@@ -40,6 +40,7 @@ class AllReduce(Synchronous):
             cores that this process may use, shared with the other ranks of its host, less torch's threads; at least 1.
             Ranks may differ. It holds for the whole process: the last one that was set up counts.
         on_nonfinite: see `Synchronous`.
+        uneven: see `Synchronous`.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class AllReduce(Synchronous):
         residual_dtype: torch.dtype | str | None = None,
         codec_threads: int | None = None,
         on_nonfinite: str = "propagate",
+        uneven: str = "error",
     ) -> None:
-        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite)
+        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite, uneven)
         self.codec = Identity() if codec is None else codec
         if isinstance(self.codec, type) or not (isinstance(self.codec, Codec) or callable(self.codec)):
             raise TypeError(
@@ -84,7 +86,7 @@ class AllReduce(Synchronous):
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
             f"local={described(self.local)}, residual_dtype={self.residual_dtype}, "
-            f"on_nonfinite={self.on_nonfinite!r})"
+            f"on_nonfinite={self.on_nonfinite!r}, uneven={self.uneven!r})"
         )
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

@@ -48,6 +48,7 @@ class PowerSGD(Synchronous):
         find_unused_parameters: see `Synchronous`.
         local: see `Synchronous`.
         on_nonfinite: see `Synchronous`.
+        uneven: see `Synchronous`.
     """
 
     def __init__(
@@ -60,8 +61,9 @@ class PowerSGD(Synchronous):
         find_unused_parameters: bool = False,
         local: Local | None = None,
         on_nonfinite: str = "propagate",
+        uneven: str = "error",
     ) -> None:
-        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite)
+        super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite, uneven)
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
             raise ValueError(f"rank is how many columns a factor has: a whole number >= 1, got {rank!r}")
         self.rank = rank
@@ -79,7 +81,7 @@ class PowerSGD(Synchronous):
             f"PowerSGD(rank={self.rank}, codec={self.codec}, collective={self.collective}, "
             f"error_feedback={self.error_feedback}, bucket_mb={self.bucket_mb}, "
             f"find_unused_parameters={self.find_unused_parameters}, "
-            f"local={described(self.local)}, on_nonfinite={self.on_nonfinite!r})"
+            f"local={described(self.local)}, on_nonfinite={self.on_nonfinite!r}, uneven={self.uneven!r})"
         )
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:

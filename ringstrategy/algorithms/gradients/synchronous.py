@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.algorithms.base import GradientAlgorithm
+from ringstrategy.algorithms.base import GradientAlgorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
@@ -62,6 +62,7 @@ class Synchronous(GradientAlgorithm):
             "raise": an error that names the parameters. The last two look at all gradients at the end of backward,
             which on a GPU waits for it. A loss scaler skips by itself, and refuses them. With one process nothing
             is averaged or looked at.
+        uneven: see `Algorithm`. With "join" the mean is over the ranks that have data, in each batch.
 
     Attributes:
         launches: of the last backward, for each bucket its elements and how many seconds after `before_backward` it was
@@ -75,6 +76,7 @@ class Synchronous(GradientAlgorithm):
         find_unused_parameters: bool,
         local: Local | None,
         on_nonfinite: str,
+        uneven: str,
     ) -> None:
         self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
@@ -83,10 +85,12 @@ class Synchronous(GradientAlgorithm):
             raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
         check_local(local)
         nonfinite.check_choice(on_nonfinite)
+        check_uneven(uneven)
         self.bucket_mb = bucket_mb
         self.find_unused_parameters = find_unused_parameters
         self.local = local
         self.on_nonfinite = on_nonfinite
+        self.uneven = uneven
 
         self._peers: Peers | None = None
         self._buckets: list[Bucket] = []
@@ -221,7 +225,13 @@ class Synchronous(GradientAlgorithm):
         return new
 
     def before_backward(
-        self, loss: Tensor | None = None, *, sync: bool = True, scale: Tensor | None = None, same: str = ""
+        self,
+        loss: Tensor | None = None,
+        *,
+        sync: bool = True,
+        scale: Tensor | None = None,
+        same: str = "",
+        divisor: float | None = None,
     ) -> None:
         """See `GradientAlgorithm.before_backward`."""
         if self._peers is None:
@@ -244,7 +254,8 @@ class Synchronous(GradientAlgorithm):
         joining = self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
         most = small(self._capacity)
-        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, most)
+        divisor = self._peers.size if divisor is None else divisor
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, divisor, most)
         self._warm_up(joining, self._pass.agreed)
         if self.find_unused_parameters and loss is not None:
             used = _reachable(loss)
@@ -415,8 +426,10 @@ class _Pass:
         collective: Collective,
         step: int,
         scale: Tensor | None,
+        divisor: float,
         small: int,
     ) -> None:
+        self._divisor = divisor
         self._small = small  # bytes of a bucket that travels in the messages of the next
         self._riding: dict[int, Summand] = {}  # by index of their buckets, to go with the next launch
         self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
@@ -478,7 +491,7 @@ class _Pass:
                 flags = self._used
             else:
                 self._control(self._post_used)
-        bucket.pack(self._peers.size, self._scale)
+        bucket.pack(self._divisor, self._scale)
         self._packed.append(bucket)
         seed = derive_seed(0, self._step, bucket.index)
         if not last:

@@ -36,6 +36,7 @@ class Choco(Decentralized):
         consensus: see `Decentralized`.
         local: see `Synchronous`.
         unit: see `Decentralized`.
+        uneven: see `Decentralized`.
     """
 
     def __init__(
@@ -48,10 +49,11 @@ class Choco(Decentralized):
         consensus: bool = True,
         local: Local | None = None,
         unit: Unit = "step",
+        uneven: str = "error",
     ) -> None:
         topology = RingGraph() if topology is None else topology
         codec = BlockInt(8) if codec is None else codec
-        super().__init__(topology, codec, interval, overlap, consensus, local, unit)
+        super().__init__(topology, codec, interval, overlap, consensus, local, unit, uneven)
         if not (topology.static and topology.symmetric and topology.doubly_stochastic):
             raise ValueError(
                 f"Choco keeps copies of its neighbours, so its topology must be one symmetric matrix for all steps, "

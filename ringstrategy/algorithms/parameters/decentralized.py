@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ringstrategy.algorithms.base import ParameterAlgorithm
+from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange, Piece
@@ -53,6 +53,7 @@ class Decentralized(ParameterAlgorithm):
         consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
         local: see `Synchronous`.
         unit: "step", or "epoch": the interval counts epochs.
+        uneven: see `Algorithm`. With "join" a rank without data mixes, and does not step.
     """
 
     gain = 1.0  # of the difference to neighbours
@@ -66,6 +67,7 @@ class Decentralized(ParameterAlgorithm):
         consensus: bool,
         local: Local | None,
         unit: Unit,
+        uneven: str,
     ) -> None:
         if not isinstance(topology, Topology):
             raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
@@ -75,8 +77,9 @@ class Decentralized(ParameterAlgorithm):
         if not isinstance(consensus, bool):
             raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
+        check_uneven(uneven)
         self.topology, self.codec, self.interval, self.unit = topology, codec, interval, unit
-        self.overlap, self.consensus, self.local = overlap, consensus, local
+        self.overlap, self.consensus, self.local, self.uneven = overlap, consensus, local, uneven
 
         self.exchange = Exchange()
         self._peers: Peers | None = None

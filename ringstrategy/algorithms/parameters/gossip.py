@@ -32,6 +32,7 @@ class Gossip(Decentralized):
             for the same bytes; one more vector of memory, with overlap two. With an interval of 1 and SGD, ranks then
             end where the mean of their losses is least; without, short of it. With longer intervals they end nearer.
             Needs a topology that is static and symmetric, and mixes half as far at once.
+        uneven: see `Decentralized`.
     """
 
     def __init__(
@@ -44,10 +45,11 @@ class Gossip(Decentralized):
         local: Local | None = None,
         unit: Unit = "step",
         unequal_data: bool = False,
+        uneven: str = "error",
     ) -> None:
         topology = RingGraph() if topology is None else topology
         codec = Identity() if codec is None else codec
-        super().__init__(topology, codec, interval, overlap, consensus, local, unit)
+        super().__init__(topology, codec, interval, overlap, consensus, local, unit, uneven)
         if not isinstance(codec, Identity | Cast):
             raise ValueError(
                 f"codec is Identity() or Cast(...), got {codec!r}: parameters sent in fewer bits would never agree. "

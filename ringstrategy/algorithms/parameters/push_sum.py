@@ -28,6 +28,7 @@ class PushSum(Decentralized):
         consensus: see `Decentralized`.
         local: see `Synchronous`.
         unit: see `Decentralized`.
+        uneven: see `Decentralized`.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class PushSum(Decentralized):
         consensus: bool = True,
         local: Local | None = None,
         unit: Unit = "step",
+        uneven: str = "error",
     ) -> None:
         topology = OnePeerExponential() if topology is None else topology
-        super().__init__(topology, Identity(), interval, overlap, consensus, local, unit)
+        super().__init__(topology, Identity(), interval, overlap, consensus, local, unit, uneven)
 
     def begin(self, group: Group) -> None:
         """The parameters are x, the numerators over the weight."""

@@ -27,6 +27,7 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIO, finish
+from ringstrategy.integrations.lightning.joined import Joining
 from ringstrategy.integrations.lightning.looks import Looks
 from ringstrategy.integrations.lightning.processes import Processes
 from ringstrategy.integrations.lightning.stopping import Stopping
@@ -109,6 +110,7 @@ class RingStrategy(Processes):
         self._broadcast_buffers = broadcast_buffers
         self._looks: Looks | None = None  # with the session of several ranks
         self._stopping: Stopping | None = None  # likewise
+        self._joining: Joining | None = None  # likewise, if they may have different numbers of batches
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._resumed = ""  # from where, in words
         self._carried: dict[str, Any] | None = None
@@ -180,6 +182,8 @@ class RingStrategy(Processes):
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
+        if self.session.joins:
+            self._joining = Joining(trainer, self.session)
         self._log_news()
 
     def _log_news(self) -> None:
@@ -203,6 +207,8 @@ class RingStrategy(Processes):
         assert self.lightning_module is not None
         later = self.lightning_module.trainer.current_epoch > 0
         self._fit.begin_batch(f"near batch {batch_idx}", self.optimizers, first=batch_idx == 0, later_epoch=later)
+        if self._fit.idle:
+            self.lightning_module.trainer.fit_loop._results.batch_size = 0  # for `log`: the weight in an epoch's mean
         self._log_news()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,13 +223,17 @@ class RingStrategy(Processes):
             yield
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Backward, and the end of the exchange: hooks after this see averaged gradients."""
+        """Backward, and the end of the exchange: hooks after this see averaged gradients.
+
+        No backward on a rank that repeats a batch.
+        """
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._fit.before_backward(loss, self._loss_scale())
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if not self._fit.idle:
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._fit.after_backward()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -406,8 +416,10 @@ class RingStrategy(Processes):
                 ends.callback(looks.close)
             if self._stopping is not None:
                 ends.callback(self._stopping.close)
+            if self._joining is not None:
+                ends.callback(self._joining.close)
             try:
                 if looks is not None and session is not None and not self.alone and session.shows_consensus:
                     session.enter_consensus()  # False if training has ended with that
             finally:
-                self.session = self._looks = self._stopping = None
+                self.session = self._looks = self._stopping = self._joining = None

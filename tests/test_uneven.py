@@ -1,0 +1,329 @@
+"""Ranks with different numbers of batches: `uneven="join"` takes the mean over those who have data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import Pool
+from test_session import CPU, MINUTE, gathered, process_group
+from torch import Tensor, nn
+
+from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, Identity, PowerSGD, PushSum
+from ringstrategy.algorithms import Algorithm
+from ringstrategy.session import Session
+from ringstrategy.topologies import RingGraph
+
+Batch = tuple[Tensor, Tensor, Tensor]
+COUNTS = 5, 3, 1  # batches of an epoch, by rank
+
+
+class Net(nn.Module):
+    """A dense part, and an embedding whose gradient is sparse."""
+
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 6, sparse=sparse)
+        self.layers = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+
+    def forward(self, rows: Tensor, inputs: Tensor) -> Tensor:
+        return self.layers(self.embedding(rows) + inputs)
+
+
+def batch(rank: int, epoch: int, place: int) -> Batch:
+    generator = torch.Generator().manual_seed(10_000 * rank + 100 * epoch + place)
+    rows = torch.randint(11, (4,), generator=generator)
+    return rows, torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def loss_of(module: nn.Module, data: Batch) -> Tensor:
+    rows, inputs, targets = data
+    kind = next(module.parameters()).dtype
+    return nn.functional.mse_loss(module(rows, inputs.to(kind)), targets.to(kind))
+
+
+def make_optimizer(module: Net) -> torch.optim.Optimizer:
+    dense = {"params": module.layers.parameters(), "momentum": 0.9, "weight_decay": 0.1}
+    return torch.optim.SGD([dense, {"params": module.embedding.parameters()}], 0.2)
+
+
+def loader(rank: int, epoch: int, counts: tuple[int, ...] = COUNTS) -> Iterator[Batch]:
+    return (batch(rank, epoch, place) for place in range(counts[rank]))
+
+
+def flat(tensors: Iterator[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in tensors])
+
+
+def train(algorithm: Algorithm, module: Net, accumulate: int = 1, epochs: int = 2) -> tuple[list[bool], Any]:
+    """When this rank was idle, and the residuals."""
+    session = Session(module, algorithm, timeout=MINUTE)
+    session.open(CPU)
+    session.synchronize()
+    optimizer = make_optimizer(module)
+    session.bind([optimizer])
+    idle = []
+    for epoch in range(epochs):
+        for place, data in enumerate(session.join(loader(dist.get_rank(), epoch))):
+            session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=epoch > 0)
+            session.send_buffers()
+            steps = (place + 1) % accumulate == 0 or place + 1 == max(COUNTS)
+            with nullcontext() if steps else session.no_sync():
+                session.backward(loss_of(module, data) / accumulate)
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+            session.end_batch(int(steps))
+            idle.append(session.idle)
+        assert not session.idle
+    residuals = session.state_dict()["residuals"]
+    session.close()
+    return idle, residuals
+
+
+def expected(size: int, accumulate: int = 1, epochs: int = 2) -> Tensor:
+    """The parameters that one process gets in float64 which sees the batches of all ranks."""
+    module = Net(sparse=False).double()
+    optimizer = make_optimizer(module)
+    for epoch in range(epochs):
+        window: list[Tensor] = []
+        for place in range(max(COUNTS)):
+            window += [loss_of(module, batch(r, epoch, place)) for r in range(size) if place < COUNTS[r]]
+            begun = place % accumulate + 1
+            if begun == accumulate or place + 1 == max(COUNTS):
+                # of an epoch's last, shorter window Lightning and this loop divide by `accumulate` all the same
+                mean = torch.stack(window).mean() * begun / accumulate
+                optimizer.zero_grad()
+                mean.backward()
+                optimizer.step()
+                window = []
+    return flat(module.parameters())
+
+
+def _joined(make: Callable[[], Algorithm], accumulate: int) -> tuple[list[bool], list[Tensor]]:
+    with process_group():
+        module = Net()
+        idle, _ = train(make(), module, accumulate)
+        return idle, gathered(list(module.parameters()))
+
+
+def _ring() -> Algorithm:
+    return AllReduce(uneven="join")
+
+
+def _auto() -> Algorithm:
+    return Auto(allow=[Identity()], uneven="join")
+
+
+def _many_factors() -> Algorithm:
+    return PowerSGD(rank=8, uneven="join")
+
+
+def _int8() -> Algorithm:
+    return AllReduce(BlockInt(8), uneven="join")
+
+
+@pytest.mark.parametrize(
+    ("make", "size", "accumulate", "most"),
+    [
+        (_ring, 3, 1, 1e-5),
+        (_ring, 2, 2, 1e-5),
+        (_ring, 3, 2, 1e-5),
+        (_auto, 3, 1, 1e-5),
+        (_many_factors, 2, 1, 1e-4),
+        (_int8, 3, 2, 0.05),
+    ],
+)
+def test_the_mean_is_over_the_batches_that_there_are(
+    ranks: Pool, make: Callable[[], Algorithm], size: int, accumulate: int, most: float
+) -> None:
+    outcomes = ranks(size, _joined, make, accumulate)
+    for rank, (idle, replicas) in enumerate(outcomes):
+        assert idle == 2 * [place >= COUNTS[rank] for place in range(max(COUNTS))]
+        assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+    error = (outcomes[0][1][0] - expected(size, accumulate)).abs().max().item()
+    assert error < most, error
+    if make is _int8:
+        assert error > 0
+
+
+def _conserved() -> tuple[Tensor, Tensor]:
+    """What was stepped and the residuals of all ranks; what a lossless exchange would have had stepped."""
+    with process_group():
+        torch.manual_seed(0)
+        module = nn.Linear(40, 9)
+        begin = flat(module.parameters())
+        session = Session(module, AllReduce(BlockInt(4), error_feedback=True, uneven="join"), timeout=MINUTE)
+        session.open(CPU)
+        session.synchronize()
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        session.bind([optimizer])
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        lossless = torch.zeros_like(begin)
+        data = [torch.randn(8, 40, generator=generator) for _ in range(COUNTS[dist.get_rank()])]
+        for place, inputs in enumerate(session.join(data)):
+            session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
+            loss = (module(inputs) - inputs[:, :9]).square().mean()
+            if not session.idle:
+                gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+                lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
+            optimizer.zero_grad()
+            session.backward(loss)
+            optimizer.step()
+            session.end_batch(1)
+        residuals = session.state_dict()["residuals"]
+        session.close()
+        kept = flat(residuals[name] for name, _ in module.named_parameters())
+        dist.all_reduce(lossless)
+        dist.all_reduce(kept)
+        assert kept.abs().max() > 1e-4
+        return (begin - flat(module.parameters())) / 0.5 + kept, lossless
+
+
+def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
+    for delivered, lossless in ranks(3, _conserved):
+        assert torch.allclose(delivered, lossless, rtol=0, atol=2e-6), (delivered - lossless).abs().max()
+
+
+def _buffers(algorithm: Algorithm, first: int, second: int) -> bool:
+    """Are the buffers at each batch's end those of the last batch with data? Both of rank 0, in every forward."""
+    with process_group():
+        module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+        session = Session(module, algorithm, timeout=MINUTE)
+        session.open(CPU)
+        session.synchronize()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        session.bind([optimizer])
+        kept: list[Tensor] = []
+        same = []
+        data = list(loader(0, 0, (first if dist.get_rank() == 0 else second,)))
+        for place, (_, inputs, targets) in enumerate(session.join(data)):
+            session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
+            for _ in range(2):
+                session.send_buffers()
+                loss = nn.functional.mse_loss(module(inputs), targets)
+            optimizer.zero_grad()
+            session.backward(loss)
+            optimizer.step()
+            session.end_batch(1)
+            now = [buffer.clone() for buffer in module.buffers()]
+            if session.idle:
+                same += map(torch.equal, kept, now)
+            kept = now
+        session.close()
+        return bool(same) and all(same)
+
+
+@pytest.mark.parametrize("make", [AllReduce, Gossip])
+def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[AllReduce | Gossip]) -> None:
+    assert ranks(2, _buffers, make(uneven="join"), 2, 4)[0]
+
+
+def _gossip(algorithm: Algorithm, zeros: bool) -> tuple[Tensor, int]:
+    with process_group():
+        module = Net()
+        if zeros:  # gradients that are not dropped must not be stepped either
+            original = torch.optim.SGD.zero_grad
+            with mock.patch.object(torch.optim.SGD, "zero_grad", lambda self: original(self, set_to_none=False)):
+                train(algorithm, module)
+        else:
+            train(algorithm, module)
+        return flat(module.parameters()), dist.get_world_size()
+
+
+def _gossip_oracle(size: int) -> list[Tensor]:
+    modules = [Net(sparse=False).double() for _ in range(size)]
+    optimizers = [make_optimizer(module) for module in modules]
+    weights = [RingGraph().weights(rank, size, 0) for rank in range(size)]
+    for epoch in range(2):
+        for place in range(max(COUNTS)):
+            for rank in range(size):
+                if place < COUNTS[rank]:
+                    optimizers[rank].zero_grad()
+                    loss_of(modules[rank], batch(rank, epoch, place)).backward()
+                    optimizers[rank].step()
+            with torch.no_grad():
+                before = [[p.clone() for p in module.parameters()] for module in modules]
+                for rank, module in enumerate(modules):
+                    for i, parameter in enumerate(module.parameters()):
+                        mixed = [weight * before[source][i] for source, weight in weights[rank].items()]
+                        parameter.copy_(torch.stack(mixed).sum(0))
+    return [flat(module.parameters()) for module in modules]
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -> None:
+    outcomes = ranks(3, _gossip, Gossip(overlap=False, uneven="join"), zeros)
+    for (values, size), oracle in zip(outcomes, _gossip_oracle(3), strict=True):
+        assert size == 3
+        assert torch.allclose(values, oracle, rtol=0, atol=1e-5), (values - oracle).abs().max()
+    assert not torch.equal(outcomes[0][0], outcomes[1][0])
+
+
+@pytest.mark.parametrize("make", [Choco, PushSum])
+def test_other_gossip_keeps_going(ranks: Pool, make: type[Choco | PushSum]) -> None:
+    values = [value for value, _ in ranks(3, _gossip, make(uneven="join"), False)]
+    assert all(value.isfinite().all() for value in values)
+    assert (values[0] - values[1]).abs().max() < 1.0
+
+
+def _even() -> int:
+    with process_group():
+        session = Session(Net(), AllReduce(), timeout=MINUTE)
+        session.open(CPU)
+        rank = dist.get_rank()
+        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a message")):
+            seen = [rows.tolist() for rows, *_ in session.join(loader(rank, 0))]
+        assert not session.joins
+        session.close()
+        assert seen == [batch(rank, 0, place)[0].tolist() for place in range(COUNTS[rank])]
+        return len(seen)
+
+
+def test_without_joining_no_rank_tells_anything(ranks: Pool) -> None:
+    assert ranks(2, _even) == [5, 3]
+
+
+def _refused(case: str) -> str:
+    with process_group():
+        module: nn.Module = Net()
+        if case == "SyncBatchNorm":
+            module = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
+        algorithm = Gossip(uneven="join") if case == "scaler" else AllReduce(uneven="join")
+        session = Session(module, algorithm, timeout=MINUTE)
+        try:
+            session.open(CPU, scaled_loss=case == "scaler")
+            for _ in session.join([] if dist.get_rank() == 1 else [1, 2]):
+                pass
+        except Exception as error:
+            session.tell(error)
+            return f"{type(error).__name__}: {error}"
+        finally:
+            session.close()
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("case", "said"), [("SyncBatchNorm", "nn.GroupNorm"), ("scaler", "bf16-mixed"), ("empty", "at least one batch")]
+)
+def test_what_cannot_be_joined_is_refused(ranks: Pool, case: str, said: str) -> None:
+    messages = ranks(2, _refused, case)
+    assert messages[1].startswith("ValueError: ")
+    assert said in messages[1]
+    if case == "empty":
+        assert "lost rank 1" in messages[0]
+        assert said in messages[0]
+
+
+@pytest.mark.parametrize("make", [AllReduce, Auto, PowerSGD, Gossip, Choco, PushSum])
+def test_uneven_is_one_of_two(make: Callable[..., Algorithm]) -> None:
+    assert make().uneven == "error"
+    assert "uneven='join'" in repr(make(uneven="join")) or "uneven=join" in repr(make(uneven="join"))
+    with pytest.raises(ValueError, match=r"'error'.*'join'.*got 'wait'"):
+        make(uneven="wait")
