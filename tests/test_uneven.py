@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
 from test_session import CPU, MINUTE, gathered, process_group
+from test_strategy import check_replicas, trainer_with
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, Identity, PowerSGD, PushSum
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Choco,
+    Gossip,
+    Identity,
+    PeerLostError,
+    PowerSGD,
+    PushSum,
+    RingStrategy,
+)
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.topologies import RingGraph
@@ -327,3 +344,227 @@ def test_uneven_is_one_of_two(make: Callable[..., Algorithm]) -> None:
     assert "uneven='join'" in repr(make(uneven="join")) or "uneven=join" in repr(make(uneven="join"))
     with pytest.raises(ValueError, match=r"'error'.*'join'.*got 'wait'"):
         make(uneven="wait")
+
+
+# Lightning
+
+EPOCH = 7, 4, 5  # batches, by rank
+
+
+class Endless(IterableDataset[Batch]):
+    """Of no known length."""
+
+    def __init__(self, data: list[Batch]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.data)
+
+
+class Lying(Endless):
+    def __len__(self) -> int:
+        return len(self.data) + 2
+
+
+def of_rank(rank: int, kind: str = "sized") -> Any:
+    """Its loader: the same batches in each epoch."""
+    data = list(loader(rank, 0, EPOCH))
+    source = {"sized": list, "endless": Endless, "lying": Lying}[kind](data)
+    return DataLoader(source, batch_size=None)
+
+
+class Module(L.LightningModule):
+    """Notes where it is; what it logs of a repeated batch must not count."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Net(sparse=False)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.automatic_optimization = not manual
+        self.idle: list[bool] = []
+        self.validated: list[int] = []
+        self.statistics: list[Tensor] = []
+
+    def training_step(self, data: Batch, batch_idx: int) -> Tensor | None:
+        self.norm(data[1])
+        self.idle.append(self.trainer.strategy._fit.idle)
+        loss = loss_of(self.net, data)
+        self.log("count", 100.0 if self.idle[-1] else 1.0, sync_dist=True, on_step=False, on_epoch=True)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.statistics.append(self.norm.running_mean.clone())
+
+    def validation_step(self, data: Batch, batch_idx: int) -> None:
+        self.validated.append(self.trainer.fit_loop.epoch_loop.batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = make_optimizer(self.net)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fitted(algorithm: Algorithm, kind: str = "sized", manual: bool = False, **options: Any) -> L.Trainer:
+    module, ckpt_path = Module(manual), options.pop("ckpt_path", None)
+    trainer = trainer_with(
+        RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
+    )
+    rank = trainer.strategy.cluster_environment.global_rank()
+    trainer.fit(module, of_rank(rank, kind), DataLoader([batch(rank, 9, 0)], batch_size=None), ckpt_path=ckpt_path)
+    return trainer
+
+
+def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = fitted(algorithm, kind, manual, **options)
+    module = trainer.lightning_module
+    assert isinstance(module, Module)
+    check_replicas(trainer) if not algorithm.decentralized else None
+    return {
+        "idle": module.idle,
+        "validated": module.validated,
+        "steps": trainer.global_step,
+        "rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "count": float(trainer.callback_metrics["count"]),
+        "kept": [torch.equal(*pair) for pair in pairwise(module.statistics)],
+        "values": flat(module.net.parameters()),
+        "length": trainer.num_training_batches,
+    }
+
+
+def lightning_oracle(size: int, accumulate: int, schedules: bool) -> Tensor:
+    module = Net(sparse=False).double()
+    optimizer = make_optimizer(module)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    longest = max(EPOCH[:size])
+    for _ in range(2):
+        window: list[Tensor] = []
+        for place in range(longest):
+            window += [loss_of(module, batch(rank, 0, place)) for rank in range(size) if place < EPOCH[rank]]
+            begun = place % accumulate + 1
+            if begun == accumulate or place + 1 == longest:
+                optimizer.zero_grad()
+                (torch.stack(window).mean() * begun / accumulate).backward()
+                optimizer.step()
+                if schedules:
+                    scheduler.step()
+                window = []
+    return flat(module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "manual", "options"),
+    [
+        ("sized", 3, False, {}),
+        ("endless", 2, False, {}),
+        ("sized", 2, False, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+        ("sized", 2, True, {"val_check_interval": 4}),
+    ],
+)
+def test_lightning_trains_until_no_rank_has_a_batch(
+    ranks: Pool, kind: str, size: int, manual: bool, options: dict[str, Any]
+) -> None:
+    outcomes = ranks(size, _fits, AllReduce(uneven="join"), kind, manual, options)
+    accumulate = options.get("accumulate_grad_batches", 1)
+    steps = 2 * -(-max(EPOCH) // accumulate)
+    oracle = lightning_oracle(size, accumulate, not manual)
+    validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
+    for rank, outcome in enumerate(outcomes):
+        assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
+        assert outcome["steps"] == steps
+        assert outcome["rate"] == pytest.approx(0.2 * 0.9 ** (0 if manual else steps))
+        assert outcome["validated"] == 2 * validates
+        assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
+        assert outcome["length"] == (float("inf") if kind == "endless" else 7)
+        assert torch.allclose(outcome["values"], oracle, rtol=0, atol=1e-5), (outcome["values"] - oracle).abs().max()
+
+
+def _statistics(first: int, second: int) -> list[bool]:
+    """At which batches they changed on this rank."""
+    with mock.patch.dict(globals(), EPOCH=(first, second)):
+        return [not kept for kept in _fits(AllReduce(uneven="join"), "sized", False, {"max_epochs": 1})["kept"]]
+
+
+def test_statistics_of_rank_0_stay_while_it_repeats_a_batch(ranks: Pool) -> None:
+    assert ranks(2, _statistics, 3, 6)[0] == [True, True, False, False, False]
+
+
+def _gossip_fits(interval: int) -> dict[str, Any]:
+    return _fits(Gossip(interval=interval, overlap=False, consensus=False, uneven="join"), "sized", False, {})
+
+
+def test_under_gossip_a_rank_without_data_stays_where_it_is(ranks: Pool) -> None:
+    """Mixing never comes: each rank trains alone on its own batches, but the schedule is that of all."""
+    for rank, outcome in enumerate(ranks(2, _gossip_fits, 1000)):
+        module = Net(sparse=False).double()
+        optimizer = make_optimizer(module)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for _ in range(2):
+            for place in range(max(EPOCH[:2])):
+                if place < EPOCH[rank]:
+                    optimizer.zero_grad()
+                    loss_of(module, batch(rank, 0, place)).backward()
+                    optimizer.step()
+                scheduler.step()
+        assert outcome["steps"] == 14
+        assert torch.allclose(outcome["values"], flat(module.parameters()), rtol=0, atol=1e-5)
+
+
+def test_under_gossip_it_still_mixes(ranks: Pool) -> None:
+    """At the very last step, in which rank 1 has no data, both become their mean."""
+    outcomes = ranks(2, _gossip_fits, 14)
+    assert torch.allclose(outcomes[0]["values"], outcomes[1]["values"], rtol=0, atol=1e-6)
+
+
+def _resumes(folder: str, algorithm: Algorithm) -> None:
+    saving: dict[str, Any] = {"dirpath": folder, "filename": "{step}", "save_top_k": -1}
+    callbacks = [ModelCheckpoint(every_n_epochs=1, **saving), ModelCheckpoint(every_n_train_steps=5, **saving)]
+    whole = fitted(algorithm, enable_checkpointing=True, callbacks=callbacks)
+    resumed = fitted(algorithm, ckpt_path=f"{folder}/step=7.ckpt")
+    for one, other in zip(whole.lightning_module.parameters(), resumed.lightning_module.parameters(), strict=True):
+        assert torch.equal(one, other)
+    assert whole.global_step == resumed.global_step == 14
+    # within an epoch, after rank 1 had run out; Lightning begins this loader anew
+    rest = fitted(algorithm, max_epochs=1, ckpt_path=f"{folder}/step=5.ckpt")
+    assert rest.global_step == 7
+    assert isinstance(rest.lightning_module, Module)
+    assert rest.lightning_module.idle == 2 * [dist.get_rank() == 1]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(BlockInt(8), uneven="join"), Choco(uneven="join")], ids=["int8", "choco"]
+)
+def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path, algorithm: Algorithm) -> None:
+    ranks(2, _resumes, str(tmp_path), algorithm)
+
+
+def _takes_an_iterator(self: Module, dataloader_iter: Iterator[Batch]) -> None: ...
+
+
+def _lightning_error(kind: str) -> str:
+    algorithm = AllReduce(uneven="join")
+    try:
+        if kind == "iterator":
+            with mock.patch.object(Module, "training_step", _takes_an_iterator):
+                fitted(algorithm)
+        elif kind == "none":
+            with mock.patch.dict(globals(), EPOCH=(3, 0)):
+                fitted(algorithm, "endless")
+        else:
+            fitted(algorithm, kind)
+    except (ValueError, PeerLostError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("iterator", "take `batch`"), ("none", "at least one batch"), ("lying", "correct its __len__")]
+)
+def test_lightning_says_what_cannot_be_joined(ranks: Pool, kind: str, said: str) -> None:
+    assert all(said in message for message in ranks(2, _lightning_error, kind))

@@ -32,13 +32,15 @@ class JoinedFetcher(_PrefetchDataFetcher):
         self._begin()
 
     def _begin(self) -> None:
+        self.done = False  # nor if there is no batch: that is an error, and not a shorter epoch
         self._has_more = True  # this rank
         self._last: Any = None
 
-    def reset(self) -> None:
+    def __iter__(self) -> JoinedFetcher:
         """An epoch begins."""
-        super().reset()
+        super().__iter__()
         self._begin()
+        return self
 
     def __next__(self) -> Any:
         """The next batch, or the last one again."""
