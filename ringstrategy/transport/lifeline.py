@@ -34,11 +34,12 @@ _WITNESS = "lost touch"
 _GENERATION = "ringstrategy/generation"
 _BETWEEN = "its next batch"
 _CHANGE = "parameters that its model got or lost"
-_SAME_BATCHES = "do all ranks have the same number of batches?"
-_SAME_STEPS = "do all ranks have the same number of batches, and step equally often?"
+_CURE = "If ranks have different numbers of batches, pass uneven='join' to the algorithm"
+_SAME_BATCHES = f"do all ranks have the same number of batches? {_CURE}"
+_SAME_STEPS = f"do all ranks have the same number of batches, and step equally often? {_CURE}"
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
-_LAST_WORDS = f"the end of its training ({_SAME_BATCHES})"
+_LAST_WORDS = "the end of its training"
 
 Answer = TypeVar("Answer")
 
@@ -205,7 +206,7 @@ class Lifeline:
             for rank in missing:
                 words = self._last_words(rank)
                 if words is not None:
-                    return rank, f"it stopped with {words}"
+                    return rank, self._stopped_with(words)
             if missing and (broken or time.monotonic() > deadline):
                 late = "it did not come to set up in time. Does its process live, and has it begun to train?"
                 return missing[0], broken or late
@@ -239,11 +240,16 @@ class Lifeline:
 
     # Leaving
 
-    def leave(self, cause: str = _LAST_WORDS) -> None:
-        """Write why this rank leaves, once. Call it before its connections close, in each thread that closes some."""
+    def leave(self, cause: str | None = None) -> None:
+        """Write why this rank leaves, once. Call it before its connections close, in each thread that closes some.
+
+        Args:
+            cause: None: training has ended.
+        """
         with self._lock:  # whoever comes second goes on when the first one's words are there
             if not self._left:
                 self._left = True
+                cause = f"{_LAST_WORDS} after {self._batches} batches" if cause is None else cause
                 with contextlib.suppress(
                     RuntimeError
                 ):  # the store is gone with its host: the others see for themselves
@@ -482,7 +488,7 @@ class Lifeline:
                 if words is None and (late or not timed_out):
                     return self._publish(peer, silence)
                 if words not in (None, _WITNESS):
-                    return self._publish(peer, f"it stopped with {words}")
+                    return self._publish(peer, self._stopped_with(words))
             if late:
                 return self._by_roll_call(silence)
             time.sleep(_POLL_SECONDS)
@@ -491,11 +497,16 @@ class Lifeline:
         words = {rank: self._last_words(rank) for rank in range(len(self.hosts))}
         for rank, said in words.items():
             if said not in (None, _WITNESS):
-                return self._publish(rank, f"it stopped with {said}")
+                return self._publish(rank, self._stopped_with(said))
         silent = [rank for rank, said in words.items() if said is None]
         if len(silent) == 1:
             return self._publish(silent[0], silence)
         return -1, f"ranks {silent} have not answered" if silent else "all ranks are alive, but a connection broke"
+
+    def _stopped_with(self, words: str) -> str:
+        if not words.startswith(_LAST_WORDS):
+            return f"it stopped with {words}"
+        return f"it stopped with {words}, and rank {self._rank} is at batch {self._batches}: {_SAME_BATCHES}"
 
     def _last_words(self, rank: int) -> str | None:
         return self._store.read(f"left/{rank}")
