@@ -28,7 +28,7 @@ from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.gloo import break_off
+from ringstrategy.transport.gloo import break_off_default
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.stats import Stats
@@ -112,7 +112,7 @@ class Session:
             device, self._timeout, self.stats, beside_steps=isinstance(self.algorithm, ParameterAlgorithm)
         )
         if backend_of("cpu") == "gloo":
-            self._watch = Watch(self._waits_in_vain, lambda: break_off(dist.group.WORLD))
+            self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
         parameters = shared_parameters(self.module)
         use_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
@@ -532,8 +532,13 @@ class Session:
         peers = self._peers
         return None if peers is None else peers.lifeline
 
-    def _waits_in_vain(self) -> bool:
+    def _listen(self) -> None:
         lifeline = self.lifeline  # once: `close` may come between
+        if lifeline is not None:
+            lifeline.listen()
+
+    def _waits_in_vain(self) -> bool:
+        lifeline = self.lifeline  # once, as above
         return lifeline is not None and lifeline.news(self.place) is not None
 
     @contextmanager

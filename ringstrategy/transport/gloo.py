@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.agree import mismatch
+from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
@@ -21,6 +23,7 @@ from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERR
 
 _CONTROL_TAG = 1  # more than that of values
 _NOBODYS_TAG = 1 << 20
+_LOOKS_FOR_CLOSED, _LOOK_SECONDS = 5, 0.02  # gloo's thread may not have seen yet what another group's has
 _FIRST_WORD, _WORDS = 1 << 21, 1 << 29  # tags of exchanges in which all ranks say the same: two for each word
 
 
@@ -55,6 +58,7 @@ class GlooPeers(Peers):
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken = False
+        self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
         self._expected: dict[tuple[int, int], dist.Work] = {}  # by source and address
         self._timed = timed
         self._tag = 0
@@ -157,10 +161,15 @@ class GlooPeers(Peers):
         lost = self._mismatch() or self._lifeline.news(where)
         if lost is not None:
             self._disconnect()
+            if isinstance(lost, PeerLostError):
+                break_off_default()
             raise lost
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
-        """Say that we noticed, disconnect so that all others notice too, then find the culprit."""
+        """Say that we noticed, disconnect so that all others notice too, then find the culprit.
+
+        The error may be of another group: of the default one, in which Lightning and users call collectives.
+        """
         if isinstance(error, PeerLostError | PlanMismatchError):
             return error
         peer, cause = (error.peer, error.error) if isinstance(error, TransportError) else (None, error)
@@ -168,9 +177,30 @@ class GlooPeers(Peers):
         if differs is not None:
             self._disconnect()
             return differs
-        self._lifeline.witness()
-        self._disconnect()
-        return self._lifeline.explain(cause, peer, where)
+        with self._breaking:
+            closed = self._closed() if peer is None else []
+            self._lifeline.witness()
+            self._disconnect()
+        break_off_default()
+        return self._lifeline.explain(cause, peer, where, closed)
+
+    def _closed(self) -> list[int]:
+        """The ranks that have closed their connections to this one: an error of another group does not say whose."""
+        closed: list[int] = []
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for _ in range(_LOOKS_FOR_CLOSED):
+            if self._broken or self._group is None:
+                return []
+            for peer, global_rank in enumerate(self._global_ranks):
+                if peer != self.rank:
+                    try:
+                        dist.irecv(nothing, global_rank, group=self._group, tag=_NOBODYS_TAG)  # nothing comes
+                    except RuntimeError:
+                        closed.append(peer)
+            if closed:
+                break
+            time.sleep(_LOOK_SECONDS)
+        return closed
 
     def abort(self, cause: str) -> None:
         """Publish, disconnect, and wait a moment for the others to read it if the store ends with this process."""
@@ -180,9 +210,10 @@ class GlooPeers(Peers):
 
     def _disconnect(self) -> None:
         """The thread stops waiting, and so do the threads at the other ends."""
-        if self._group is not None and not self._broken:
-            self._broken = True
-            break_off(self._group)
+        with self._breaking:
+            if self._group is not None and not self._broken:
+                self._broken = True
+                break_off(self._group)
 
     def close(self) -> None:
         """End the thread, then the group."""
@@ -246,3 +277,9 @@ def break_off(group: dist.ProcessGroup | None) -> None:
                 receiving = dist.irecv(nothing, peer, group=group, tag=_NOBODYS_TAG)
                 assert receiving is not None
                 receiving.wait(timedelta(milliseconds=1))
+
+
+def break_off_default() -> None:
+    """`break_off` of the default group, if it is gloo's: other ranks may wait there for one that is lost."""
+    if dist.is_initialized() and backend_of("cpu") == "gloo":
+        break_off(dist.group.WORLD)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
@@ -150,6 +150,7 @@ class Lifeline:
         self._lock = threading.RLock()
         self._left = False
         self._heard_at: float | None = None
+        self._heard: str | None = None  # what was published, if this rank has heard it in time
         self._hosts_store = rank == 0 and not has_agent_store()
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
@@ -365,10 +366,22 @@ class Lifeline:
             return None  # it may only be slow: what is waited for has a timeout of its own
         except RuntimeError as error:
             return self.explain(error, None, where)
-        rank, cause = published.split(" ", 1)
+        rank, cause = _lost(published)
         self.witness()
         self.outlast()
-        return PeerLostError(int(rank), self.hosts[int(rank)], where, f"{cause}, says another rank")
+        return PeerLostError(rank, self.hosts[rank], where, f"{cause}, says another rank")
+
+    def listen(self) -> None:
+        """Remember a published loss while this rank computes: the store may be gone with its host when it waits again.
+
+        RuntimeError if the store is lost or silent.
+        """
+        if self._heard is None:
+            self._heard = self._store.read("lost")
+            if self._heard is not None:
+                with self._lock:
+                    self._heard_at = self._heard_at or time.monotonic()
+                self._store.set(f"knows/{self._rank}", "")
 
     def _compare_places(self, where: str) -> PeerLostError | None:
         # Two notes, because ranks may look in step: what is written last is all that the others ever read, and a rank
@@ -453,18 +466,27 @@ class Lifeline:
 
     # Which rank was lost
 
-    def explain(self, error: BaseException, peer: int | None, where: str) -> PeerLostError:
-        """The error to raise for `error`, which came while communicating with `peer` (None: with all ranks)."""
+    def explain(self, error: BaseException, peer: int | None, where: str, closed: Sequence[int] = ()) -> PeerLostError:
+        """The error to raise for `error`, which came while communicating with `peer` (None: with all ranks).
+
+        Args:
+            error: of the transport.
+            peer: at the other end.
+            where: this rank is.
+            closed: the ranks whose connections to this one are closed, by them.
+        """
         self.witness()
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         try:
-            rank, cause = self._culprit(peer, timed_out)
+            rank, cause = self._culprit(peer, timed_out, closed)
             self.outlast()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
             rank = 0 if not has_agent_store() else -1 if peer is None else peer
             cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
             cause += "does not answer any more" if silent else "went away"
+            if self._heard is not None:
+                rank, cause = _lost(self._heard)
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
@@ -473,16 +495,20 @@ class Lifeline:
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")
 
-    def _culprit(self, peer: int | None, timed_out: bool) -> tuple[int, str]:
-        """Evidence in falling order: a published name, the peer's own last words, the peer's silence."""
+    def _culprit(self, peer: int | None, timed_out: bool, closed: Sequence[int]) -> tuple[int, str]:
+        """Evidence in falling order: a published name, last words, a connection closed without any, silence."""
         deadline = time.monotonic() + GRACE_SECONDS
-        silence = "it stayed silent beyond the timeout" if timed_out else "its connection closed without a word"
+        no_word = "its connection closed without a word"
+        silence = "it stayed silent beyond the timeout" if timed_out else no_word
         while True:
             published = self._store.read("lost")
             if published is not None:
-                rank, cause = published.split(" ", 1)
-                return int(rank), cause
+                return _lost(published)
             late = time.monotonic() > deadline
+            for rank in closed:
+                words = self._last_words(rank)
+                if words != _WITNESS:
+                    return self._publish(rank, no_word if words is None else f"it stopped with {words}")
             if peer is not None:
                 words = self._last_words(peer)
                 if words is None and (late or not timed_out):
@@ -512,8 +538,13 @@ class Lifeline:
         return self._store.read(f"left/{rank}")
 
     def _publish(self, rank: int, cause: str) -> tuple[int, str]:
-        published, cause = self._store.first("lost", f"{rank} {cause}").split(" ", 1)
-        return int(published), cause
+        return _lost(self._store.first("lost", f"{rank} {cause}"))
+
+
+def _lost(published: str) -> tuple[int, str]:
+    """The rank and the cause."""
+    rank, cause = published.split(" ", 1)
+    return int(rank), cause
 
 
 def announce(rank: int) -> int:

@@ -17,12 +17,13 @@ class Watch:
     """A thread that watches the thread that creates it, until `close`.
 
     Args:
+        listen: called once a second, wherever the watched thread is.
         look: called once a second while the watched thread is in a collective; True if it waits in vain.
         break_off: ends that collective with an error.
     """
 
-    def __init__(self, look: Callable[[], bool], break_off: Callable[[], None]) -> None:
-        self._look, self._break_off = look, break_off
+    def __init__(self, listen: Callable[[], None], look: Callable[[], bool], break_off: Callable[[], None]) -> None:
+        self._listen, self._look, self._break_off = listen, look, break_off
         self._watched = threading.get_ident()
         self._announced = False
         self._closed = threading.Event()
@@ -47,10 +48,9 @@ class Watch:
         waits = False
         while not self._closed.wait(_SECONDS):
             waited, waits = waits, self._in_a_collective()
-            if not (waited and waits):
-                continue
             with contextlib.suppress(RuntimeError):  # the store is gone: what is waited for has a timeout of its own
-                if self._look():
+                self._listen()
+                if waited and waits and self._look():
                     self._break_off()
                     return
 

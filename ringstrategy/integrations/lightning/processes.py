@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from ringstrategy.errors import PeerLostError, last_words
+from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncher
 from ringstrategy.session import Session
@@ -183,9 +183,10 @@ class Processes(DDPStrategy):
         self._has_told = True
         refusals.add_cure(exception, self.lightning_module)
         if self.session is not None:
+            lost = isinstance(exception, PeerLostError) or is_of_a_connection(exception)
             self.session.tell(exception)
-            if isinstance(exception, PeerLostError):  # whoever ends survivors may not leave time for a traceback
-                _log.error("rank %d: PeerLostError: %s", self.global_rank, exception)
+            if lost:  # whoever ends survivors may not leave time for a traceback
+                _log.error("rank %d: %s: %s", self.global_rank, type(exception).__name__, exception)
         elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
             self._has_met = True
             # ranks that are ready wait for this one
