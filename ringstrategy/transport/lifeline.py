@@ -508,7 +508,7 @@ class Lifeline:
             for rank in closed:
                 words = self._last_words(rank)
                 if words != _WITNESS:
-                    return self._publish(rank, no_word if words is None else f"it stopped with {words}")
+                    return self._publish(rank, no_word if words is None else self._stopped_with(words))
             if peer is not None:
                 words = self._last_words(peer)
                 if words is None and (late or not timed_out):
