@@ -1204,7 +1204,7 @@ def test_memory_during_an_exchange(dtype: torch.dtype, buckets: float) -> None:
         return peak(work) * BUCKET / LARGE
 
     copies = 0.5  # what the fake network copies, and another thread frees
-    assert 0.5 < on_all_ranks(2, exchange)[0] - copies <= buckets
+    assert 1.0 <= on_all_ranks(2, exchange)[0] <= buckets + copies
 
 
 def test_memory_of_following_a_scale() -> None:
