@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.transport.backend import backend_of, claim_gpu
 from ringstrategy.transport.base import Peers
+from ringstrategy.transport.exposure import raise_file_limit
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
@@ -39,6 +40,7 @@ def connect(
         stats: counters to add to.
         beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
     """
+    raise_file_limit()
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
     lifeline = Lifeline.cast(rank, size)

@@ -22,6 +22,7 @@ from ringstrategy.integrations.lightning.launcher import BringingLauncher
 from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
+from ringstrategy.transport.exposure import guarded_store
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
@@ -102,15 +103,13 @@ class Processes(DDPStrategy):
         self.set_world_ranks()
         if not dist.is_initialized() and self.world_size > 1:
             start = max(self._timeout, default_pg_timeout)
-            store = None
-            if has_agent_store():
-                os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-                os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-                store = store_of_attempt(self.global_rank, self.world_size, start)
+            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
+            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
+            make = store_of_attempt if has_agent_store() else guarded_store
             _init_dist_connection(
                 self.cluster_environment,
                 self._get_process_group_backend(),
-                store=store,
+                store=make(self.global_rank, self.world_size, start),
                 timeout=start,
                 device_id=None if self.root_device.type == "cpu" else self.root_device,
             )
