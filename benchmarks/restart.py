@@ -136,12 +136,12 @@ def _measure(case: str, size: int, rounds: int, draw: random.Random, scratch: Pa
         run = _Run(case, size, scratch / f"{round_}")
         try:
             begin, gone = run.kill(draw)
-            ended = run.end()
+            assert run.end(), f"see {run.log}"
         finally:
             run.stop()
         first, second = run.notes(0), run.notes(1)
         saved = max(max(_epochs(notes)) for notes in first.values())
-        whole += ended and all(
+        whole += all(
             min(_epochs(notes)) >= saved and expected[rank].items() >= _epochs(notes).items() and
             max(_epochs(notes)) == max(expected[rank])
             for rank, notes in second.items()
