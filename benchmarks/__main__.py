@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "overhead", "slow_rank", "packets", "faults", "time_to_accuracy"),
-    *("accuracy", "gpu", "kernels", "launches", "bucket", "shared_gpu", "sass", "campaign", "report", "demo", "lab"),
+    *("training", "collectives", "codecs", "overhead", "slow_rank", "packets", "faults", "restart"),
+    *("time_to_accuracy", "accuracy", "gpu", "kernels", "launches", "bucket", "shared_gpu", "sass", "campaign"),
+    *("report", "demo", "lab"),
 )
 
 

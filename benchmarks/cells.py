@@ -44,6 +44,7 @@ def _reached(value: float | None, target: float) -> str:
 
 CELLS: dict[str, Cell] = {
     "case": lambda row: row.case or f"{row.codec}, {row.operation}",
+    "ranks": lambda row: row.size if row.restart_seconds else "-",
     "slow rank": lambda row: shown(row.slow_rank, "rank {:.0f}"),
     "seconds": lambda row: seconds(row.seconds_median),
     "fastest - slowest": lambda row: (

@@ -83,6 +83,7 @@ class Row:
     whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,
     torn: int | None = None  # how many did not,
     hung: int | None = None  # and after how many a rank that was spared did not end by itself
+    restart_seconds: dict[str, float] = field(default_factory=dict)  # parts of `seconds`, in their order; medians
 
     codec: str = ""
     operation: str = ""

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from pool import Pool
+from scripts import lines_of
 from test_strategy import HERE, Net, check_replicas, fit, run_script, shell
 
 from ringstrategy import RingStrategy
@@ -200,3 +201,12 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+@pytest.mark.slow
+def test_a_run_that_torchrun_restarts_ends_bit_for_bit_as_one_that_nobody_disturbs(tmp_path: Path) -> None:
+    """The benchmark measures more kills, and their parts."""
+    [row] = lines_of("restart", tmp_path / "restart.jsonl", "--ranks=2", "--rounds=1", "--cases=ring_int8")
+    assert (row["faults"], row["whole"], row["torn"]) == (1, 1, 0)
+    assert sum(row["restart_seconds"].values()) == pytest.approx(row["seconds"][0], abs=0.01)
+    assert 0 < row["restart_seconds"]["import ringstrategy"] < row["seconds"][0]
