@@ -18,12 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.rendezvous import has_agent_store
+from ringstrategy.transport.store import BoundedStore, StoreSilentError
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
@@ -40,72 +41,6 @@ _SAME_STEPS = f"do all ranks have the same number of batches, and step equally o
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
 _LAST_WORDS = "the end of its training"
-
-Answer = TypeVar("Answer")
-
-
-class StoreSilentError(RuntimeError):
-    """The store does not answer."""
-
-
-class _Store:
-    """The rendezvous store, with calls that always end. torch's client would wait forever for a frozen host."""
-
-    def __init__(self, store: dist.Store) -> None:
-        self._store = store
-        self._stuck: threading.Thread | None = None
-        self.patience = 0.0  # seconds that a call may take, if they are more than GRACE_SECONDS
-
-    def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """StoreSilentError if there is no answer in time; what the call raises."""
-        if self._stuck is not None and self._stuck.is_alive():
-            raise StoreSilentError("the rendezvous store does not answer")
-        answers: list[Answer] = []
-        errors: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                answers.append(call())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
-        thread.start()
-        thread.join(max(GRACE_SECONDS, self.patience))
-        if thread.is_alive():
-            self._stuck = thread
-            raise StoreSilentError("the rendezvous store does not answer")
-        if errors:
-            raise errors[0]
-        return answers[0]
-
-    def set(self, key: str, value: str) -> None:
-        """When this returns, every rank that looks finds it."""
-
-        def write() -> None:
-            self._store.set(key, value)
-            self._store.check([key])  # torch's client sends a write and goes on; the server answers in order
-
-        self._ask(write)
-
-    def read(self, key: str) -> str | None:
-        """None if nobody has written it."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else None)
-
-    def read_all(self, keys: list[str]) -> list[str | None]:
-        """As `read`, in one go."""
-        return self._ask(lambda: [self._store.get(key).decode() if self._store.check([key]) else None for key in keys])
-
-    def forget(self, key: str) -> None:
-        """Whether or not it is there."""
-        self._ask(lambda: self._store.delete_key(key))
-
-    def has(self, keys: list[str]) -> bool:
-        return self._ask(lambda: self._store.check(keys))
-
-    def first(self, key: str, value: str) -> str:
-        """Write unless there is a value already; returns the value in the store."""
-        return self._ask(lambda: self._store.compare_set(key, "", value).decode())
 
 
 class _Place(NamedTuple):
@@ -144,7 +79,7 @@ class Lifeline:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank = _Store(store), rank
+        self._store, self._rank = BoundedStore(store, GRACE_SECONDS), rank
         self.hosts = ["unknown"] * size
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
         self._lock = threading.RLock()
@@ -180,7 +115,7 @@ class Lifeline:
             watch: called meanwhile; it raises a RuntimeError if a connection broke.
         """
         where = "while setting up"
-        self._store.patience = _GREETING_SECONDS
+        self._store.limit = _GREETING_SECONDS
         try:
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
@@ -195,7 +130,7 @@ class Lifeline:
         except RuntimeError as error:
             raise self.explain(error, None, where) from error
         finally:
-            self._store.patience = 0.0
+            self._store.limit = GRACE_SECONDS
         self.hosts = [card.partition(" ")[0] for card in cards]
         return cards
 

@@ -1,0 +1,87 @@
+"""Calls to a store that always end: torch's client would wait forever for a frozen host."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Answer = TypeVar("Answer")
+
+
+class StoreSilentError(RuntimeError):
+    """The store does not answer."""
+
+
+class BoundedStore:
+    """A store of torch, with calls that end within `limit` seconds, one after the other.
+
+    Every call raises a StoreSilentError if there is no answer in time, and a RuntimeError if the store is gone.
+
+    Args:
+        store: of torch.
+        limit: seconds that a call may take; may be changed at any time.
+    """
+
+    def __init__(self, store: dist.Store, limit: float) -> None:
+        self._store = store
+        self._stuck: threading.Thread | None = None
+        self.limit = limit
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        """StoreSilentError if there is no answer in time; what the call raises."""
+        if self._stuck is not None and self._stuck.is_alive():
+            raise StoreSilentError("the rendezvous store does not answer")
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                answers.append(call())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
+        thread.start()
+        thread.join(self.limit)
+        if thread.is_alive():
+            self._stuck = thread
+            raise StoreSilentError("the rendezvous store does not answer")
+        if errors:
+            raise errors[0]
+        return answers[0]
+
+    def set(self, key: str, value: str) -> None:
+        """When this returns, every rank that looks finds it."""
+
+        def write() -> None:
+            self._store.set(key, value)
+            self._store.check([key])  # torch's client sends a write and goes on; the server answers in order
+
+        self._ask(write)
+
+    def read(self, key: str) -> str | None:
+        """None if nobody has written it."""
+        return self.read_all([key])[0]
+
+    def read_all(self, keys: list[str]) -> list[str | None]:
+        """As `read`, in one go, in this order."""
+
+        def read() -> list[str | None]:
+            return [self._store.get(key).decode() if self._store.check([key]) else None for key in keys]
+
+        return self._ask(read)
+
+    def forget(self, key: str) -> None:
+        """Whether or not it is there."""
+        self._ask(lambda: self._store.delete_key(key))
+
+    def has(self, keys: list[str]) -> bool:
+        """Are all of them there?"""
+        return self._ask(lambda: self._store.check(keys))
+
+    def first(self, key: str, value: str) -> str:
+        """Write unless there is a value already; returns the value in the store."""
+        return self._ask(lambda: self._store.compare_set(key, "", value).decode())
