@@ -1,4 +1,4 @@
-"""How long from the SIGKILL of a rank under torchrun to the next optimizer step, and is training the same bit for bit?
+"""How long from the SIGKILL of a rank under torchrun to the next step, the same bit for bit as without a kill.
 
 python -m benchmarks restart --ranks 2,4 --rounds 5 --out outputs/restart.jsonl
 

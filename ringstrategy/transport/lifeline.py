@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.rendezvous import has_agent_store
-from ringstrategy.transport.store import BoundedStore, StoreSilentError
+from ringstrategy.transport.store import BoundedStore, StoreSilentError, poll_seconds
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
@@ -136,7 +136,7 @@ class Lifeline:
 
     def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
         """Wait until all cards are there. Returns the rank that will not come, if one will not, and why."""
-        pause, size, broken = _POLL_SECONDS, len(self.hosts), ""
+        size, broken = len(self.hosts), ""
         while not self._store.has([f"host/{rank}" for rank in range(size)]):
             missing = [rank for rank in range(size) if not self._store.has([f"host/{rank}"])]
             for rank in missing:
@@ -151,8 +151,7 @@ class Lifeline:
             except RuntimeError as error:  # look for last words once more
                 broken = f"it has not come to set up; this rank saw: {str(error).splitlines()[0][:300]}"
                 continue
-            time.sleep(pause)
-            pause = min(2 * pause, 0.5)
+            time.sleep(poll_seconds(size))
         return None, ""
 
     def first(self, key: str, value: str) -> str:

@@ -11,9 +11,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ringstrategy.transport.store import poll_seconds
+
 _PREFIX = "ringstrategy/rendezvous"
-_POLL_SECONDS = 0.02
-_LONGEST_POLL_SECONDS = 0.5
 _QUIET_SECONDS = 60.0  # of waiting before rank 0 says for whom
 
 
@@ -48,7 +48,7 @@ def store_of_attempt(rank: int, size: int, timeout: timedelta) -> dist.Store:
 def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
     """The name of the attempt, once all ranks know it; `end` is a time of `time.monotonic`."""
     greeting = uuid.uuid4().hex
-    poll = _POLL_SECONDS
+    poll = poll_seconds(size)
     if rank == 0:
         name = greeting
         others = {other: f"{_PREFIX}/greeting/{other}" for other in range(1, size)}
@@ -71,7 +71,6 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
                     stacklevel=2,
                 )
             _wait_a_little(poll, end, f"ranks {missing} did not come")
-            poll = min(2 * poll, _LONGEST_POLL_SECONDS)
         store.set(f"{_PREFIX}/{name}/complete", "")
         return name
 
@@ -83,7 +82,6 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
             name = offer["name"]
             store.set(f"{_PREFIX}/{name}/taken/{rank}", greeting)
         _wait_a_little(poll, end, "another rank did not come: see what rank 0 says" if name else "rank 0 did not come")
-        poll = min(2 * poll, _LONGEST_POLL_SECONDS)
     return name
 
 

@@ -11,6 +11,11 @@ import torch.distributed as dist
 Answer = TypeVar("Answer")
 
 
+def poll_seconds(size: int) -> float:
+    """How long each of `size` ranks sleeps between two looks: a store answers some thousands a second."""
+    return max(0.02, size / 2000)
+
+
 class StoreSilentError(RuntimeError):
     """The store does not answer."""
 
