@@ -384,7 +384,7 @@ class _Echo(Peers):
     def look_around(self, where: str) -> None:
         """Nobody gets lost."""
 
-    def abort(self, cause: str) -> None:
+    def abort(self, cause: str | None) -> None:
         """See `Peers.abort`."""
 
     def close(self) -> None:

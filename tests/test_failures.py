@@ -62,6 +62,13 @@ class Job:
         for process in self.ranks:
             process.start()
 
+    def add(self, rank: int, function: Callable[..., None], *args: Any) -> None:
+        """A process in the place of a rank that has ended."""
+        port = self._holder.getsockname()[1]
+        given = (str(self.folder), rank, len(self.ranks), port, function, args)
+        self.ranks[rank] = multiprocessing.get_context("forkserver").Process(target=_rank, args=given, daemon=True)
+        self.ranks[rank].start()
+
     def wait(self, ranks: list[int], seconds: float = 60.0) -> list[int | None]:
         """Exit codes of `ranks`, which must end within that time."""
         try:
@@ -97,7 +104,7 @@ def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     os.environ.update(NODE_RANK="0", OMP_NUM_THREADS="1")
     os.chdir(folder)
-    log = os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT)
+    log = os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.register(signal.SIGUSR1)

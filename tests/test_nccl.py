@@ -158,7 +158,7 @@ class Control(FakePeers):
         if self.lost is not None:
             raise self.lost
 
-    def abort(self, cause: str) -> None:
+    def abort(self, cause: str | None) -> None:
         return
 
 

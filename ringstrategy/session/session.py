@@ -552,6 +552,11 @@ class Session:
                 raise
             raise self._peers.explain(error, self.place) from error
 
+    def part(self) -> None:
+        """Before `close`, if this rank goes on with other ranks: disconnect, so that those that wait notice too."""
+        if self._peers is not None:
+            self._peers.abort(None)
+
     def tell(self, exception: BaseException) -> None:
         """This rank ends in an exception: tell the others why. No collective. A broken connection gets words."""
         if self._peers is None:

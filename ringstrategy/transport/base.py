@@ -203,8 +203,12 @@ class Peers(ABC):
         """Name the lost peer behind a transport's `error`."""
         return error
 
-    def abort(self, cause: str) -> None:
-        """After an error on this rank: tell the other ranks why they must stop, and disconnect. No collective."""
+    def abort(self, cause: str | None) -> None:
+        """Tell the other ranks why they must stop, and disconnect. No collective.
+
+        Args:
+            cause: an error on this rank; None if this rank has only noticed that another is lost.
+        """
 
     @abstractmethod
     def close(self) -> None:

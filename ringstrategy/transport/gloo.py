@@ -202,9 +202,12 @@ class GlooPeers(Peers):
             time.sleep(_LOOK_SECONDS)
         return closed
 
-    def abort(self, cause: str) -> None:
+    def abort(self, cause: str | None) -> None:
         """Publish, disconnect, and wait a moment for the others to read it if the store ends with this process."""
-        self._lifeline.fail(cause)
+        if cause is None:
+            self._lifeline.witness()
+        else:
+            self._lifeline.fail(cause)
         self._disconnect()
         self._lifeline.outlast()
 

@@ -76,6 +76,8 @@ class Lifeline:
 
     Attributes:
         hosts: the host name of each rank, once it is known.
+        lingers: after a loss the process with the store waits a little, so that the others can read which rank it was.
+            Not where ranks meet again.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
@@ -86,6 +88,7 @@ class Lifeline:
         self._left = False
         self._heard_at: float | None = None
         self._heard: str | None = None  # what was published, if this rank has heard it in time
+        self.lingers = True
         self._hosts_store = rank == 0 and not has_agent_store()
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
@@ -211,7 +214,7 @@ class Lifeline:
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
             others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead)]
-            while self._hosts_store and others and time.monotonic() < deadline:
+            while self.lingers and self._hosts_store and others and time.monotonic() < deadline:
                 others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
                 time.sleep(_POLL_SECONDS)
 

@@ -150,7 +150,7 @@ class NcclPeers(Peers):
         """As gloo's."""
         return self._control.explain(error, where)
 
-    def abort(self, cause: str) -> None:
+    def abort(self, cause: str | None) -> None:
         """Last words, then NCCL's abort."""
         self._control.abort(cause)
         if self._group is not None and not self._aborted:

@@ -17,7 +17,32 @@ def poll_seconds(size: int) -> float:
 
 
 class StoreSilentError(RuntimeError):
-    """The store does not answer."""
+    """The store does not answer; `waiting` is the thread that still waits for it."""
+
+    def __init__(self, waiting: threading.Thread) -> None:
+        super().__init__("the rendezvous store does not answer")
+        self.waiting = waiting
+
+
+def within(seconds: float, call: Callable[[], Answer]) -> Answer:
+    """What the call returns or raises. StoreSilentError if it takes longer; then a thread is left behind with it."""
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            answers.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise StoreSilentError(thread)
+    if errors:
+        raise errors[0]
+    return answers[0]
 
 
 class BoundedStore:
@@ -36,27 +61,13 @@ class BoundedStore:
         self.limit = limit
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
-        """StoreSilentError if there is no answer in time; what the call raises."""
         if self._stuck is not None and self._stuck.is_alive():
-            raise StoreSilentError("the rendezvous store does not answer")
-        answers: list[Answer] = []
-        errors: list[BaseException] = []
-
-        def ask() -> None:
-            try:
-                answers.append(call())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=ask, name="ringstrategy-store", daemon=True)
-        thread.start()
-        thread.join(self.limit)
-        if thread.is_alive():
-            self._stuck = thread
-            raise StoreSilentError("the rendezvous store does not answer")
-        if errors:
-            raise errors[0]
-        return answers[0]
+            raise StoreSilentError(self._stuck)
+        try:
+            return within(self.limit, call)
+        except StoreSilentError as silent:
+            self._stuck = silent.waiting
+            raise
 
     def set(self, key: str, value: str) -> None:
         """When this returns, every rank that looks finds it."""
@@ -86,6 +97,10 @@ class BoundedStore:
     def has(self, keys: list[str]) -> bool:
         """Are all of them there?"""
         return self._ask(lambda: self._store.check(keys))
+
+    def add(self, key: str, amount: int) -> int:
+        """To the number that is there, or 0; returns the sum."""
+        return self._ask(lambda: self._store.add(key, amount))
 
     def first(self, key: str, value: str) -> str:
         """Write unless there is a value already; returns the value in the store."""

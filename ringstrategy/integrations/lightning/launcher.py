@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,3 +43,23 @@ class BringingLauncher(_MultiProcessingLauncher):
         """See `_MultiProcessingLauncher`."""
         self._take(pickle.loads(extra.pop("ringstrategy")))
         super().update_main_process_results(trainer, extra)
+
+
+class OutlivingLauncher(_SubprocessScriptLauncher):
+    """Starts the other ranks of this host as `ddp`, but the end of one does not end all once they train together."""
+
+    _observer: _ChildProcessObserver | None = None
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """See `_SubprocessScriptLauncher`."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        if not self.cluster_environment.creates_processes_externally:
+            self._call_children_scripts()
+            self._observer = _ChildProcessObserver(os.getpid(), self.procs)
+            self._observer.start()
+        return function(*args, **kwargs)
+
+    def let_go(self) -> None:
+        """From now on ranks notice themselves that one was lost."""
+        if self._observer is not None:
+            self._observer._child_processes = []  # of none, all have ended well

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,12 +19,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.integrations.lightning import refusals
-from ringstrategy.integrations.lightning.launcher import BringingLauncher
+from ringstrategy.integrations.lightning.launcher import BringingLauncher, OutlivingLauncher
 from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import guarded_store
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
+from ringstrategy.transport.members import JOIN, Members, Membership
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
@@ -38,11 +40,14 @@ class Processes(DDPStrategy):
 
     Attributes:
         session: of the fit that is under way; None outside of one.
+        members: of the job, where training goes on after a loss (`on_peer_loss`).
     """
 
     session: Session | None = None
+    members: Members | None = None
+    on_peer_loss: str = "raise"
     _run = 0
-    _has_met = _has_told = False
+    _has_met = _has_told = _has_joined = False
 
     # Launching
 
@@ -72,7 +77,13 @@ class Processes(DDPStrategy):
     def _configure_launcher(self) -> None:
         for device in self.parallel_devices or []:
             refusals.check_device(device)
+        if self.joins:
+            self.cluster_environment = Given.newcomer()
+            return  # it is one process
         super()._configure_launcher()
+        if self.on_peer_loss != "raise":
+            assert self.cluster_environment is not None
+            self._launcher = OutlivingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
         if self._start_method != "popen":
             self._launcher = BringingLauncher(self, self._start_method, self._outcome, self._take_outcome)
 
@@ -90,7 +101,14 @@ class Processes(DDPStrategy):
         refusals.check_callbacks(self.lightning_module.trainer)
         super().setup_environment()
         self._has_met = self._has_told = False
-        if self.world_size > 1:
+        backend = None if self.world_size == 1 else self._get_process_group_backend()
+        refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method)
+        if self.on_peer_loss != "raise" and self.world_size > 1 and self.members is None:
+            assert self._timeout is not None
+            self.members = Members(self._timeout)
+            if not self.joins:
+                self.members.found()
+        if self.world_size > 1 and not self.joins:
             self._run = announce(self.global_rank)
             claim_gpu(self.root_device, self.global_rank, this_host(), first_of_run(self._run))
         atexit.unregister(_disconnect)
@@ -101,6 +119,8 @@ class Processes(DDPStrategy):
         assert self.cluster_environment is not None
         assert self._timeout is not None
         self.set_world_ranks()
+        if self.joins:
+            return  # before its first batch
         if not dist.is_initialized() and self.world_size > 1:
             start = max(self._timeout, default_pg_timeout)
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
@@ -116,6 +136,44 @@ class Processes(DDPStrategy):
             dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
             dist.distributed_c10d._get_default_store().set_timeout(self._timeout)
         super().setup_distributed()
+
+    # Other ranks than before
+
+    @property
+    def joins(self) -> bool:
+        """Is this process to take the place of a rank that was lost, and has not taken it yet?"""
+        return self.on_peer_loss != "raise" and bool(os.environ.get(JOIN)) and not self._has_joined
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """As `ddp`, of the ranks that are there now."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def newcomers(self) -> int:
+        """How many processes wait to be taken in."""
+        return 0 if self.members is None else self.members.newcomers()
+
+    def on_regrouping(self) -> None:
+        """From now on the processes that Lightning has started outlive each other."""
+        if isinstance(self._launcher, OutlivingLauncher):
+            self._launcher.let_go()
+
+    def joined(self) -> Membership:
+        """Wait until the members take this process in."""
+        assert self.members is not None
+        assert self._timeout is not None
+        now = self.members.join(os.environ[JOIN].split(","), self._timeout)
+        self._has_joined = True
+        return now
+
+    def take_place(self, now: Membership) -> None:
+        """Be a rank of the new default group."""
+        assert self.members is not None
+        assert self._timeout is not None
+        self.members.apply(self._timeout)
+        self.cluster_environment = Given(now.rank, now.size, self.local_rank, self.node_rank)
+        self.set_world_ranks()
+        self.on_regrouping()
 
     def _meet(self) -> None:
         """All ranks are about to connect. PeerLostError if one never came as far."""
@@ -190,6 +248,61 @@ class Processes(DDPStrategy):
             self._has_met = True
             # ranks that are ready wait for this one
             Lifeline.cast(self.global_rank, self.world_size).fail(last_words(exception))
+
+
+class Given(ClusterEnvironment):
+    """Ranks that the members of a job have agreed on."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, node_rank: int) -> None:
+        super().__init__()
+        self._rank, self._size, self._local_rank, self._node_rank = rank, size, local_rank, node_rank
+
+    @classmethod
+    def newcomer(cls) -> Given:
+        """Not rank 0, so that it opens no logs, and not alone; until it joins it asks nobody."""
+        return cls(1, 2, int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("NODE_RANK", 0)))
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Nobody needs it."""
+        raise NotImplementedError
+
+    @property
+    def main_port(self) -> int:
+        """Nobody needs it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def detect() -> bool:
+        """Only given."""
+        return False
+
+    def world_size(self) -> int:
+        """How many."""
+        return self._size
+
+    def set_world_size(self, size: int) -> None:
+        """It is given."""
+
+    def global_rank(self) -> int:
+        """This one."""
+        return self._rank
+
+    def set_global_rank(self, rank: int) -> None:
+        """It is given."""
+
+    def local_rank(self) -> int:
+        """The one that it was started with."""
+        return self._local_rank
+
+    def node_rank(self) -> int:
+        """The one that it was started with."""
+        return self._node_rank
 
 
 def _disconnect() -> None:

@@ -50,6 +50,29 @@ def check_arguments(algorithm: object, timeout: object, broadcast_buffers: objec
         raise TypeError(f"broadcast_buffers is True or False, got {broadcast_buffers!r}")
 
 
+def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: str, algorithm: object = None) -> None:
+    """ValueError for what cannot go on after a loss."""
+    if on_peer_loss not in ("raise", "shrink", "wait"):
+        raise ValueError(f"on_peer_loss is 'raise', 'shrink' or 'wait', got {on_peer_loss!r}")
+    if on_peer_loss == "raise":
+        return
+    if backend == "nccl":
+        raise ValueError(
+            f"on_peer_loss={on_peer_loss!r} works over gloo, and over NCCL nobody has tried it: pass "
+            "process_group_backend='gloo', which works for GPUs too, or on_peer_loss='raise'"
+        )
+    if start_method != "popen":
+        raise ValueError(
+            f"on_peer_loss={on_peer_loss!r} needs processes that outlive each other, and those that Lightning starts "
+            f"with {start_method!r} end together: use start_method='popen', torchrun or Slurm, or on_peer_loss='raise'"
+        )
+    if getattr(algorithm, "uneven", "error") == "join":
+        raise ValueError(
+            f"on_peer_loss={on_peer_loss!r} gives all ranks as many batches, and does not work "
+            "with uneven='join': use uneven='error', or on_peer_loss='raise'"
+        )
+
+
 def unknown_arguments(unknown: Iterable[str], init: Callable[..., None]) -> str:
     """What to write instead of arguments that `init` of `RingStrategy` does not take."""
     own = [name for name in inspect.signature(init).parameters if name not in ("self", "unknown")]

@@ -17,11 +17,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from ringstrategy.integrations.lightning.elastic import Newcomers
 from ringstrategy.integrations.lightning.files import finish
 from ringstrategy.session import Session
 
 _LOOK_SECONDS = 1.0  # between two looks of rank 0 for what other ranks were asked
-_GO_ON, _REQUEUE, _STOP = range(3)  # a later one counts more
+_GO_ON, _TAKE_IN, _REQUEUE, _STOP = range(4)  # a later one counts more
 _ASKED = {_STOP: "asked/stop", _REQUEUE: "asked/requeue"}  # keys of the store
 
 
@@ -38,12 +39,18 @@ class Stopping:
         trainer: of this fit.
         session: of this fit, connected.
         naming_lost_peers: entered around the collective.
+        newcomers: how many ranks wait to be taken in, as rank 0 sees it.
     """
 
     def __init__(
-        self, trainer: Trainer, session: Session, naming_lost_peers: Callable[[], AbstractContextManager[None]]
+        self,
+        trainer: Trainer,
+        session: Session,
+        naming_lost_peers: Callable[[], AbstractContextManager[None]],
+        newcomers: Callable[[], int],
     ) -> None:
         self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
+        self._newcomers = newcomers
         self._asked = self._told = _GO_ON
         self._looked_at = 0.0
         self._process = os.getpid()
@@ -89,6 +96,8 @@ class Stopping:
         decision = int(decided)
         if decision == _STOP:
             self._stop()
+        elif decision == _TAKE_IN:
+            raise Newcomers
         elif decision == _REQUEUE:
             if self._asked == _REQUEUE:
                 self._asked = _GO_ON
@@ -100,16 +109,16 @@ class Stopping:
 
     def _look(self) -> int:
         """On rank 0 what any rank was asked. The others write theirs to the store."""
-        lifeline = self._session.lifeline
-        assert lifeline is not None
+        lifeline = self._session.lifeline  # None if no other rank is left
         with contextlib.suppress(RuntimeError):  # if the store is lost, the exchange will say so; if it is slow, again
-            if not self._trainer.is_global_zero:
+            if lifeline is not None and not self._trainer.is_global_zero:
                 if self._asked > self._told:
                     lifeline.ask(_ASKED[self._asked])
                     self._told = self._asked
             elif self._asked == _GO_ON and time.monotonic() > self._looked_at + _LOOK_SECONDS:
                 self._looked_at = time.monotonic()
-                return next((what for what, key in _ASKED.items() if lifeline.is_asked(key)), _GO_ON)
+                asked = [what for what, key in _ASKED.items() if lifeline is not None and lifeline.is_asked(key)]
+                return asked[0] if asked else _TAKE_IN if self._newcomers() else _GO_ON
         return self._asked
 
     def _stop(self) -> None:

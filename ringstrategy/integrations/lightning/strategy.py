@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
@@ -26,6 +27,7 @@ from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
+from ringstrategy.integrations.lightning.elastic import Elastic, Newcomers
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIO, finish
 from ringstrategy.integrations.lightning.joined import Joining
 from ringstrategy.integrations.lightning.looks import Looks
@@ -68,6 +70,9 @@ class RingStrategy(Processes):
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward and
             before validation. With gossip each rank keeps its own, and validation sees their mean.
+        on_peer_loss: "raise": all ranks stop with a `PeerLostError`. "shrink": the others drop the batch and go on
+            without the rank that was lost, with the mean over those that are there. "wait": they wait until another
+            takes its place, and go on. For gloo, with processes of their own for each rank. See docs/failures.md.
 
     Attributes:
         stats: what was sent, and how long training waited (`Stats`); totals over all fits of this strategy.
@@ -88,12 +93,14 @@ class RingStrategy(Processes):
         timeout: timedelta | None = default_pg_timeout,
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         broadcast_buffers: bool = True,
+        on_peer_loss: Literal["raise", "shrink", "wait"] = "raise",
         **unknown: Any,
     ) -> None:
         if unknown:
             raise TypeError(refusals.unknown_arguments(unknown, RingStrategy.__init__))
         timeout = default_pg_timeout if timeout is None else timeout
         refusals.check_arguments(algorithm, timeout, broadcast_buffers)
+        refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, algorithm)
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -108,7 +115,10 @@ class RingStrategy(Processes):
         self.stats = Stats()
         self.left_with_children = False  # residuals, of processes that have ended
         self._broadcast_buffers = broadcast_buffers
+        self.on_peer_loss = on_peer_loss
         self._looks: Looks | None = None  # with the session of several ranks
+        self._elastic: Elastic | None = None  # likewise, if training goes on after a loss
+        self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # between two sets of ranks
         self._stopping: Stopping | None = None  # likewise
         self._joining: Joining | None = None  # likewise, if they may have different numbers of batches
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
@@ -142,14 +152,20 @@ class RingStrategy(Processes):
             self.session.compare_optimizers()
             if self.world_size > 1:
                 self._looks = Looks(trainer, self.session, self.tell)
-                self._stopping = Stopping(trainer, self.session, self._naming_lost_peers)
+                self._stopping = Stopping(trainer, self.session, self._naming_lost_peers, self.newcomers)
+                if self.members is not None:
+                    waits = self.on_peer_loss == "wait"
+                    self._elastic = Elastic(trainer, self, self.members, waits=waits)
+                    self.on_regrouping()
 
     def configure_ddp(self) -> None:
         """Called by `setup` when fitting: plan, compare plans, and only then give all ranks rank 0's weights."""
         module = self.lightning_module
         assert module is not None
         refusals.check_module(module, self.root_device, self._layer_sync)
-        if self.world_size > 1:
+        if self.joins:
+            pass  # by itself, until it joins
+        elif self.world_size > 1:
             self._meet()
         elif self.stats.steps == 0:  # once, not again at the next fit
             rank_zero_info(
@@ -160,6 +176,8 @@ class RingStrategy(Processes):
         if self.session is not None:
             self.session.compare(f"  resumes from: {self._resumed or 'nothing'}")
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
+        if self.joins:
+            return
         own = None if self._resume is None or self._resume.own is None else copied(module.state_dict())
         _sync_module_states(module)
         if own is not None:
@@ -169,7 +187,6 @@ class RingStrategy(Processes):
 
     def _open_session(self, module: LightningModule) -> None:
         assert self._timeout is not None
-        trainer = module.trainer
         self.session = Session(
             module,
             self.algorithm,
@@ -177,13 +194,20 @@ class RingStrategy(Processes):
             stats=self.stats,
             broadcast_buffers=self._broadcast_buffers,
         )
-        self.session.open(
+        if not self.joins:
+            self._connect(module.trainer)
+
+    def _connect(self, trainer: Trainer) -> None:
+        session = self._fit
+        session.open(
             self.root_device,
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
-        if self.session.joins:
-            self._joining = Joining(trainer, self.session)
+        if session.joins:
+            self._joining = Joining(trainer, session)
+        if self.on_peer_loss != "raise" and session.lifeline is not None:
+            session.lifeline.lingers = False
         self._log_news()
 
     def _log_news(self) -> None:
@@ -199,6 +223,72 @@ class RingStrategy(Processes):
     def _fit(self) -> Session:
         assert self.session is not None, "within a fit"
         return self.session
+
+    # Other ranks than before
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """As `ddp`; in training after a loss, with what is left of the epoch."""
+        loader = super().process_dataloader(dataloader)
+        return loader if self._elastic is None else self._elastic.shared_out(loader)
+
+    def part(self, error: BaseException) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept."""
+        session = self._fit
+        session.leave_consensus()
+        self._means = None
+        if self.joins:
+            return
+        if not isinstance(error, Newcomers):
+            session.part()
+        held = self.algorithm.residuals() if isinstance(self.algorithm, GradientAlgorithm) else ()
+        if self._kept is None:  # else they are from before another loss
+            self._kept = self.algorithm.state_dict(), {name: value.clone() for name, value in held}
+        session.close()
+
+    def packed(self) -> dict[str, Any]:
+        """All of this rank's state, for a rank that is behind."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return {"checkpoint": checkpoint, "algorithm": None if self._kept is None else self._kept[0]}
+
+    def unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
+        """Take what another rank has packed. With gossip a rank that trained before keeps its own parameters."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = packed["checkpoint"]
+        try:
+            if newcomer or not self.algorithm.decentralized:
+                for callback in trainer.checkpoint_callbacks:
+                    theirs = packed["checkpoint"].get("callbacks", {}).get(callback.state_key, {})
+                    if isinstance(callback, ModelCheckpoint) and newcomer:
+                        callback.dirpath = theirs.get("dirpath", callback.dirpath)
+                connector.restore_datamodule()
+                connector.restore_model()
+                connector.restore_callbacks()
+                connector.restore_training_state()
+            else:
+                connector.restore_loops()
+        finally:
+            connector._loaded_checkpoint = {}
+        self._kept = packed["algorithm"], {} if self._kept is None else self._kept[1]
+
+    def meet_again(self) -> None:
+        """All ranks of now connect, and the algorithm goes on. Residuals of ranks that were lost are lost."""
+        assert self.lightning_module is not None
+        self._connect(self.lightning_module.trainer)
+        session = self._fit
+        session.bind(self.optimizers)
+        session.compare_optimizers()
+        assert self._kept is not None
+        shared, residuals = self._kept
+        self.algorithm.load_state_dict(shared)
+        if isinstance(self.algorithm, GradientAlgorithm):
+            self.algorithm.load_residuals(residuals)
+        session.bind(self.optimizers)
+        self._kept = None
+        self._fit_token = str(self.broadcast(secrets.token_hex(4)))
 
     # One step
 
@@ -303,7 +393,7 @@ class RingStrategy(Processes):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
         state = super().lightning_module_state_dict
-        if self._looks is None or not self.algorithm.decentralized or self.alone:
+        if self._looks is None or not self.algorithm.decentralized or self.alone or self._kept is not None:
             return state()
         self._means = self._fit.means_of(state)
         return dict(self._means.means)
@@ -414,6 +504,8 @@ class RingStrategy(Processes):
             ends.callback(self.algorithm.close if session is None else session.close)
             if looks is not None:
                 ends.callback(looks.close)
+            if self._elastic is not None:
+                ends.callback(self._elastic.close)
             if self._stopping is not None:
                 ends.callback(self._stopping.close)
             if self._joining is not None:
@@ -422,4 +514,4 @@ class RingStrategy(Processes):
                 if looks is not None and session is not None and not self.alone and session.shows_consensus:
                     session.enter_consensus()  # False if training has ended with that
             finally:
-                self.session = self._looks = self._stopping = self._joining = None
+                self.session = self._looks = self._stopping = self._joining = self._elastic = None

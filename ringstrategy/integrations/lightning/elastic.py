@@ -1,0 +1,412 @@
+"""Training goes on in the same processes when a rank is lost, and takes in others: under Lightning's own loops."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.data import _update_dataloader
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from ringstrategy.errors import PeerLostError, is_of_a_connection
+from ringstrategy.kernels.checksum import checksums
+from ringstrategy.transport.members import JOIN, Members, Membership
+
+if TYPE_CHECKING:
+    from ringstrategy.integrations.lightning.strategy import RingStrategy
+
+_AFTER_STEP, _VALIDATION, _BATCH, _EPOCH_END = range(4)  # in the order in which a rank comes to them
+_NEWCOMER = (-1, -1, -1, _BATCH)
+_WAIT_SECONDS = 0.5  # between two looks for replacements
+
+_CANNOT_SHARE = (
+    "on_peer_loss='shrink' or 'wait' shares the samples of an epoch out again when a rank is lost. That takes one "
+    "DataLoader over a data set with a length, with batch_size=..., whose sampler Lightning may replace "
+    "(use_distributed_sampler=True); else use on_peer_loss='raise'"
+)
+
+_log = logging.getLogger("ringstrategy")
+
+
+class Newcomers(Exception):
+    """Raised before a batch on all ranks: replacements wait to be taken in."""
+
+
+class _Standing(NamedTuple):
+    """How far a rank has come, and how its epoch's samples were shared out."""
+
+    place: tuple[int, int, int, int]  # epochs begun, batches done, steps, and where: they compare
+    digest: list[int]  # of the parameters that are equal on all ranks
+    shares: tuple[int, int, int]
+
+
+class Elastic:
+    """Takes the place of the methods of Lightning's loops in which ranks wait for each other, for one fit.
+
+    Each of them is tried again when ranks were lost in it: a batch with the samples of the epoch that are left, shared
+    out among the ranks that are there; a validation from its beginning. The hooks of an epoch's end are not repeated,
+    because users' hooks may not stand that; what was left of them, a checkpoint too, is dropped.
+
+    Ranks may have come differently far: who dies before its last message leaves others a step apart. So all take the
+    state of the rank that is furthest, where theirs differs. Who was behind leaves its batch as if it had ended. A
+    replacement is a rank that is far behind: it runs its own set-up by itself, and joins before its first batch.
+
+    Args:
+        trainer: of this fit.
+        strategy: of this trainer.
+        members: of the job, or a newcomer's.
+        waits: go on only with as many ranks as before.
+    """
+
+    def __init__(self, trainer: Trainer, strategy: RingStrategy, members: Members, *, waits: bool) -> None:
+        self._trainer, self._strategy, self._members = trainer, strategy, members
+        self._wanted = strategy.world_size if waits else 0
+        fit = trainer.fit_loop
+        self._fit, self._epoch, self._validation = fit, fit.epoch_loop, fit.epoch_loop.val_loop
+        self._advance, self._validate, self._end_epoch = self._epoch.advance, self._validation.run, fit.on_advance_end
+        self._begin_epoch, self._after_batch, self._set_up_data = (
+            fit.on_advance_start,
+            self._epoch.on_advance_end,
+            fit.setup_data,
+        )
+        self._epoch.advance = self._batch  # type: ignore[method-assign, assignment]
+        self._epoch.on_advance_end = self._batch_end  # type: ignore[method-assign, assignment]
+        self._validation.run = self._one_validation  # type: ignore[method-assign]
+        fit.on_advance_start = self._epoch_begins  # type: ignore[method-assign]
+        fit.on_advance_end = self._epoch_ends  # type: ignore[method-assign]
+        fit.setup_data = self._data  # type: ignore[method-assign]
+        # of this epoch: batches x ranks that have drawn them; up to which batch that is counted; ranks since then
+        self._drawn, self._counted, self._ranks = 0, 0, strategy.world_size
+        self._regrouped = self._due = self._skips_epoch_end = self._in_training_data = False
+
+    def close(self) -> None:
+        """Give Lightning its own back."""
+        for owner, names in (
+            (self._epoch, ("advance", "on_advance_end")),
+            (self._validation, ("run",)),
+            (self._fit, ("on_advance_start", "on_advance_end", "setup_data")),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
+
+    # What Lightning calls
+
+    def _batch(self, _: Any) -> None:
+        self._members.beat()
+        error: BaseException | None = Newcomers() if self._strategy.joins else None
+        while True:
+            if error is None:
+                try:
+                    if self._due:
+                        self._share_out()
+                    if self._strategy.world_size == 1:
+                        self._epoch._broadcast_sigterm_tensor()  # Lightning asks several ranks only
+                    assert self._fit._data_fetcher is not None
+                    return self._advance(self._fit._data_fetcher)
+                except (Newcomers, RuntimeError) as caught:
+                    error = caught
+            progress: Any = self._epoch.batch_progress.current
+            stepped = progress.processed > progress.completed
+            done = self._recover(_AFTER_STEP if stepped else _BATCH, error)
+            error = None
+            if done:
+                return None
+
+    def _batch_end(self, _: Any) -> None:
+        assert self._fit._data_fetcher is not None
+        self._after_batch(self._fit._data_fetcher)
+
+    def _one_validation(self) -> Any:
+        self._members.beat()
+        while True:
+            try:
+                return self._validate()
+            except RuntimeError as error:
+                if self._trainer.sanity_checking:
+                    raise
+                done = self._recover(_VALIDATION, error)
+            module = self._trainer.lightning_module
+            self._validation._module_mode.restore(module)
+            self._validation._results.reset()
+            if done:
+                return []
+
+    def _epoch_begins(self) -> None:
+        if self._regrouped:
+            self._drawn, self._counted, self._ranks = 0, 0, self._strategy.world_size
+            if not self._due:
+                self._fit._combined_loader = None  # cut for the end of the last epoch
+        self._begin_epoch()
+
+    def _epoch_ends(self) -> None:
+        try:
+            if not self._skips_epoch_end:
+                return self._end_epoch()
+        except RuntimeError as error:
+            self._recover(_EPOCH_END, error)
+        self._skips_epoch_end = False
+        _log.warning("a rank was lost at an epoch's end: what was left of its hooks is dropped, its checkpoint too")
+        progress = self._fit.epoch_progress
+        for tracker in (progress.total, progress.current):
+            _end(tracker)
+        return None
+
+    def _data(self) -> None:
+        self._in_training_data = True
+        try:
+            self._set_up_data()
+        finally:
+            self._in_training_data = False
+        loaders = self._fit._combined_loader
+        if loaders is not None and len(loaders.flattened) != 1:
+            raise ValueError(_CANNOT_SHARE)
+
+    # The samples
+
+    def shared_out(self, loader: object) -> object:
+        """The training loader, with what is left of the epoch. ValueError if nobody knows what that is."""
+        if not self._in_training_data:
+            return loader
+        if (
+            not isinstance(loader, DataLoader)
+            or not isinstance(loader.sampler, DistributedSampler)
+            or not isinstance(loader.batch_size, int)
+        ):
+            raise ValueError(_CANNOT_SHARE)
+        if not self._regrouped:
+            return loader
+        epochs: Any = self._fit.epoch_progress.current
+        done = self._epoch.batch_progress.current.ready if self._due else 0
+        rest = Rest(
+            loader.sampler,
+            self._strategy.global_rank,
+            self._strategy.world_size,
+            skip=self._drawn * loader.batch_size,
+            done=done * loader.batch_size,
+            epoch=epochs.processed,
+        )
+        return _update_dataloader(loader, rest)
+
+    def _share_out(self) -> None:
+        """All ranks draw from what is left of the epoch: its batches that have ended are done."""
+        progress, every = self._epoch.batch_progress, self._trainer.accumulate_grad_batches
+        behind = progress.current.ready % every  # batches whose gradients were not stepped yet, and are drawn again
+        for tracker in (progress.current, progress.total):
+            tracker.ready -= behind
+            _end(tracker)
+        self._drawn += (progress.current.ready - self._counted) * self._ranks
+        self._counted, self._ranks = progress.current.ready, self._strategy.world_size
+        if self._fit._data_fetcher is not None:
+            self._fit._data_fetcher.teardown()
+        self._fit._combined_loader = None
+        self._fit.setup_data()
+        fetcher = self._fit._data_fetcher
+        assert fetcher is not None
+        fetcher.fetched += progress.current.ready
+        fetcher._start_profiler = self._epoch._on_before_fetch
+        fetcher._stop_profiler = self._epoch._on_after_fetch
+        self._due = False
+
+    # After a loss
+
+    def _recover(self, where: int, error: BaseException) -> bool:
+        """Go on with the ranks that are there. Has this rank's batch, validation or epoch's end ended by that?
+
+        Raises `error` if no rank was lost.
+        """
+        while True:
+            lost = isinstance(error, PeerLostError) or is_of_a_connection(error)
+            if not lost and not isinstance(error, Newcomers):
+                raise error
+            try:
+                return self._go_on(where, error)
+            except RuntimeError as another:
+                if another is error:
+                    raise
+                error = another
+
+    def _go_on(self, where: int, error: BaseException) -> bool:
+        strategy, before = self._strategy, self._members.now
+        mine = self._standing(where)
+        strategy.part(error)
+        if strategy.joins:
+            now = strategy.joined()
+        else:
+            now = self._members.regroup(invite=isinstance(error, Newcomers))
+            assert before is not None
+            if now.names == before.names and not isinstance(error, Newcomers):
+                raise error  # nobody is lost: ranks wait for each other at different places
+        strategy.take_place(now)
+        if before is not None and now.rank == 0 != before.rank:
+            self._keep_logs()
+        while now.size < self._wanted:
+            if self._enough(now.size):
+                now = self._members.regroup(invite=True)
+                strategy.take_place(now)
+        standings = self._all(mine)
+        furthest = max(standings, key=lambda standing: standing.place)
+        source = standings.index(furthest)
+        self._drawn, self._counted, self._ranks = furthest.shares
+        own_epoch = copy.deepcopy(self._fit.epoch_progress), copy.deepcopy(self._epoch.batch_progress)
+        self._hand_over(standings, source)
+        self._regrouped = self._due = True
+        self._validation._combined_loader = None
+        done = self._settle_progress(mine.place, furthest.place, own_epoch)
+        strategy.meet_again()
+        self._say(before, now, error)
+        return done
+
+    def _keep_logs(self) -> None:
+        """This rank logs from now on. Lightning's CSVLogger would delete what the lost rank has written."""
+        for logger in self._trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                file = Path(logger.log_dir) / _ExperimentWriter.NAME_METRICS_FILE
+                if file.exists():
+                    file.rename(file.with_stem(f"{file.stem}-until-step-{self._trainer.global_step}"))
+
+    def _say(self, before: Membership | None, now: Membership, error: BaseException) -> None:
+        """Who trains now, in the log."""
+        if before is None:
+            _log.warning("this process has joined a run, as rank %d of %d", now.rank, now.size)
+            return
+        gone = [rank for rank, name in enumerate(before.names) if name not in now.names]
+        came = sum(name not in before.names for name in now.names)
+        if gone:
+            saw = str(error).splitlines()[0]
+            _log.warning("rank %d lost rank %s: %s", before.rank, ", ".join(map(str, gone)), saw)
+        if now.rank == 0:
+            ranks = f"training goes on with {now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
+            _log.warning("%s. A replacement is started as a rank was, with %s=%s", ranks, JOIN, ",".join(now.addresses))
+
+    def _enough(self, size: int) -> bool:
+        """With the newcomers that rank 0 sees."""
+        looked: list[Any] = [None]
+        if dist.get_rank() == 0:
+            time.sleep(_WAIT_SECONDS)
+            looked = [self._members.newcomers()]
+        dist.broadcast_object_list(looked, src=0)
+        return size + int(looked[0]) >= self._wanted
+
+    def _standing(self, where: int) -> _Standing:
+        if self._strategy.joins:
+            return _Standing(_NEWCOMER, [], (0, 0, 0))
+        progress: Any = self._epoch.batch_progress.total
+        epochs = self._fit.epoch_progress.total.ready
+        session = self._strategy.session
+        assert session is not None
+        digest = checksums([parameter.detach() for parameter in session.equal_parameters().values()]).tolist()
+        place = (epochs, progress.processed, self._trainer.global_step, where)
+        return _Standing(place, digest, (self._drawn, self._counted, self._ranks))
+
+    @staticmethod
+    def _all(mine: _Standing) -> list[_Standing]:
+        standings: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(standings, mine)
+        return standings
+
+    def _hand_over(self, standings: list[_Standing], source: int) -> None:
+        """The state of the furthest rank, to those that have another."""
+        theirs, rank = standings[source], dist.get_rank()
+        in_need = [
+            other
+            for other, standing in enumerate(standings)
+            if standing.place[:3] != theirs.place[:3] or standing.digest != theirs.digest
+        ]
+        if rank == source and in_need:
+            file = io.BytesIO()
+            torch.save(self._strategy.packed(), file)
+            payload = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+            for other in in_need:
+                dist.send(torch.tensor([payload.numel()]), other)
+                dist.send(payload, other)
+        elif rank in in_need:
+            length = torch.zeros(1, dtype=torch.int64)
+            dist.recv(length, source)
+            payload = torch.empty(int(length), dtype=torch.uint8)
+            dist.recv(payload, source)
+            packed = torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=False)
+            newcomer = standings[rank].place == _NEWCOMER
+            self._strategy.unpack(packed, newcomer=newcomer)
+            for loop in (self._fit, self._epoch, self._validation, self._epoch.automatic_optimization):
+                loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
+            self._fit.restarting = False
+
+    def _settle_progress(self, mine: tuple[int, ...], theirs: tuple[int, ...], own: tuple[Any, Any]) -> bool:
+        """Count what has ended; has this rank's own batch, validation or epoch's end?"""
+        where, furthest = mine[3], theirs[3]
+        progress = self._epoch.batch_progress
+        self._epoch.automatic_optimization.optim_progress.reset_on_restart()
+        newcomer = mine == _NEWCOMER
+        if not newcomer and theirs[0] > mine[0]:  # they have begun the next epoch
+            own_epochs, own_batches = own
+            self._fit.epoch_progress, self._epoch.batch_progress = own_epochs, own_batches
+            for tracker in (own_batches.current, own_batches.total):
+                _end(tracker, at=tracker.ready)
+            own_batches.is_last_batch = True
+            self._epoch._skip_next_val = where != _EPOCH_END
+            return True
+        trackers: Any = progress.current, progress.total
+        for tracker in trackers:
+            _end(tracker, at=tracker.processed)
+        if furthest == _BATCH:
+            progress.is_last_batch = False
+        if newcomer or where == furthest == _BATCH:
+            return False
+        if where == _VALIDATION:
+            return furthest != _VALIDATION
+        if where in (_BATCH, _AFTER_STEP):
+            self._epoch._skip_next_val = furthest in (_BATCH, _EPOCH_END)
+            self._skips_epoch_end = furthest == _EPOCH_END
+        return True
+
+
+class Rest(Sampler[int]):
+    """What is left of an epoch, shared out among the ranks.
+
+    Args:
+        whole: draws the epoch; of any rank and number of ranks.
+        rank: this one.
+        size: how many ranks there are.
+        skip: samples that were drawn, from the beginning, by all ranks.
+        done: samples that count as drawn by this rank: they are in the length.
+        epoch: see `DistributedSampler.set_epoch`.
+    """
+
+    def __init__(
+        self, whole: DistributedSampler[Any], rank: int, size: int, *, skip: int, done: int, epoch: int
+    ) -> None:
+        self._whole = copy.copy(whole)
+        self._whole.num_replicas, self._whole.rank = 1, 0
+        self._whole.num_samples = self._whole.total_size = len(whole.dataset)  # type: ignore[arg-type]
+        self._rank, self._size, self._skip, self._done = rank, size, skip, done
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `DistributedSampler.set_epoch`."""
+        self._whole.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        left = max(0, self._whole.total_size - self._skip)
+        return self._done + -(-left // self._size)
+
+    def __iter__(self) -> Iterator[int]:
+        """The last ones are padded with the first, so that all ranks draw as many."""
+        left = list(self._whole)[self._skip :]
+        missing = -len(left) % self._size
+        left += (left * missing)[:missing]
+        return iter(left[self._rank :: self._size])
+
+
+def _end(tracker: Any, at: int | None = None) -> None:
+    tracker.ready = tracker.ready if at is None else at
+    tracker.started = tracker.processed = tracker.completed = tracker.ready

@@ -1,0 +1,308 @@
+"""Ranks are killed while Lightning trains, and the others go on in the same processes, as an oracle does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from pool import Pool
+from test_failures import Job, note
+from test_failures import job as job  # a fixture
+from test_strategy import Net, fit, rows, trainer_with
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ringstrategy import AllReduce, Auto, BlockInt, Gossip, PowerSGD, RingStrategy
+from ringstrategy.algorithms.base import Algorithm
+
+pytestmark = pytest.mark.timeout(180)
+SAMPLES, BATCH, EPOCHS = 96, 4, 2
+
+
+class Struck(Net):
+    """Ranks die at a step and a place of the fit, and each notes the batches that it trains on."""
+
+    def __init__(self, deaths: dict[int, tuple[str, int]]) -> None:
+        super().__init__()
+        self.deaths, self.born = deaths, int(os.environ.get("BORN") or os.environ["LOCAL_RANK"])
+
+    seconds = 0.0  # of a step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+
+    def at(self, place: str) -> None:
+        if self.deaths.get(self.born) == (place, self.global_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_start(self) -> None:
+        self.at("start")
+
+    def on_train_epoch_start(self) -> None:
+        members = self.trainer.strategy.members
+        if members.now is not None:
+            note(f"members{self.born}.json", addresses=members.now.addresses)
+        self.at("epoch start")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.at("batch start")
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        with Path(f"batches{self.born}.jsonl").open("a") as file:
+            now = self.trainer.strategy.members.now
+            seen = {"world": now.generation, "size": now.size, "rank": now.rank, "born": self.born}
+            seen |= {"epoch": self.current_epoch, "step": self.global_step}
+            file.write(json.dumps({**seen, "x": batch[0].tolist(), "y": batch[1].tolist()}) + "\n")
+        time.sleep(self.seconds)
+        self.at("forward")
+        if batch_idx > 0:  # buckets are planned
+            self.layers[0].weight.register_hook(self._backward)
+        return super().training_step(batch, batch_idx)
+
+    def _backward(self, gradient: Tensor) -> None:
+        self.at("backward")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.at("optimizer")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.at("batch end")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.at("validation")
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.at("validation end")
+
+    def on_train_epoch_end(self) -> None:
+        self.at("epoch end")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.at("save")
+
+
+def _train(
+    deaths: dict[int, tuple[str, int]],
+    on_peer_loss: Any,
+    *,
+    algorithm: Algorithm | None = None,
+    val: bool = False,
+    seconds: float = 0.0,
+    **options: Any,
+) -> None:
+    algorithm = AllReduce(bucket_mb=1e-4) if algorithm is None else algorithm
+    strategy = RingStrategy(algorithm, timeout=timedelta(seconds=20), on_peer_loss=on_peer_loss)
+    model = Struck(deaths)
+    model.seconds = seconds
+    trainer = trainer_with(strategy, max_epochs=EPOCHS, **options)
+    trainer.fit(model, rows(SAMPLES, shuffle=True), rows(24) if val else None)
+    note(
+        f"end{model.born}.json",
+        rank=trainer.global_rank,
+        size=trainer.world_size,
+        steps=trainer.global_step,
+        epoch=trainer.current_epoch,
+        weights=[parameter.tolist() for parameter in model.parameters()],
+    )
+
+
+def _ends(running: Job, ranks: list[int]) -> list[dict[str, Any]]:
+    codes = running.wait(ranks)
+    assert codes == [0] * len(ranks), "\n".join(running.output(rank) for rank in ranks)
+    return [json.loads((running.folder / f"end{rank}.json").read_text()) for rank in ranks]
+
+
+def _batches_of_steps(running: Job, steps: int, behind: int = 0) -> list[list[dict[str, Any]]]:
+    """Of each step, in all epochs: what the ranks that made it have trained on. All samples, once.
+
+    With gossip, up to `behind` ranks may leave out a step that another has made.
+    """
+    lines = [line for file in running.folder.glob("batches*.jsonl") for line in file.read_text().splitlines()]
+    batches: list[list[dict[str, Any]]] = [[] for _ in range(steps)]
+    for batch in map(json.loads, sorted(lines)):
+        batches[batch["step"]].append(batch)
+    for step, of_step in enumerate(batches):
+        world = max(batch["world"] for batch in of_step)
+        batches[step] = [batch for batch in of_step if batch["world"] == world]
+        size = of_step[-1]["size"]
+        assert size - behind <= len({batch["rank"] for batch in batches[step]}) <= size
+    samples = Counter((batch["epoch"], row[0]) for of_step in batches for batch in of_step for row in batch["x"])
+    for epoch in range(EPOCHS):
+        often = [count for (of, _), count in samples.items() if of == epoch]
+        assert SAMPLES - behind * BATCH <= len(often) <= SAMPLES
+        assert sum(often) <= SAMPLES + 4  # some fill the last batches up
+    return batches
+
+
+def _as_an_oracle(running: Job, ends: list[dict[str, Any]], accumulated: int = 1) -> None:
+    """The same as one process that takes, for each step, the mean over all batches of the ranks that made it."""
+    os.environ["LOCAL_RANK"] = "0"
+    model = Struck({})
+    optimizer = model.configure_optimizers()
+    for batches in _batches_of_steps(running, ends[0]["steps"]):
+        optimizer.zero_grad()
+        for batch in batches:
+            loss = model.loss((torch.tensor(batch["x"]), torch.tensor(batch["y"])))
+            (loss / batch["size"] / accumulated).backward()
+        optimizer.step()
+    for end in ends:
+        assert end["weights"] == ends[0]["weights"]
+        assert end["epoch"] == EPOCHS
+    for mine, theirs in zip(model.parameters(), ends[0]["weights"], strict=True):
+        torch.testing.assert_close(mine.detach(), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
+
+
+PLACES = ["start", "epoch start", "batch start", "forward", "backward", "optimizer", "batch end"]
+
+
+def test_survivors_go_on_without_rank_0(job: Callable[..., Job]) -> None:
+    running = job(3, _train, {0: ("backward", 3)}, "shrink")
+    ends = _ends(running, [1, 2])
+    assert [(end["rank"], end["size"]) for end in ends] == [(0, 2), (1, 2)]
+    _as_an_oracle(running, ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize(("place", "step"), [*((place, 3) for place in PLACES[2:]), ("epoch start", 8), ("start", 0)])
+def test_survivors_go_on(job: Callable[..., Job], victim: int, place: str, step: int) -> None:
+    running = job(3, _train, {victim: (place, step)}, "shrink")
+    ends = _ends(running, [rank for rank in range(3) if rank != victim])
+    assert [(end["rank"], end["size"]) for end in ends] == [(0, 2), (1, 2)]
+    _as_an_oracle(running, ends)
+
+
+def _train_and_validate(deaths: dict[int, tuple[str, int]], folder: str) -> None:
+    checkpoint = ModelCheckpoint(folder, save_last=True, save_top_k=-1)
+    _train(deaths, "shrink", val=True, enable_checkpointing=True, callbacks=[checkpoint])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize("place", ["validation", "validation end", "epoch end", "save"])
+def test_survivors_go_on_from_an_epochs_end(job: Callable[..., Job], victim: int, place: str, tmp_path: Path) -> None:
+    running = job(3, _train_and_validate, {victim: (place, 8)}, str(tmp_path / "checkpoints"))
+    ends = _ends(running, [rank for rank in range(3) if rank != victim])
+    _as_an_oracle(running, ends)
+    saved = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=False)
+    assert saved["global_step"] == ends[0]["steps"] == 8 + 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: ("forward", 2), 1: ("backward", 5)},
+        {2: ("forward", 2), 0: ("forward", 2)},
+        {3: ("optimizer", 2), 2: ("batch start", 3), 0: ("epoch start", 9)},
+        {1: ("backward", 4), 0: ("batch end", 4)},
+    ],
+)
+def test_several_are_lost(job: Callable[..., Job], deaths: dict[int, tuple[str, int]]) -> None:
+    running = job(4, _train, deaths, "shrink")
+    ends = _ends(running, [rank for rank in range(4) if rank not in deaths])
+    assert [(end["rank"], end["size"]) for end in ends] == [(rank, 4 - len(deaths)) for rank in range(4 - len(deaths))]
+    _as_an_oracle(running, ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "victim"), [("backward", 0), ("validation", 2), ("epoch end", 0)])
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(BlockInt(8), error_feedback=True), PowerSGD(2), Auto(), Gossip(), Gossip(overlap=False)],
+    ids=lambda algorithm: type(algorithm).__name__,
+)
+def test_every_algorithm_goes_on(job: Callable[..., Job], algorithm: Algorithm, victim: int, place: str) -> None:
+    step = 8 if place in ("validation", "epoch end") else 3
+    running = job(3, partial(_train, algorithm=algorithm, val=True), {victim: (place, step)}, "shrink")
+    ends = _ends(running, [rank for rank in range(3) if rank != victim])
+    assert [(end["rank"], end["size"], end["epoch"]) for end in ends] == [(0, 2, EPOCHS), (1, 2, EPOCHS)]
+    _batches_of_steps(running, ends[0]["steps"], behind=2 if algorithm.decentralized else 0)
+    if not algorithm.decentralized:
+        assert ends[0]["weights"] == ends[1]["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["forward", "backward", "batch end"])
+def test_a_window_of_accumulated_batches_is_drawn_again(job: Callable[..., Job], place: str) -> None:
+    running = job(3, partial(_train, accumulate_grad_batches=2), {0: (place, 2)}, "shrink")
+    ends = _ends(running, [1, 2])
+    assert ends[0]["size"] == 2
+    _as_an_oracle(running, ends, accumulated=2)
+
+
+def _replace(addresses: list[str], born: int, *args: Any) -> None:
+    os.environ.update(RINGSTRATEGY_JOIN=",".join(addresses), BORN=str(born))
+    _train({}, *args)
+
+
+def test_a_replacement_is_waited_for(job: Callable[..., Job]) -> None:
+    running = job(3, _train, {1: ("forward", 3)}, "wait")
+    running.wait([1])
+    addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
+    running.add(1, _replace, addresses, 3, "wait")
+    ends = [*_ends(running, [0, 2]), json.loads((running.folder / "end3.json").read_text())]
+    assert [(end["rank"], end["size"]) for end in ends] == [(0, 3), (1, 3), (2, 3)]
+    _as_an_oracle(running, ends)
+
+
+@pytest.mark.slow
+def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
+    """While the others train on."""
+    running = job(3, partial(_train, seconds=0.3), {1: ("forward", 3), 0: ("backward", 5)}, "shrink")
+    running.wait([0, 1])
+    addresses = json.loads((running.folder / "members2.json").read_text())["addresses"]
+    running.add(1, _replace, addresses, 3, "shrink")
+    running.add(0, _replace, addresses, 4, "shrink")
+    running.wait([0, 1])
+    ends = [*_ends(running, [2]), *(json.loads((running.folder / f"end{born}.json").read_text()) for born in (3, 4))]
+    assert [end["size"] for end in ends] == [3, 3, 3]
+    assert {end["rank"] for end in ends} == {0, 1, 2}
+    _as_an_oracle(running, ends)
+
+
+def _on_one_rank(options: dict[str, Any], data: Any) -> str:
+    try:
+        fit(RingStrategy(AllReduce(), on_peer_loss="shrink", **options), Net(), data=data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield torch.ones(6), torch.ones(3)
+
+
+def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(ranks: Pool) -> None:
+    for said in ranks(2, _on_one_rank, {}, DataLoader(Endless(), batch_size=4)):
+        assert "one DataLoader over a data set with a length" in said
+    for said in ranks(2, _on_one_rank, {}, {"a": rows(), "b": rows()}):
+        assert "one DataLoader" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "cure"),
+    [
+        ({"on_peer_loss": "shrinks"}, "'shrink'"),
+        ({"start_method": "spawn"}, "popen"),
+        ({"process_group_backend": "nccl"}, "process_group_backend='gloo'"),
+        ({"algorithm": AllReduce(uneven="join")}, "uneven='error'"),
+    ],
+)
+def test_what_cannot_go_on_is_refused_at_construction(options: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ValueError, match=cure):
+        RingStrategy(**{"on_peer_loss": "shrink", **options})
