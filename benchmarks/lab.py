@@ -232,6 +232,10 @@ class Lab:
             self._keep(host, self.slow_hosts.get(host, 1.0), child.pid)
         return child
 
+    def cut(self, host: int) -> None:
+        """Pull the plug between a host and the others: packets get lost, and no connection closes."""
+        self._run(self.hosts, f"ip link set port{host} nomaster")
+
     def wait(self, grace: float = 30.0) -> list[int]:
         """Exit codes of all that was started. After a first failure the others have `grace` seconds left to live."""
         deadline = math.inf

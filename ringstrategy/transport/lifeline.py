@@ -86,6 +86,7 @@ class Lifeline:
         self._left = False
         self._heard_at: float | None = None
         self._heard: str | None = None  # what was published, if this rank has heard it in time
+        self._outlasts_until: float | None = None
         self._hosts_store = rank == 0 and not has_agent_store()
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
@@ -205,8 +206,12 @@ class Lifeline:
                 self._publish(self._rank, f"it stopped with {cause}")
 
     def outlast(self) -> None:
-        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks."""
-        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
+
+        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears.
+        """
+        with self._lock:
+            deadline = self._outlasts_until = self._outlasts_until or time.monotonic() + 2 * GRACE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)

@@ -1,0 +1,72 @@
+"""Hosts that lose their network while their processes live: an error that names the host, on both sides of the cut."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_failures import note, wait_until
+from test_lab import needs_namespaces
+from test_strategy import Net, fit, rows
+from torch import Tensor
+
+from benchmarks import lab
+from ringstrategy import PeerLostError, RingStrategy
+from ringstrategy.names import STRATEGIES
+
+TIMEOUT = 4.0  # seconds, of the strategy
+pytestmark = pytest.mark.timeout(120)
+
+
+class Trains(Net):
+    """Says that it trains, and does until something ends it."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_step == 5:
+            note(f"trains{self.global_rank}.json")
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def train(name: str) -> None:
+    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=TIMEOUT))
+    try:
+        fit(strategy, Trains(), data=rows(), max_epochs=-1, num_nodes=int(os.environ["WORLD_SIZE"]), devices=1)
+    except BaseException as error:
+        facts = {"kind": type(error).__name__, "message": str(error), "lost": getattr(error, "rank", None)}
+        note(f"record{os.environ['RANK']}.json", **facts)
+        raise
+
+
+def run_and_cut(folder: Path, name: str, victim: int) -> list[dict[str, Any]]:
+    """What each of three ranks, on hosts of their own, recorded after the network of one host was cut."""
+    command = [sys.executable, "-c", f"import test_cut; test_cut.train({name!r})"]
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    script = 'cd "$1"; shift; exec "$@" > output$RANK 2>&1'
+    with lab.Lab(3, "none") as net:
+        children = [net.popen(rank, ["sh", "-c", script, "sh", str(folder), *command], here) for rank in range(3)]
+        wait_until(lambda: all((folder / f"trains{rank}.json").exists() for rank in range(3)), 60, "all train")
+        net.cut(victim)
+        cut = time.time()
+        wait_until(lambda: all(child.poll() is not None for child in children), TIMEOUT + 25, "all ended")
+    assert [child.returncode for child in children] == [1, 1, 1]
+    records = [json.loads((folder / f"record{rank}.json").read_text()) for rank in range(3)]
+    for record in records:
+        assert record["kind"] == PeerLostError.__name__, record
+        assert record["time"] - cut < TIMEOUT + 10, record
+    return records
+
+
+@needs_namespaces
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "victim"), [("ring", 0), ("gossip", 2)])
+def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, name: str, victim: int) -> None:
+    records = run_and_cut(tmp_path, name, victim)
+    for rank in {0, 1, 2} - {victim}:
+        assert records[rank]["lost"] == victim, records[rank]
