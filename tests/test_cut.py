@@ -19,6 +19,7 @@ from torch import Tensor
 from benchmarks import lab
 from ringstrategy import PeerLostError, RingStrategy
 from ringstrategy.names import STRATEGIES
+from ringstrategy.transport import reach
 
 TIMEOUT = 4.0  # seconds, of the strategy
 pytestmark = pytest.mark.timeout(120)
@@ -64,9 +65,24 @@ def run_and_cut(folder: Path, name: str, victim: int) -> list[dict[str, Any]]:
 
 
 @needs_namespaces
+def test_a_host_is_reached_whether_or_not_anybody_listens_there() -> None:
+    assert reach.unreachable({"127.0.0.1", "127.0.0.2"}) == set()
+    with lab.Lab(2, "none") as net:
+
+        def look() -> set[str]:
+            return reach.unreachable({net.address(0), net.address(1)}, 1.0)
+
+        assert net._on_host(0, look) == set()
+        net.cut(1)
+        assert net._on_host(0, look) == {net.address(1)}
+
+
+@needs_namespaces
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "victim"), [("ring", 0), ("gossip", 2)])
 def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, name: str, victim: int) -> None:
     records = run_and_cut(tmp_path, name, victim)
-    for rank in {0, 1, 2} - {victim}:
-        assert records[rank]["lost"] == victim, records[rank]
+    for rank, record in enumerate(records):
+        assert record["lost"] == victim, record
+        sign = "it can reach no other host (10.77.0." if rank == victim else "its host cannot be reached at 10.77.0."
+        assert sign in record["message"] or "says another rank" in record["message"], record

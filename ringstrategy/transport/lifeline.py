@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport.reach import address_of, address_towards, host_of, unreachable
 from ringstrategy.transport.rendezvous import has_agent_store
 from ringstrategy.transport.store import BoundedStore, StoreSilentError
 
@@ -40,6 +41,7 @@ _SAME_BATCHES = f"do all ranks have the same number of batches? {_CURE}"
 _SAME_STEPS = f"do all ranks have the same number of batches, and step equally often? {_CURE}"
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
+_CUT_OFF = ("it can reach no other host", "its host cannot be reached")  # causes that name the network
 _LAST_WORDS = "the end of its training"
 
 
@@ -73,14 +75,17 @@ class Lifeline:
         store: reachable by all ranks, with a prefix of its own for each set of peers.
         rank: this rank.
         size: how many there are.
+        store_host: the name or address of the store's machine, by which this rank finds its own address; may be empty.
 
     Attributes:
         hosts: the host name of each rank, once it is known.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank = BoundedStore(store, GRACE_SECONDS), rank
+    def __init__(self, store: dist.Store, rank: int, size: int, store_host: str = "") -> None:
+        self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
         self.hosts = ["unknown"] * size
+        self._addresses = [""] * size  # of the hosts, from here; empty: not known
+        self._unreachable: set[int] = set()  # ranks, when this one last looked
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
         self._lock = threading.RLock()
         self._left = False
@@ -103,7 +108,8 @@ class Lifeline:
         # counted in the store, so that it is the same on all ranks of this store
         generation = base.add(f"{_GENERATION}/{rank}", 1)
         # over a connection of its own: on the default one nobody is heard while torch waits for a rank
-        return cls(dist.PrefixStore(f"ringstrategy/{generation}", base.clone()), rank, size)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"ringstrategy/{generation}", base.clone())  # type: ignore[attr-defined]
+        return cls(own, rank, size, host_of(base))
 
     # Meeting
 
@@ -118,6 +124,7 @@ class Lifeline:
         where = "while setting up"
         self._store.limit = _GREETING_SECONDS
         try:
+            self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
@@ -125,7 +132,10 @@ class Lifeline:
                 self.witness()
                 self.outlast()
                 raise PeerLostError(missing, "unknown", where, cause)
-            cards = [self._store.read(f"host/{rank}") or "" for rank in range(len(self.hosts))]
+            cards, self._addresses = (
+                [said or "" for said in self._store.read_all([f"{what}/{rank}" for rank in range(len(self.hosts))])]
+                for what in ("host", "address")
+            )
         except PeerLostError:
             raise
         except RuntimeError as error:
@@ -133,6 +143,8 @@ class Lifeline:
         finally:
             self._store.limit = GRACE_SECONDS
         self.hosts = [card.partition(" ")[0] for card in cards]
+        if self._rank != 0 and self._store_host and not has_agent_store():
+            self._addresses[0] = address_of(self._store_host)  # its own name may lead rank 0 to 127.0.1.1
         return cards
 
     def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
@@ -216,7 +228,7 @@ class Lifeline:
             self._store.set(f"knows/{self._rank}", "")
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
-            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead)]
+            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead, *self._unreachable)]
             while self._hosts_store and others and time.monotonic() < deadline:
                 others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
                 time.sleep(_POLL_SECONDS)
@@ -425,12 +437,11 @@ class Lifeline:
             rank = 0 if not has_agent_store() else -1 if peer is None else peer
             cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
             cause += "does not answer any more" if silent else "went away"
-            if self._heard is not None:
-                rank, cause = _lost(self._heard)
+            rank, cause = _lost(self._heard) if self._heard is not None else self._cut_off() or (rank, cause)
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
-            if cause.startswith(_ALIVE)
+            if cause.startswith((*_ALIVE, *_CUT_OFF))
             else " (if it is alive: is the network up, and do GLOO_SOCKET_IFNAME and the host names lead to it?)"
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")
@@ -448,11 +459,13 @@ class Lifeline:
             for rank in closed:
                 words = self._last_words(rank)
                 if words != _WITNESS:
-                    return self._publish(rank, no_word if words is None else self._stopped_with(words))
+                    return (
+                        self._accuse(rank, no_word) if words is None else self._publish(rank, self._stopped_with(words))
+                    )
             if peer is not None:
                 words = self._last_words(peer)
                 if words is None and (late or not timed_out):
-                    return self._publish(peer, silence)
+                    return self._accuse(peer, silence)
                 if words not in (None, _WITNESS):
                     return self._publish(peer, self._stopped_with(words))
             if late:
@@ -465,9 +478,32 @@ class Lifeline:
             if said not in (None, _WITNESS):
                 return self._publish(rank, self._stopped_with(said))
         silent = [rank for rank, said in words.items() if said is None]
+        cut_off = self._cut_off() if silent else None
+        if cut_off is not None:
+            return self._publish(*cut_off)
         if len(silent) == 1:
             return self._publish(silent[0], silence)
         return -1, f"ranks {silent} have not answered" if silent else "all ranks are alive, but a connection broke"
+
+    def _accuse(self, rank: int, cause: str) -> tuple[int, str]:
+        """Publish that a rank is lost that has not written why: a host that cannot be reached explains it better."""
+        return self._publish(*(self._cut_off() or (rank, cause)))
+
+    def _cut_off(self) -> tuple[int, str] | None:
+        """A rank whose network is down, and how that shows; None if this rank reaches the hosts of all ranks.
+
+        It is this rank if it reaches none of several other hosts.
+        """
+        others = {address for address in self._addresses if address} - {self._addresses[self._rank]}
+        lost = unreachable(others)
+        self._unreachable = {rank for rank, address in enumerate(self._addresses) if address in lost}
+        if not lost:
+            return None
+        if lost == others and len(others) > 1:
+            return self._rank, f"{_CUT_OFF[0]} ({', '.join(sorted(others))}): is the network of its host up?"
+        rank, here = min(self._unreachable), f"rank {self._rank} (host {self.hosts[self._rank]})"
+        which = "either host" if lost == others else "its host"
+        return rank, f"{_CUT_OFF[1]} at {self._addresses[rank]} from {here}: is the network of {which} up?"
 
     def _stopped_with(self, words: str) -> str:
         if not words.startswith(_LAST_WORDS):
