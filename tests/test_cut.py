@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import socket
 import sys
 import time
 from datetime import timedelta
@@ -11,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_failures import note, wait_until
+from test_failures import PROMPT, Job, note, wait_until
 from test_lab import needs_namespaces
 from test_strategy import Net, fit, rows
 from torch import Tensor
@@ -86,3 +89,44 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, name: str
         assert record["lost"] == victim, record
         sign = "it can reach no other host (10.77.0." if rank == victim else "its host cannot be reached at 10.77.0."
         assert sign in record["message"] or "says another rank" in record["message"], record
+
+
+class Resets(Net):
+    """In batch 3, rank 1 ends all connections of gloo that it has, and goes on; its connections to the store stay."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 3:
+            assert end_connections(but_port=int(os.environ["MASTER_PORT"])) >= 4, "to two ranks, in two groups"
+            note("struck.json")
+        return super().training_step(batch, batch_idx)
+
+
+def end_connections(but_port: int) -> int:
+    """Of this process, as a firewall or a router does that forgets them; returns how many there were."""
+    ended = 0
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+            ports = connection.getsockname()[1], connection.getpeername()[1]
+            if but_port not in ports:
+                connection.shutdown(socket.SHUT_RDWR)
+                ended += 1
+    return ended
+
+
+def train_and_reset(name: str) -> None:
+    fit(name, Resets(), data=rows(96), max_epochs=1)
+
+
+@pytest.mark.parametrize("name", ["ring", pytest.param("gossip", marks=pytest.mark.slow)])
+def test_both_ends_of_a_connection_that_broke_are_named(tmp_path: Path, name: str) -> None:
+    with contextlib.closing(Job(tmp_path, 3, train_and_reset, name)) as running:
+        assert running.wait([0, 1, 2]) == [1, 1, 1]
+        records = [running.record(rank) for rank in range(3)]
+    struck = json.loads((tmp_path / "struck.json").read_text())["time"]
+    assert len({record["rank"] for record in records}) == 1, records
+    for record in records:
+        assert record["kind"] == PeerLostError.__name__, record
+        ends = re.search(r"lost rank (\d) .* its connection to rank (\d) \(host .*\) (broke|closed)", record["message"])
+        assert ends is not None, record
+        assert "1" in ends.groups()
+        assert record["time"] - struck < PROMPT

@@ -86,7 +86,7 @@ class Job:
     def output(self, rank: int) -> str:
         return (self.folder / f"output{rank}").read_text()
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in self.ranks:
             process.kill()
             process.join()
@@ -125,7 +125,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield start
     for one in jobs:
-        one.end()
+        one.close()
 
 
 # Lost peers

@@ -41,7 +41,6 @@ _SAME_BATCHES = f"do all ranks have the same number of batches? {_CURE}"
 _SAME_STEPS = f"do all ranks have the same number of batches, and step equally often? {_CURE}"
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
-_CUT_OFF = ("it can reach no other host", "its host cannot be reached")  # causes that name the network
 _LAST_WORDS = "the end of its training"
 
 
@@ -204,9 +203,18 @@ class Lifeline:
                 ):  # the store is gone with its host: the others see for themselves
                     self._store.set(f"left/{self._rank}", cause)
 
-    def witness(self) -> None:
-        """Leave because a connection of this rank broke. Call it before its other connections close."""
+    def witness(self, error: BaseException | None = None, peers: Sequence[int] = ()) -> None:
+        """Leave because a connection of this rank broke. Call it before its other connections close.
+
+        Args:
+            error: of that connection.
+            peers: that may be at its other end. The first witness names one, because other connections break later.
+        """
         self.leave(_WITNESS)
+        if error is not None and peers:
+            how = "stayed silent beyond the timeout" if _timed_out(error) else "broke"
+            with contextlib.suppress(RuntimeError):
+                self._store.first("broke", f"{peers[0]} its connection to {self._named(self._rank)} {how}")
 
     def fail(self, cause: str) -> None:
         """Leave because of an error on this rank, and make all other ranks stop."""
@@ -427,10 +435,9 @@ class Lifeline:
             where: this rank is.
             closed: the ranks whose connections to this one are closed, by them.
         """
-        self.witness()
-        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        self.witness(error, closed if peer is None else [peer])
         try:
-            rank, cause = self._culprit(peer, timed_out, closed)
+            rank, cause = self._culprit(peer, _timed_out(error), closed)
             self.outlast()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
@@ -441,7 +448,7 @@ class Lifeline:
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
-            if cause.startswith((*_ALIVE, *_CUT_OFF))
+            if cause.startswith(_ALIVE) or cause.endswith("?")  # it asks already
             else " (if it is alive: is the network up, and do GLOO_SOCKET_IFNAME and the host names lead to it?)"
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")
@@ -449,7 +456,7 @@ class Lifeline:
     def _culprit(self, peer: int | None, timed_out: bool, closed: Sequence[int]) -> tuple[int, str]:
         """Evidence in falling order: a published name, last words, a connection closed without any, silence."""
         deadline = time.monotonic() + GRACE_SECONDS
-        no_word = "its connection closed without a word"
+        no_word = f"its connection to {self._named(self._rank)} closed without a word"
         silence = "it stayed silent beyond the timeout" if timed_out else no_word
         while True:
             published = self._store.read("lost")
@@ -483,7 +490,13 @@ class Lifeline:
             return self._publish(*cut_off)
         if len(silent) == 1:
             return self._publish(silent[0], silence)
-        return -1, f"ranks {silent} have not answered" if silent else "all ranks are alive, but a connection broke"
+        if silent:
+            return -1, f"ranks {silent} have not answered"
+        broke = self._store.read("broke")
+        if broke is None:
+            return -1, "all ranks are alive, but a connection broke"
+        rank, cause = _lost(broke)
+        return self._publish(rank, f"{cause}, and both ranks live: did a firewall or a router end it?")
 
     def _accuse(self, rank: int, cause: str) -> tuple[int, str]:
         """Publish that a rank is lost that has not written why: a host that cannot be reached explains it better."""
@@ -500,10 +513,14 @@ class Lifeline:
         if not lost:
             return None
         if lost == others and len(others) > 1:
-            return self._rank, f"{_CUT_OFF[0]} ({', '.join(sorted(others))}): is the network of its host up?"
-        rank, here = min(self._unreachable), f"rank {self._rank} (host {self.hosts[self._rank]})"
+            hosts = ", ".join(sorted(others))
+            return self._rank, f"it can reach no other host ({hosts}): is the network of its host up?"
+        rank, here = min(self._unreachable), self._named(self._rank)
         which = "either host" if lost == others else "its host"
-        return rank, f"{_CUT_OFF[1]} at {self._addresses[rank]} from {here}: is the network of {which} up?"
+        return rank, f"its host cannot be reached at {self._addresses[rank]} from {here}: is the network of {which} up?"
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (host {self.hosts[rank]})"
 
     def _stopped_with(self, words: str) -> str:
         if not words.startswith(_LAST_WORDS):
@@ -515,6 +532,10 @@ class Lifeline:
 
     def _publish(self, rank: int, cause: str) -> tuple[int, str]:
         return _lost(self._store.first("lost", f"{rank} {cause}"))
+
+
+def _timed_out(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 def _lost(published: str) -> tuple[int, str]:
