@@ -442,8 +442,8 @@ class Lifeline:
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
             rank = 0 if not has_agent_store() else -1 if peer is None else peer
-            cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
-            cause += "does not answer any more" if silent else "went away"
+            store = f"the rendezvous store{' on its host' if rank == 0 else ''}"
+            cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
             rank, cause = _lost(self._heard) if self._heard is not None else self._cut_off() or (rank, cause)
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
