@@ -29,11 +29,10 @@ pytestmark = pytest.mark.timeout(120)
 
 
 class Trains(Net):
-    """Says that it trains, and does until something ends it."""
+    """Says how far it is, and trains until something ends it."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.global_step == 5:
-            note(f"trains{self.global_rank}.json")
+        note(f"trains{self.global_rank}.json", step=self.global_step)
         time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
@@ -48,14 +47,28 @@ def train(name: str) -> None:
         raise
 
 
+def steps(folder: Path) -> list[int]:
+    """That the ranks have come to."""
+    paths = [folder / f"trains{rank}.json" for rank in range(3)]
+    return [json.loads(path.read_text())["step"] if path.exists() else 0 for path in paths]
+
+
 def run_and_cut(folder: Path, name: str, victim: int) -> list[dict[str, Any]]:
-    """What each of three ranks, on hosts of their own, recorded after the network of one host was cut."""
+    """What each of three ranks, on hosts of their own, recorded after the network of one host was cut.
+
+    It was cut before, for a part of the timeout, and training went on.
+    """
     command = [sys.executable, "-c", f"import test_cut; test_cut.train({name!r})"]
     here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
     script = 'cd "$1"; shift; exec "$@" > output$RANK 2>&1'
     with lab.Lab(3, "none") as net:
         children = [net.popen(rank, ["sh", "-c", script, "sh", str(folder), *command], here) for rank in range(3)]
-        wait_until(lambda: all((folder / f"trains{rank}.json").exists() for rank in range(3)), 60, "all train")
+        wait_until(lambda: min(steps(folder)) > 5, 60, "all train")
+        net.cut(victim)
+        time.sleep(TIMEOUT / 4)
+        far = max(steps(folder))
+        net.mend(victim)
+        wait_until(lambda: min(steps(folder)) > far + 5, TIMEOUT, "all train again")
         net.cut(victim)
         cut = time.time()
         wait_until(lambda: all(child.poll() is not None for child in children), TIMEOUT + 25, "all ended")
