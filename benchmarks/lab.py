@@ -232,6 +232,14 @@ class Lab:
             self._keep(host, self.slow_hosts.get(host, 1.0), child.pid)
         return child
 
+    def cut(self, host: int) -> None:
+        """Pull the plug between a host and the others: packets get lost, and no connection closes."""
+        self._run(self.hosts, f"ip link set port{host} nomaster")
+
+    def mend(self, host: int) -> None:
+        """Plug it in again. TCP sends what got lost once more, later the longer the cut was."""
+        self._run(self.hosts, f"ip link set port{host} master bridge")
+
     def wait(self, grace: float = 30.0) -> list[int]:
         """Exit codes of all that was started. After a first failure the others have `grace` seconds left to live."""
         deadline = math.inf

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Gossip, Identity, PeerLostError, PlanMismatchError, RingStrategy
 from ringstrategy.names import STRATEGIES
+from ringstrategy.session import Session
 from ringstrategy.topologies import Star
 from ringstrategy.transport import lifeline
 from ringstrategy.transport.connect import connect
@@ -93,7 +94,7 @@ class Job:
     def output(self, rank: int) -> str:
         return (self.folder / f"output{rank}").read_text()
 
-    def end(self) -> None:
+    def close(self) -> None:
         for process in self.ranks:
             process.kill()
             process.join()
@@ -132,7 +133,7 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield start
     for one in jobs:
-        one.end()
+        one.close()
 
 
 # Lost peers
@@ -333,6 +334,34 @@ def test_a_rank_that_never_comes_is_named() -> None:
 def _freezes_rank_0(name: str) -> None:
     strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=4))
     fit(strategy, Freezes(), data=rows(128), max_epochs=1)
+
+
+def _dies_before_it_sends_its_buffers() -> None:
+    send, calls = Session.send_buffers, []
+
+    def die_first(self: Session, **options: Any) -> None:
+        calls.append(self)
+        if len(calls) == 4 and os.environ["LOCAL_RANK"] == "0":
+            time.sleep(0.3)  # until the others wait for it
+            note("struck.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+        send(self, **options)
+
+    Session.send_buffers = die_first  # type: ignore[method-assign]
+    layers = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Linear(17, 3))
+    fit("ring", Net(layers), data=rows(128), max_epochs=1)
+
+
+def test_a_rank_that_dies_before_it_sends_its_buffers_is_named(job: Callable[..., Job]) -> None:
+    """The others wait in a collective of the default group."""
+    running = job(3, _dies_before_it_sends_its_buffers)
+    assert running.wait([1, 2]) == [1, 1]
+    struck = json.loads((running.folder / "struck.json").read_text())["time"]
+    for rank in (1, 2):
+        record = running.record(rank)
+        assert (record["kind"], record["rank"]) == (PeerLostError.__name__, 0), record
+        assert "near batch 3" in record["message"], "not in a backward"
+        assert record["time"] - struck < PROMPT
 
 
 class Freezes(Net):

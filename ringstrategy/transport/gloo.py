@@ -179,7 +179,7 @@ class GlooPeers(Peers):
             return differs
         with self._breaking:
             closed = self._closed() if peer is None else []
-            self._lifeline.witness()
+            self._lifeline.witness(cause, closed if peer is None else [peer])
             self._disconnect()
         break_off_default()
         return self._lifeline.explain(cause, peer, where, closed)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport.reach import address_of, address_towards, host_of, unreachable
 from ringstrategy.transport.rendezvous import has_agent_store
 from ringstrategy.transport.store import BoundedStore, StoreSilentError, poll_seconds
 
@@ -73,6 +74,7 @@ class Lifeline:
         store: reachable by all ranks, with a prefix of its own for each set of peers.
         rank: this rank.
         size: how many there are.
+        store_host: the name or address of the store's machine, by which this rank finds its own address; may be empty.
 
     Attributes:
         hosts: the host name of each rank, once it is known.
@@ -80,15 +82,18 @@ class Lifeline:
             Not where ranks meet again.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank = BoundedStore(store, GRACE_SECONDS), rank
+    def __init__(self, store: dist.Store, rank: int, size: int, store_host: str = "") -> None:
+        self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
         self.hosts = ["unknown"] * size
+        self._addresses = [""] * size  # of the hosts, from here; empty: not known
+        self._unreachable: set[int] = set()  # ranks, when this one last looked
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
         self._lock = threading.RLock()
         self._left = False
         self._heard_at: float | None = None
         self._heard: str | None = None  # what was published, if this rank has heard it in time
         self.lingers = True
+        self._outlasts_until: float | None = None
         self._hosts_store = rank == 0 and not has_agent_store()
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
@@ -105,7 +110,8 @@ class Lifeline:
         # counted in the store, so that it is the same on all ranks of this store
         generation = base.add(f"{_GENERATION}/{rank}", 1)
         # over a connection of its own: on the default one nobody is heard while torch waits for a rank
-        return cls(dist.PrefixStore(f"ringstrategy/{generation}", base.clone()), rank, size)  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"ringstrategy/{generation}", base.clone())  # type: ignore[attr-defined]
+        return cls(own, rank, size, host_of(base))
 
     # Meeting
 
@@ -120,6 +126,7 @@ class Lifeline:
         where = "while setting up"
         self._store.limit = _GREETING_SECONDS
         try:
+            self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
@@ -127,7 +134,10 @@ class Lifeline:
                 self.witness()
                 self.outlast()
                 raise PeerLostError(missing, "unknown", where, cause)
-            cards = [self._store.read(f"host/{rank}") or "" for rank in range(len(self.hosts))]
+            cards, self._addresses = (
+                [said or "" for said in self._store.read_all([f"{what}/{rank}" for rank in range(len(self.hosts))])]
+                for what in ("host", "address")
+            )
         except PeerLostError:
             raise
         except RuntimeError as error:
@@ -135,6 +145,8 @@ class Lifeline:
         finally:
             self._store.limit = GRACE_SECONDS
         self.hosts = [card.partition(" ")[0] for card in cards]
+        if self._rank != 0 and self._store_host and not has_agent_store():
+            self._addresses[0] = address_of(self._store_host)  # its own name may lead rank 0 to 127.0.1.1
         return cards
 
     def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
@@ -193,9 +205,18 @@ class Lifeline:
                 ):  # the store is gone with its host: the others see for themselves
                     self._store.set(f"left/{self._rank}", cause)
 
-    def witness(self) -> None:
-        """Leave because a connection of this rank broke. Call it before its other connections close."""
+    def witness(self, error: BaseException | None = None, peers: Sequence[int] = ()) -> None:
+        """Leave because a connection of this rank broke. Call it before its other connections close.
+
+        Args:
+            error: of that connection.
+            peers: that may be at its other end. The first witness names one, because other connections break later.
+        """
         self.leave(_WITNESS)
+        if error is not None and peers:
+            how = "stayed silent beyond the timeout" if _timed_out(error) else "broke"
+            with contextlib.suppress(RuntimeError):
+                self._store.first("broke", f"{peers[0]} its connection to {self._named(self._rank)} {how}")
 
     def fail(self, cause: str) -> None:
         """Leave because of an error on this rank, and make all other ranks stop."""
@@ -207,13 +228,17 @@ class Lifeline:
                 self._publish(self._rank, f"it stopped with {cause}")
 
     def outlast(self) -> None:
-        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks."""
-        deadline = time.monotonic() + 2 * GRACE_SECONDS
+        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
+
+        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears.
+        """
+        with self._lock:
+            deadline = self._outlasts_until = self._outlasts_until or time.monotonic() + 2 * GRACE_SECONDS
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
-            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead)]
+            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead, *self._unreachable)]
             while self.lingers and self._hosts_store and others and time.monotonic() < deadline:
                 others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
                 time.sleep(_POLL_SECONDS)
@@ -412,22 +437,20 @@ class Lifeline:
             where: this rank is.
             closed: the ranks whose connections to this one are closed, by them.
         """
-        self.witness()
-        timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        self.witness(error, closed if peer is None else [peer])
         try:
-            rank, cause = self._culprit(peer, timed_out, closed)
+            rank, cause = self._culprit(peer, _timed_out(error), closed)
             self.outlast()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
             rank = 0 if not has_agent_store() else -1 if peer is None else peer
-            cause = f"the rendezvous store{' on its host' if rank == 0 else ''} "
-            cause += "does not answer any more" if silent else "went away"
-            if self._heard is not None:
-                rank, cause = _lost(self._heard)
+            store = f"the rendezvous store{' on its host' if rank == 0 else ''}"
+            cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
+            rank, cause = _lost(self._heard) if self._heard is not None else self._cut_off() or (rank, cause)
         host = self.hosts[rank] if rank >= 0 else "?"
         advice = (
             ""
-            if cause.startswith(_ALIVE)
+            if cause.startswith(_ALIVE) or cause.endswith("?")  # it asks already
             else " (if it is alive: is the network up, and do GLOO_SOCKET_IFNAME and the host names lead to it?)"
         )
         return PeerLostError(rank, host, where, f"{cause}{advice}; this rank saw: {str(error).splitlines()[0][:300]}")
@@ -435,7 +458,7 @@ class Lifeline:
     def _culprit(self, peer: int | None, timed_out: bool, closed: Sequence[int]) -> tuple[int, str]:
         """Evidence in falling order: a published name, last words, a connection closed without any, silence."""
         deadline = time.monotonic() + GRACE_SECONDS
-        no_word = "its connection closed without a word"
+        no_word = f"its connection to {self._named(self._rank)} closed without a word"
         silence = "it stayed silent beyond the timeout" if timed_out else no_word
         while True:
             published = self._store.read("lost")
@@ -445,11 +468,13 @@ class Lifeline:
             for rank in closed:
                 words = self._last_words(rank)
                 if words != _WITNESS:
-                    return self._publish(rank, no_word if words is None else self._stopped_with(words))
+                    return (
+                        self._accuse(rank, no_word) if words is None else self._publish(rank, self._stopped_with(words))
+                    )
             if peer is not None:
                 words = self._last_words(peer)
                 if words is None and (late or not timed_out):
-                    return self._publish(peer, silence)
+                    return self._accuse(peer, silence)
                 if words not in (None, _WITNESS):
                     return self._publish(peer, self._stopped_with(words))
             if late:
@@ -462,9 +487,42 @@ class Lifeline:
             if said not in (None, _WITNESS):
                 return self._publish(rank, self._stopped_with(said))
         silent = [rank for rank, said in words.items() if said is None]
+        cut_off = self._cut_off() if silent else None
+        if cut_off is not None:
+            return self._publish(*cut_off)
         if len(silent) == 1:
             return self._publish(silent[0], silence)
-        return -1, f"ranks {silent} have not answered" if silent else "all ranks are alive, but a connection broke"
+        if silent:
+            return -1, f"ranks {silent} have not answered"
+        broke = self._store.read("broke")
+        if broke is None:
+            return -1, "all ranks are alive, but a connection broke"
+        rank, cause = _lost(broke)
+        return self._publish(rank, f"{cause}, and both ranks live: did a firewall or a router end it?")
+
+    def _accuse(self, rank: int, cause: str) -> tuple[int, str]:
+        """Publish that a rank is lost that has not written why: a host that cannot be reached explains it better."""
+        return self._publish(*(self._cut_off() or (rank, cause)))
+
+    def _cut_off(self) -> tuple[int, str] | None:
+        """A rank whose network is down, and how that shows; None if this rank reaches the hosts of all ranks.
+
+        It is this rank if it reaches none of several other hosts.
+        """
+        others = {address for address in self._addresses if address} - {self._addresses[self._rank]}
+        lost = unreachable(others)
+        self._unreachable = {rank for rank, address in enumerate(self._addresses) if address in lost}
+        if not lost:
+            return None
+        if lost == others and len(others) > 1:
+            hosts = ", ".join(sorted(others))
+            return self._rank, f"it can reach no other host ({hosts}): is the network of its host up?"
+        rank, here = min(self._unreachable), self._named(self._rank)
+        which = "either host" if lost == others else "its host"
+        return rank, f"its host cannot be reached at {self._addresses[rank]} from {here}: is the network of {which} up?"
+
+    def _named(self, rank: int) -> str:
+        return f"rank {rank} (host {self.hosts[rank]})"
 
     def _stopped_with(self, words: str) -> str:
         if not words.startswith(_LAST_WORDS):
@@ -476,6 +534,10 @@ class Lifeline:
 
     def _publish(self, rank: int, cause: str) -> tuple[int, str]:
         return _lost(self._store.first("lost", f"{rank} {cause}"))
+
+
+def _timed_out(error: BaseException) -> bool:
+    return "timed out" in str(error).lower() or "timeout" in str(error).lower()
 
 
 def _lost(published: str) -> tuple[int, str]:

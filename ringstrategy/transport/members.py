@@ -34,6 +34,7 @@ from ringstrategy.errors import PeerLostError
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
+from ringstrategy.transport.reach import address_towards
 from ringstrategy.transport.store import BoundedStore, within
 
 JOIN = "RINGSTRATEGY_JOIN"  # the variable with addresses of members, for a process that is to join them
@@ -169,7 +170,7 @@ class Members:
 
     def __init__(self, patience: timedelta, listen_on: str | None = None) -> None:
         self._patience = patience.total_seconds()
-        listen_on = listen_on or _address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+        listen_on = listen_on or address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
         bound = bound_to(listen_on, 0)
         port, descriptor = (0, None) if bound is None else (bound.getsockname()[1], bound.detach())
         server = dist.TCPStore(listen_on, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
@@ -570,14 +571,6 @@ def _seconds() -> float:
 
 def _pause(waited: float) -> None:
     time.sleep(min(_LONGEST_POLL_SECONDS, max(0.005, waited / 10)))
-
-
-def _address_towards(host: str) -> str:
-    """The address of this host from which it reaches the other."""
-    family, _, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # sends nothing
-        return str(probe.getsockname()[0])
 
 
 def _network() -> str:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,8 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.kernels.checksum import checksums
+from ringstrategy.session import Session
 from ringstrategy.transport.members import JOIN, Members, Membership
-
-if TYPE_CHECKING:
-    from ringstrategy.integrations.lightning.strategy import RingStrategy
 
 _AFTER_STEP, _VALIDATION, _BATCH, _EPOCH_END = range(4)  # in the order in which a rank comes to them
 _NEWCOMER = (-1, -1, -1, _BATCH)
@@ -40,6 +38,42 @@ _log = logging.getLogger("ringstrategy")
 
 class Newcomers(Exception):
     """Raised before a batch on all ranks: replacements wait to be taken in."""
+
+
+class Rank(Protocol):
+    """What a strategy does so that its ranks can change."""
+
+    session: Session | None
+
+    @property
+    def joins(self) -> bool:
+        """Is this process to join, and has not yet?"""
+
+    @property
+    def world_size(self) -> int:
+        """Of now."""
+
+    @property
+    def global_rank(self) -> int:
+        """Of now."""
+
+    def part(self, error: BaseException) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept."""
+
+    def joined(self) -> Membership:
+        """Wait until the members take this process in."""
+
+    def take_place(self, now: Membership) -> None:
+        """Be a rank of the new default group."""
+
+    def packed(self) -> dict[str, Any]:
+        """All of this rank's state, for a rank that is behind."""
+
+    def unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
+        """Take what another rank has packed."""
+
+    def meet_again(self) -> None:
+        """All ranks of now connect, and the algorithm goes on."""
 
 
 class _Standing(NamedTuple):
@@ -68,7 +102,7 @@ class Elastic:
         waits: go on only with as many ranks as before.
     """
 
-    def __init__(self, trainer: Trainer, strategy: RingStrategy, members: Members, *, waits: bool) -> None:
+    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, *, waits: bool) -> None:
         self._trainer, self._strategy, self._members = trainer, strategy, members
         self._wanted = strategy.world_size if waits else 0
         fit = trainer.fit_loop
