@@ -90,6 +90,8 @@ CELLS: dict[str, Cell] = {
     "whole": lambda row: shown(row.whole, "{:.0f}"),
     "torn": lambda row: shown(row.torn, "{:.0f}"),
     "hung": lambda row: shown(row.hung, "{:.0f}"),
+    "payloads": lambda row: shown(row.payloads, "{:.0f}"),
+    "refused": lambda row: shown(row.refused, "{:.0f}"),
     "error": lambda row: shown(row.error, "{:.1e}"),
     "same bits": lambda row: {True: "yes", False: "NO"}.get(row.ranks_identical, "-"),
 }

@@ -83,6 +83,8 @@ class Row:
     whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,
     torn: int | None = None  # how many did not,
     hung: int | None = None  # and after how many a rank that was spared did not end by itself
+    payloads: int | None = None  # messages that a codec was given,
+    refused: int | None = None  # and how many of them no codec may read: of a wrong length, or at an odd address
     restart_seconds: dict[str, float] = field(default_factory=dict)  # parts of `seconds`, in their order; medians
 
     codec: str = ""
