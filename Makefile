@@ -23,7 +23,7 @@ train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, w
 demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
 	"$(py)" -m benchmarks demo $(ARGS)
 
-test: $(installed)  ## run the tests, in 9 minutes on 2 cores: all but those marked slow
+test: $(installed)  ## run the tests, in 8 minutes on 2 cores: all but those marked slow
 	"$(py)" -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
 
 test-all: $(installed)  ## run the slow tests too: each takes more than 3 seconds

@@ -83,6 +83,14 @@ class Row:
     whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,
     torn: int | None = None  # how many did not,
     hung: int | None = None  # and after how many a rank that was spared did not end by itself
+    configurations: int | None = None  # drawn at random: how many trained,
+    comparisons: int | None = None  # in how many steps they were compared with the exact ones,
+    wrong: int | None = None  # and how many configurations broke a law
+    bytes_grown: float | None = None  # resident memory of a rank, a step
+    threads_grown: int | None = None  # of a rank, in all these steps
+    descriptors_grown: int | None = None  # likewise
+    payloads: int | None = None  # messages that a codec was given,
+    refused: int | None = None  # and how many of them no codec may read: of a wrong length, or at an odd address
     restart_seconds: dict[str, float] = field(default_factory=dict)  # parts of `seconds`, in their order; medians
 
     codec: str = ""

@@ -19,43 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import (
-    AllReduce,
-    BlockFloat8,
-    BlockInt,
-    Cast,
-    Choco,
-    Codec,
-    Direct,
-    Gaussian,
-    Gossip,
-    Native,
-    PowerSGD,
-    PushSum,
-    RandomK,
-    Ring,
-    RingStrategy,
-    Rotated,
-    Sign,
-    SmallExact,
-    TopK,
-)
-from ringstrategy.topologies import Complete, Exponential, OnePeerExponential, RandomMatching, RingGraph, Star
+from benchmarks import drawn
+from ringstrategy import RingStrategy
 
-BOUNDS: dict[Codec, float] = {  # of a mean's worst element, in the largest element of all that went in
-    Cast("float16"): 2e-3,
-    Cast("bfloat16"): 2e-2,
-    BlockInt(8): 0.03,
-    BlockInt(4, 16): 0.5,
-    BlockInt(2, 16): 2.5,
-    BlockInt(4, 64, rounding="stochastic"): 0.8,
-    BlockFloat8(): 0.3,
-    Sign(): 2.5,
-    Rotated(Gaussian(4)): 1.0,
-    Rotated(Sign()): 2.5,
-    TopK(2, 16): 1.2,
-    RandomK(4, 32): 1.2,
-}
 LAYERS = ("linear", "tanh", "norm", "layer norm", "dropout", "turned", "tied", "residual")
 EXTRAS = ("embedding", "sparse", "unused", "used by turns", "used by some", "frozen", "scalar", "double", "skewed")
 LOOPS = ("automatic", "manual", "raw", "closure", "accumulating", "by turns", "surgery", "skipping", "freezing")
@@ -162,37 +128,9 @@ class Case:
         of_lightning = self.precision == "64-true" or self.schedule == "plateau" or averages
         return self.loop not in ("by turns", "untoggled") and not stays and not of_lightning
 
-    def strategy(self) -> Any:
-        rng = random.Random(self.seed + 1)
-        if self.kind == "gossip":
-            return RingStrategy(self._gossip(rng))
-        bucket_mb = rng.choice((1e-4, 1e-3, 25.0))
-        finds = rng.random() < 0.3
-        if self.kind == "ddp":
-            collective = rng.choice((Ring(), Ring(1), Ring(3), Direct(1), Direct(3), Native()))
-            return RingStrategy(AllReduce(None, collective, None, bucket_mb, finds))
-        if rng.random() < 0.2:
-            return RingStrategy(PowerSGD(rng.choice((1, 2, 3)), bucket_mb=bucket_mb, find_unused_parameters=finds))
-        codec = rng.choice(list(BOUNDS))
-        policy: Any = SmallExact(codec, below=rng.choice((8, 40))) if rng.random() < 0.3 else codec
-        collective = Ring(rng.choice((1, 2, 3))) if codec.hop_by_hop and rng.random() < 0.5 else Direct()
-        feedback = rng.choice((None, True, True, False))
-        dtype = rng.choice((None, None, torch.bfloat16)) if feedback else None
-        return RingStrategy(AllReduce(policy, collective, feedback, bucket_mb, finds, residual_dtype=dtype))
-
-    def _gossip(self, rng: random.Random) -> Any:
-        interval = rng.choice((1, 1, 2, 3))
-        overlap = rng.choice((False, True, min(interval, 2)))
-        mixed = rng.choice((RingGraph(), Complete(), Star(), OnePeerExponential(), RandomMatching()))
-        static = rng.choice((RingGraph(), Complete(), Star()))
-        choice = rng.choice(("gossip", "unequal", "push sum", "choco"))
-        if choice == "gossip":
-            return Gossip(mixed, rng.choice((None, Cast("bf16"))), interval, overlap)
-        if choice == "unequal":
-            return Gossip(static, None, interval, bool(overlap), unequal_data=True)
-        if choice == "push sum":
-            return PushSum(rng.choice((Exponential(), OnePeerExponential())), interval=interval, overlap=overlap)
-        return Choco(static, rng.choice((None, BlockInt(4, block=16), Cast("bf16"))), interval=interval)
+    def strategy(self) -> RingStrategy:
+        draws = {"ddp": drawn.lossless, "lossy": drawn.lossy, "gossip": drawn.gossip}
+        return RingStrategy(draws[self.kind](random.Random(self.seed + 1)))
 
     def trainer(self, strategy: Any, callbacks: list[Callback], folder: str) -> L.Trainer:
         options: dict[str, Any] = {}

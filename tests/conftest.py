@@ -12,7 +12,7 @@ from pool import Pool
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--cases", type=int, default=200, help="of the differential campaign")
+    parser.addoption("--cases", type=int, default=100, help="of the differential campaign")
     parser.addoption("--first-case", type=int, default=0, help="its seed")
 
 

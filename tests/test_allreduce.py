@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, pairwise
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from ringstrategy import (
     Stats,
 )
 from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.collectives import mean_
 from ringstrategy.collectives.base import SMALLEST_SEGMENT
 from ringstrategy.transport import connect
@@ -873,6 +875,36 @@ def _swallowed() -> str:
 
 def test_a_backward_after_one_that_failed_is_an_error(ranks: Pool) -> None:
     assert all("half-way" in message for message in ranks(2, _swallowed))
+
+
+def _broken_rows(rows: list[int]) -> str:
+    module = nn.Sequential(nn.Embedding(5, 2, sparse=True))
+    algorithm = AllReduce()
+    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
+    gather = SparseBucket.gather
+
+    def sends(self: SparseBucket, divisor: float) -> None:
+        gather(self, divisor)
+        if peers.rank == 1:
+            self._indices, self._values = torch.tensor([rows]), torch.ones(len(rows), 2)
+
+    with mock.patch.object(SparseBucket, "gather", sends), pytest.raises(ValueError, match=r"of 0\.weight") as caught:
+        backward(algorithm, module(torch.tensor([1, 2])).sum())
+    peers.abort("test")
+    algorithm.close()
+    peers.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [([1, 5], "row 5"), ([-1, 2], "row -1"), ([10**12], "row 1000000000000"), ([0, 1, 2, 3, 4, 4], "6 rows")],
+)
+def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(ranks: Pool, rows: list[int], said: str) -> None:
+    """An optimizer would write outside of the parameter."""
+    for message in ranks(2, _broken_rows, rows):
+        assert message.startswith(f"rank 1 sent {said} of")
+        assert "which has 5 rows" in message
 
 
 def _stepwise_loss() -> None:

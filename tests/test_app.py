@@ -254,16 +254,13 @@ def test_a_sweep(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("strategies", "topologies"), [(["gossip"], ["torus", "complete"]), (["gossip", "push_sum"], ["torus"])]
-)
-def test_a_sweep_with_parts_in_their_short_form(tmp_path, strategies, topologies):
-    jobs = list(itertools.product(strategies, topologies))
+def test_a_sweep_with_parts_in_their_short_form(tmp_path):
+    strategy, topologies = "push_sum", ["torus", "complete"]
     few = ["algorithm.interval=2", "trainer.max_steps=4", "trainer.enable_progress_bar=False"]
-    done = app(tmp_path, "-m", f"strategy={','.join(strategies)}", f"topology={','.join(topologies)}", *few)
+    done = app(tmp_path, "-m", f"strategy={strategy}", f"topology={','.join(topologies)}", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "multirun").glob("*/*")
-    for job, (strategy, topology) in enumerate(jobs):
+    for job, topology in enumerate(topologies):
         algorithm = OmegaConf.load(folder / str(job) / "config.yaml").strategy.algorithm
         assert algorithm.topology._target_ == f"ringstrategy.topologies.{topology.capitalize()}"
         assert algorithm.interval == 2
@@ -273,7 +270,7 @@ def test_a_sweep_with_parts_in_their_short_form(tmp_path, strategies, topologies
         assert summary["bytes_sent"] > 0
         assert summary["overrides"] == [f"strategy={strategy}", f"topology={topology}", *few]
     rows = [line.split()[:2] for line in table_lines(done.stdout[done.stdout.index("jobs in") :])]
-    assert rows == [[str(job), strategy] for job, (strategy, _) in enumerate(jobs)]
+    assert rows == [[str(job), strategy] for job in range(len(topologies))]
     assert all(f"topology={topology}" in done.stdout for topology in topologies)
 
 

@@ -17,11 +17,12 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from campaign import BOUNDS, Case, Model, Saves, batches, flat
+from campaign import Case, Model, Saves, batches, flat
 from lightning.pytorch.callbacks import Callback
 from pool import Pool
 from torch import Tensor
 
+from benchmarks.drawn import BOUNDS, OTHERS
 from ringstrategy import Cast, Codec
 from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.buckets.base import Bucket
@@ -256,7 +257,7 @@ def _check_exchange(of_all: Sequence[Exchanged], size: int, precision: float) ->
         check(torch.equal(each.mean, first.mean), f"ranks differ {what}")
     rounding = 4 * torch.finfo(first.dtype).eps
     exactly = first.codec.lossless if isinstance(first.codec, Codec) else first.residual is None
-    bound = rounding if exactly else BOUNDS.get(first.codec, 2.0) + rounding
+    bound = rounding if exactly else BOUNDS.get(first.codec, OTHERS) + rounding
     error = float((first.mean - exact).abs().max()) / scale
     check(error <= bound, f"{error} of the largest {what}, not {bound}")
     if first.residual_after is not None:

@@ -142,7 +142,7 @@ def _goes_on(path: str, strategy: Strategy) -> tuple[Tensor, list[str]]:
     return flat(trainer), [text for text in heard if "rank" in text and not text.startswith("Rest")]
 
 
-@both_kinds
+@pytest.mark.parametrize("strategy", [lossy, pytest.param(gossip, marks=pytest.mark.slow)])
 def test_a_kill_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new(
     ranks: Pool, tmp_path: Path, strategy: Strategy
 ) -> None:
@@ -556,7 +556,5 @@ def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp
 @pytest.mark.timeout(600)
 def test_a_campaign_of_kills_finds_no_torn_checkpoint(tmp_path: Path) -> None:
     """`--faults 100` takes half an hour, so this is a few of it."""
-    rows = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "1")
-    assert {row["case"] for row in rows} == {"checkpoint, residuals", "checkpoint, gossip"}
-    for row in rows:
-        assert (row["faults"], row["whole"], row["torn"], row["hung"]) == (1, 1, 0, 0)
+    [row] = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "1", "--cases", "residuals")
+    assert (row["faults"], row["whole"], row["torn"], row["hung"]) == (1, 1, 0, 0)

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+QUICK = "test_bytes_are_the_torch_codecs and (minmax or e4m3)"
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="test_kernels.py runs on the GPU")
 @pytest.mark.skipif(sys.platform != "linux", reason="triton is only for Linux")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "which",
-    ["test_bytes_are_the_torch_codecs and (minmax or e4m3)", pytest.param("test", marks=pytest.mark.slow)],
-    ids=["the bytes of three codecs", "all"],
+    [QUICK, pytest.param(f"not ({QUICK})", marks=pytest.mark.slow)],
+    ids=["the bytes of three codecs", "the rest"],
 )
 def test_the_kernels_without_a_gpu(which):
     command = [sys.executable, "-m", "pytest", "-x", str(Path(__file__).with_name("test_kernels.py")), "-k", which]

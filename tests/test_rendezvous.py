@@ -37,7 +37,14 @@ def all_meet(store: dist.Store, delays: list[float]) -> list[str]:
         return [meeting.result() for meeting in meetings]
 
 
-@pytest.mark.parametrize("delays", [[0.0], [0.0, 0.2], [0.3, 0.0, 0.1], [0.0, 0.3, 0.0, 0.15]])
+@pytest.mark.parametrize(
+    "delays",
+    [
+        [0.0],
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ([0.0, 0.2], [0.3, 0.0, 0.1])),
+        [0.0, 0.3, 0.0, 0.15],
+    ],
+)
 def test_all_ranks_of_an_attempt_get_one_name_and_each_attempt_another(delays: list[float]) -> None:
     store = dist.HashStore()
     names = [all_meet(store, delays) for _ in range(4)]
@@ -119,6 +126,7 @@ def _late(seconds: float) -> None:
     assert timeouts == timedelta(seconds=seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
     ranks(2, _late, 2.0)

@@ -154,7 +154,7 @@ def _int8() -> Algorithm:
     ("make", "size", "accumulate", "most"),
     [
         (_ring, 3, 1, 1e-5),
-        (_ring, 2, 2, 1e-5),
+        pytest.param(_ring, 2, 2, 1e-5, marks=pytest.mark.slow),
         (_ring, 3, 2, 1e-5),
         (_auto, 3, 1, 1e-5),
         (_many_factors, 2, 1, 1e-4),
@@ -473,9 +473,9 @@ def lightning_oracle(size: int, accumulate: int, schedules: bool) -> Tensor:
     ("kind", "size", "manual", "options"),
     [
         ("sized", 3, False, {}),
-        ("endless", 2, False, {}),
+        pytest.param("endless", 2, False, {}, marks=pytest.mark.slow),
         ("sized", 2, False, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        ("sized", 2, True, {"val_check_interval": 4}),
+        pytest.param("sized", 2, True, {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
 )
 def test_lightning_trains_until_no_rank_has_a_batch(
@@ -510,6 +510,7 @@ def _gossip_fits(interval: int) -> dict[str, Any]:
     return _fits(Gossip(interval=interval, overlap=False, consensus=False, uneven="join"), "sized", False, {})
 
 
+@pytest.mark.slow
 def test_under_gossip_a_rank_without_data_stays_where_it_is(ranks: Pool) -> None:
     """Mixing never comes: each rank trains alone on its own batches, but the schedule is that of all."""
     for rank, outcome in enumerate(ranks(2, _gossip_fits, 1000)):
@@ -549,7 +550,9 @@ def _resumes(folder: str, algorithm: Algorithm) -> None:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [AllReduce(BlockInt(8), uneven="join"), Choco(uneven="join")], ids=["int8", "choco"]
+    "algorithm",
+    [AllReduce(BlockInt(8), uneven="join"), pytest.param(Choco(uneven="join"), marks=pytest.mark.slow)],
+    ids=["int8", "choco"],
 )
 def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path, algorithm: Algorithm) -> None:
     ranks(2, _resumes, str(tmp_path), algorithm)

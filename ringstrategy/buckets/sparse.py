@@ -54,12 +54,12 @@ class SparseBucket(Bucket):
             self._values = rows.values().to(sums_dtype(parameter.dtype)) / divisor
 
     def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
-        """See `Bucket.warm_up`: each rank sends one row of zeros."""
-        parameter = self.slots[0].parameter
-        self._indices = torch.zeros(1, 1, dtype=torch.int64, device=parameter.device)
+        """See `Bucket.warm_up`: each rank sends one row of zeros, if there is one."""
+        parameter, rows = self.slots[0].parameter, min(1, self._height)
+        self._indices = torch.zeros(1, rows, dtype=torch.int64, device=parameter.device)
         dtype = sums_dtype(parameter.dtype)
-        self._values = torch.zeros(1, *parameter.shape[1:], dtype=dtype, device=parameter.device)
-        peers.submit(lambda: self._exchange(peers, [1] * peers.size), "while setting up").wait()
+        self._values = torch.zeros(rows, *parameter.shape[1:], dtype=dtype, device=parameter.device)
+        peers.submit(lambda: self._exchange(peers, [rows] * peers.size), "while setting up").wait()
         self._mean = None
 
     def launch(
@@ -86,7 +86,11 @@ class SparseBucket(Bucket):
 
         def work() -> None:
             counted.wait()
-            self._exchange(peers, [int(rows) for rows in counts[0]])
+            received = [int(rows) for rows in counts[0]]
+            for rank, rows in enumerate(received):
+                if not 0 <= rows <= self._height:  # equal indices were added up
+                    raise self._broken(rank, f"{rows} rows")
+            self._exchange(peers, received)
 
         return peers.submit(work, where)
 
@@ -102,10 +106,26 @@ class SparseBucket(Bucket):
                 handles.append(peers.swap(target, sent, source, arriving))
         for handle in handles:
             handle.wait()
+        arrived = torch.cat(indices, 1)
+        if ((arrived < 0) | (arrived >= self._height)).any():  # an optimizer would write outside of the parameter
+            for rank, rows in enumerate(indices):
+                for row in rows[(rows < 0) | (rows >= self._height)].tolist():
+                    raise self._broken(rank, f"row {row}")
         whole = torch.sparse_coo_tensor(
-            torch.cat(indices, 1), torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
+            arrived, torch.cat(values), self.slots[0].parameter.shape, check_invariants=False
         )
         self._mean = whole.coalesce().to(self.slots[0].parameter.dtype)
+
+    @property
+    def _height(self) -> int:
+        return self.slots[0].parameter.shape[0]
+
+    def _broken(self, rank: int, what: str) -> ValueError:
+        return ValueError(
+            f"rank {rank} sent {what} of the gradient of {self.slots[0].name}, which has {self._height} rows: its "
+            "message is damaged, or the parameter has another shape there; check the network, and build the same model "
+            "on all ranks"
+        )
 
     def scatter(self, used: Callable[[Slot], bool]) -> None:
         """See `Bucket.scatter`."""
