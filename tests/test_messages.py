@@ -25,15 +25,14 @@ NUMEL = 1013
 
 def _sends_otherwise(peers: GlooPeers, change: str) -> None:
     """The first message of values that this rank posts from now on is another one, or comes twice."""
-    post, changed = peers.post, []
+    post = peers.post
+    changed: list[Handle | None] = []  # gloo forgets a send whose handle is gone before the receiver asks for it
 
     def posts(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> Handle:
         if sends and not changed:
-            changed.append(change)
             peer, leaving = next(iter(sends.items()))
-            if change == "one more":
-                post({peer: leaving}, {})
-            else:
+            changed.append(post({peer: leaving}, {}) if change == "one more" else None)
+            if change != "one more":
                 other = leaving[:-4] if change == "shorter" else torch.cat([leaving, leaving[:4]])
                 sends = {**sends, peer: other}
         return post(sends, recvs)
