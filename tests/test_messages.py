@@ -17,6 +17,7 @@ from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.transport.base import Handle
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.messages import Message, Messages, difference
 
 pytestmark = pytest.mark.timeout(120)
 ODD = 1  # the rank that does something else
@@ -103,3 +104,21 @@ def test_a_slow_rank_is_waited_for(ranks: Pool, collective: Collective | None) -
     outcomes = ranks(3, _exchange, collective, "", pause)
     assert [(error, right) for error, _, right in outcomes] == [("", True)] * 3
     assert all(waited > 3 for _, waited, _ in outcomes)
+
+
+def test_only_one_message_described_twice_is_a_difference() -> None:
+    """However far either rank has come. Lengths and places of messages with other numbers differ."""
+    for sent in range(1, 5):
+        for expected in range(5):
+            sender, receiver = Messages(), Messages()
+            for messages, count in ((sender, sent), (receiver, expected)):
+                for number in range(count):
+                    messages.where = f"at step {number}"
+                    last = messages.begin(3, 5, False, 10 + number)
+                    assert difference(last, 3, sender.written()) is None
+                    assert difference(last, 5, receiver.written()) is None
+            awaited = Message(3, 5, False, sent - 1, 9 + sent, f"at step {sent - 1}")
+            assert difference(awaited, 3, receiver.written()) is None
+            wrong = difference(awaited._replace(nbytes=8), 3, receiver.written())
+            assert (wrong is None) == (expected < sent)
+            assert wrong is None or wrong.startswith(f"rank 3 sends 8 bytes at step {sent - 1}")
