@@ -18,26 +18,29 @@ from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
 from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.messages import Message, Messages, difference, misfit
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Worker
 
-_CONTROL_TAG = 1  # more than that of values
 _NOBODYS_TAG = 1 << 20
 _LOOKS_FOR_CLOSED, _LOOK_SECONDS = 5, 0.02  # gloo's thread may not have seen yet what another group's has
-_FIRST_WORD, _WORDS = 1 << 21, 1 << 29  # tags of exchanges in which all ranks say the same: two for each word
+_FIRST_TAG, _TAGS = 1 << 21, 1 << 29  # of messages: the second number for values, and as many for control
+_LOOKS_FOR_MISFIT = 3  # a second apart: where ranks wait at different places in training, that says more
 
 
 class _GlooHandle:
-    def __init__(self, works: list[tuple[int, dist.Work]]) -> None:
-        self._works = works
+    def __init__(self, rank: int, works: list[tuple[Message, dist.Work]], messages: Messages) -> None:
+        self._rank, self._works, self._messages = rank, works, messages
 
     def wait(self) -> None:
-        for peer, work in self._works:
+        for message, work in self._works:
+            self._messages.awaited = message
             try:
                 work.wait()
             except RuntimeError as error:
-                raise TransportError(peer, error) from error
-        self._works = []
+                raise TransportError(message.other(self._rank), error) from error
+            self._messages.end(message)
+        self._messages.awaited, self._works = None, []
 
 
 class GlooPeers(Peers):
@@ -59,9 +62,11 @@ class GlooPeers(Peers):
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken = False
         self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
-        self._expected: dict[tuple[int, int], dist.Work] = {}  # by source and address
+        self._expected: dict[tuple[int, int], tuple[Message, dist.Work]] = {}  # by source and address
         self._timed = timed
-        self._tag = 0
+        self._messages = Messages()
+        self._looks: tuple[Message | None, int] = (None, 0)  # at the message that is waited for
+        self._said = ""  # by all ranks that these messages are to meet
         self._word: Word | None = None
         self._control = _Control(self)
 
@@ -77,56 +82,71 @@ class GlooPeers(Peers):
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """Start; receives first, so that bytes land in place."""
-        return self.post_tagged(sends, recvs, self._tag)
+        return self._post(sends, recvs, control=False)
 
     def post_control(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """`post` small messages, which cannot meet values, wherever a rank is that has fewer batches."""
-        return self.post_tagged(sends, recvs, self._tag + _CONTROL_TAG)
+        return self._post(sends, recvs, control=True)
 
     def only_with(self, word: Word, *, tagged: bool, where: str) -> Waitable | None:
         """See `Peers.only_with`: what is said is in the tags, and compared in the store if it takes a second."""
         self._word = word
 
         def speak() -> None:
-            self._tag = _FIRST_WORD + 2 * (int.from_bytes(word.digest[:8], "little") % _WORDS)
+            self._said = word.digest.hex()
 
         return self.submit(speak, where) if tagged else None
 
     def _mismatch(self) -> PlanMismatchError | None:
-        """The error to raise if other ranks say something else."""
-        if self._word is None:
+        """The error to raise if ranks say something else, or have found that two describe a message differently."""
+        if self._word is not None:
+            texts = self._lifeline.differing(self._word.digest.hex(), self._word.details)
+            if texts:
+                return mismatch(texts)
+        text = self._lifeline.misfit()
+        return misfit(text) if text is not None else None
+
+    def _look_at_message(self) -> PlanMismatchError | None:
+        """The error to raise if the rank at the other end describes the message that is waited for differently."""
+        awaited = self._messages.awaited
+        self._looks = awaited, self._looks[1] + 1 if awaited == self._looks[0] else 1
+        if awaited is None:
             return None
-        texts = self._lifeline.differing(self._word.digest.hex(), self._word.details)
-        return mismatch(texts) if texts else None
+        theirs = self._lifeline.compare_messages(self._messages.written(), awaited.other(self.rank))
+        if theirs is None or self._looks[1] < _LOOKS_FOR_MISFIT:
+            return None
+        text = difference(awaited, self.rank, theirs)
+        return misfit(self._lifeline.tell_misfit(text)) if text is not None else None
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """Start to receive."""
         if arriving.numel():
-            group = opened(self._group)
-            try:
-                work = self._start(partial(dist.irecv, group=group, tag=self._tag), arriving, source)
-            except RuntimeError as error:
-                raise TransportError(source, error) from error
-            self._expected[source, arriving.data_ptr()] = work
+            self._expected[source, arriving.data_ptr()] = self._receive(arriving, source, control=False)
 
-    def post_tagged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], tag: int) -> Handle:
-        """`post` messages that only match messages with the same tag."""
-        works: list[tuple[int, dist.Work]] = []
-        peer, group = None, opened(self._group)
-        receive, send = (partial(start, group=group, tag=tag) for start in (dist.irecv, dist.isend))
+    def _post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], *, control: bool) -> Handle:
+        works: list[tuple[Message, dist.Work]] = []
+        for peer, tensor in recvs.items():
+            started = self._expected.pop((peer, tensor.data_ptr()), None) if self._expected else None
+            works.append(started or self._receive(tensor, peer, control=control))
+        for peer, tensor in sends.items():
+            message = self._messages.begin(self.rank, peer, control, tensor.nbytes)
+            works.append((message, self._start(dist.isend, tensor, peer, message)))
+        self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
+        return _GlooHandle(self.rank, works, self._messages)
+
+    def _receive(self, arriving: Tensor, source: int, *, control: bool) -> tuple[Message, dist.Work]:
+        message = self._messages.begin(source, self.rank, control, arriving.nbytes)
+        return message, self._start(dist.irecv, arriving, source, message)
+
+    def _start(
+        self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, message: Message
+    ) -> dist.Work:
+        group = opened(self._group)
+        tag = _FIRST_TAG + 2 * (message.digest(self._said) % _TAGS) + message.control
         try:
-            for peer, tensor in recvs.items():
-                work = self._expected.pop((peer, tensor.data_ptr()), None) if self._expected else None
-                works.append((peer, work or self._start(receive, tensor, peer)))
-            for peer, tensor in sends.items():
-                works.append((peer, self._start(send, tensor, peer)))
+            work = operation(tensor, self._global_ranks[peer], group=group, tag=tag)
         except RuntimeError as error:
             raise TransportError(peer, error) from error
-        self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
-        return _GlooHandle(works)
-
-    def _start(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
-        work = operation(tensor, self._global_ranks[peer])
         assert work is not None, "this rank is not in its own group"
         return work
 
@@ -146,6 +166,7 @@ class GlooPeers(Peers):
 
         def guarded() -> None:
             begin = time.perf_counter()
+            self._messages.where = where
             try:
                 task()
             except TransportError as error:
@@ -157,8 +178,8 @@ class GlooPeers(Peers):
         return self._worker.submit(guarded, partial(self.look_around, where))
 
     def look_around(self, where: str) -> None:
-        """While waiting: raise if a peer was lost, or says something else."""
-        lost = self._mismatch() or self._lifeline.news(where)
+        """While waiting: raise if a peer was lost, says something else, or sends something else."""
+        lost = self._mismatch() or self._lifeline.news(where) or self._look_at_message()
         if lost is not None:
             self._disconnect()
             if isinstance(lost, PeerLostError):

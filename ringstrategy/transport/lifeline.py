@@ -101,6 +101,7 @@ class Lifeline:
         self._doubted_at: float | None = None  # since when another rank seems to wait elsewhere
         self._asked_at = 0.0  # last
         self._word_at: str | None = None  # key of what was said last
+        self._begun: str | None = None  # messages, as written last
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
@@ -425,6 +426,31 @@ class Lifeline:
             return {}
         known = {rank: text for rank, text in enumerate(texts) if text is not None}
         return known if len(set(known.values())) > 1 else {}
+
+    def compare_messages(self, begun: str, peer: int) -> str | None:
+        """Write which messages this rank has begun; returns what `peer` wrote, None if it has not waited.
+
+        Call it now and then while waiting for a message.
+        """
+        try:
+            if begun != self._begun:
+                self._store.set(f"begun/{self._rank}", begun)
+                self._begun = begun
+            return self._store.read(f"begun/{peer}")
+        except RuntimeError:  # as in `differing`
+            return None
+
+    def tell_misfit(self, text: str) -> str:
+        """Tell all ranks that two differ about a message; returns the text that a rank told first."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.first("misfit", text)
+        return text
+
+    def misfit(self) -> str | None:
+        """What a rank has told by `tell_misfit`."""
+        with contextlib.suppress(RuntimeError):
+            return self._store.read("misfit")
+        return None
 
     # Which rank was lost
 
