@@ -9,7 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "overhead", "slow_rank", "packets", "faults", "restart", "fuzz", "soak"),
+    *(
+        "training",
+        "collectives",
+        "codecs",
+        "overhead",
+        "slow_rank",
+        "packets",
+        "faults",
+        "restart",
+        "shrink",
+        "fuzz",
+        "soak",
+    ),
     *("time_to_accuracy", "accuracy", "gpu", "kernels", "launches", "bucket", "shared_gpu", "sass", "campaign"),
     *("report", "demo", "lab"),
 )

@@ -208,6 +208,8 @@ def test_survivors_go_on_from_an_epochs_end(job: Callable[..., Job], victim: int
         {2: ("forward", 2), 0: ("forward", 2)},
         {3: ("optimizer", 2), 2: ("batch start", 3), 0: ("epoch start", 9)},
         {1: ("backward", 4), 0: ("batch end", 4)},
+        {1: ("backward", 4), 0: ("epoch start", 7)},
+        {1: ("backward", 4), 0: ("epoch end", 7)},
     ],
 )
 def test_several_are_lost(job: Callable[..., Job], deaths: dict[int, tuple[str, int]]) -> None:
@@ -243,9 +245,9 @@ def test_a_window_of_accumulated_batches_is_drawn_again(job: Callable[..., Job],
     _as_an_oracle(running, ends, accumulated=2)
 
 
-def _replace(addresses: list[str], born: int, *args: Any) -> None:
+def _replace(addresses: list[str], born: int, *args: Any, **options: Any) -> None:
     os.environ.update(RINGSTRATEGY_JOIN=",".join(addresses), BORN=str(born))
-    _train({}, *args)
+    _train({}, *args, **options)
 
 
 def test_a_replacement_is_waited_for(job: Callable[..., Job]) -> None:
@@ -253,6 +255,18 @@ def test_a_replacement_is_waited_for(job: Callable[..., Job]) -> None:
     running.wait([1])
     addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
     running.add(1, _replace, addresses, 3, "wait")
+    ends = [*_ends(running, [0, 2]), json.loads((running.folder / "end3.json").read_text())]
+    assert [(end["rank"], end["size"]) for end in ends] == [(0, 3), (1, 3), (2, 3)]
+    _as_an_oracle(running, ends)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["validation", "epoch end"])
+def test_a_replacement_is_waited_for_after_a_validation(job: Callable[..., Job], place: str) -> None:
+    running = job(3, partial(_train, val=True), {1: (place, 8)}, "wait")
+    running.wait([1])
+    addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
+    running.add(1, partial(_replace, val=True), addresses, 3, "wait")
     ends = [*_ends(running, [0, 2]), json.loads((running.folder / "end3.json").read_text())]
     assert [(end["rank"], end["size"]) for end in ends] == [(0, 3), (1, 3), (2, 3)]
     _as_an_oracle(running, ends)

@@ -256,6 +256,16 @@ def test_a_world_that_may_not_have_formed_does_not_replace_the_last(monkeypatch:
     assert [isinstance(results[number], Membership) for number in range(5)] == [False, False, True, True, True]
 
 
+def test_dead_members_beside_a_follower_are_proven_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Net(monkeypatch, 6, hosts=[0, 0, 0, 1, 1, 1])
+    for number in (1, 2, 4, 5):
+        net.all[number].close()
+    begin = time.monotonic()
+    results = net.regroup([0, 3])
+    assert [result.size for result in results.values() if isinstance(result, Membership)] == [2, 2]
+    assert time.monotonic() - begin < net.all[0]._patience + 2
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_never_two_worlds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever connections fail, in each direction, while members come late, twice in a row."""

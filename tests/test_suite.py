@@ -175,7 +175,9 @@ def test_the_short_form_is_short_and_needs_no_root():
     assert "--rate 100mbit" in SHORT[0].arguments
     for step in LOOPBACK:
         assert "bit" not in step.arguments
-        assert "loopback" in step.arguments or step.arguments.startswith(("codecs", "overhead"))
+        assert "loopback" in step.arguments or step.arguments.startswith(
+            ("codecs", "overhead", "restart", "shrink", "soak", "fuzz")
+        )
 
 
 MAIN = """

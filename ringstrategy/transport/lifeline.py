@@ -553,7 +553,8 @@ class Lifeline:
     def _stopped_with(self, words: str) -> str:
         if not words.startswith(_LAST_WORDS):
             return f"it stopped with {words}"
-        return f"it stopped with {words}, and rank {self._rank} is at batch {self._batches}: {_SAME_BATCHES}"
+        at = f"at batch {self._batches}" if self._place is None else f"before batch {self._batches + 1}"
+        return f"it stopped with {words}, and rank {self._rank} is {at}: {_SAME_BATCHES}"
 
     def _last_words(self, rank: int) -> str | None:
         return self._store.read(f"left/{rank}")

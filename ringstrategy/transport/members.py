@@ -17,6 +17,7 @@ At most one part of a world trains on, because a decision needs a majority, and 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import math
@@ -35,7 +36,7 @@ from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
 from ringstrategy.transport.reach import address_towards
-from ringstrategy.transport.store import BoundedStore, within
+from ringstrategy.transport.store import BoundedStore, StoreSilentError, within
 
 JOIN = "RINGSTRATEGY_JOIN"  # the variable with addresses of members, for a process that is to join them
 _CONNECT_SECONDS = 0.5  # longer than any round trip
@@ -144,15 +145,16 @@ class _State(NamedTuple):
 
 
 class _Arrival(NamedTuple):
-    """A member that came to a leader, and the worlds that it brings; a newcomer brings none."""
+    """A member that came to a leader, the worlds that it brings, and the names of those that it knows to be dead."""
 
     ticket: str
     worlds: tuple[World, ...]
+    dead: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, written: str) -> _Arrival:
-        ticket, worlds = json.loads(written)
-        return cls(ticket, tuple(map(World.read, worlds)))
+        ticket, worlds, dead = json.loads(written)
+        return cls(ticket, tuple(map(World.read, worlds)), tuple(dead))
 
 
 class Members:
@@ -193,7 +195,18 @@ class Members:
         base = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore(f"ringstrategy/members/{base.add(f'ringstrategy/founded/{rank}', 1)}", base)
         store.set(str(rank), json.dumps(self.me))
-        return self.begin([Member(*json.loads(store.get(str(other)))) for other in range(size)])
+        members = [Member(*json.loads(store.get(str(other)))) for other in range(size)]
+        local = [
+            rank
+            for rank, member in enumerate(members)
+            if ipaddress.ip_address(member.address.rpartition(":")[0]).is_loopback
+        ]
+        if local and len({member.host for member in members}) > 1:
+            raise ValueError(
+                f"other hosts cannot reach rank {local[0]} at {members[local[0]].address}: set MASTER_ADDR to an "
+                "address of the first host that the others reach, and not to a name that leads to 127.x.x.x there"
+            )
+        return self.begin(members)
 
     def begin(self, members: Sequence[Member]) -> Membership:
         """Generation 0 consists of `members`, by rank. All of them say the same."""
@@ -202,6 +215,11 @@ class Members:
         return self.now
 
     # The next world
+
+    @property
+    def belongs(self) -> bool:
+        """To a world, perhaps to one that has not formed yet."""
+        return bool(self._worlds)
 
     def beat(self) -> None:
         """This process is not silent: call it at least as often as the patience allows."""
@@ -299,8 +317,13 @@ class Members:
         store, here = self._store_of(leader), f"here/{self.me.name}"
         with contextlib.suppress(OSError, RuntimeError):
             try:
-                store.set(here, json.dumps(_Arrival(ticket, self._worlds)))
+                arrival = _Arrival(ticket, self._worlds)
+                store.set(here, json.dumps(arrival))
                 while True:
+                    dead = tuple(member.name for member in _all_of(self._worlds) if self._is_dead(member))
+                    if dead != arrival.dead:
+                        arrival = arrival._replace(dead=dead)
+                        store.set(here, json.dumps(arrival))
                     state, decided = self._state_of(leader), store.read(f"decided/{ticket}")
                     if decided is not None:
                         return _read_decision(decided)
@@ -326,6 +349,7 @@ class Members:
         try:
             for turn in itertools.count():
                 arrivals = self._arrivals(mine)
+                dead.update(name for arrival in arrivals.values() for name in arrival.dead)
                 worlds = _since_formed(arrivals.values())
                 missing = [m for m in _all_of(worlds) if m.name not in arrivals and m.name not in dead]
                 waited = time.monotonic() - begin
@@ -493,6 +517,8 @@ class Members:
         """OSError or RuntimeError if it does not answer."""
         try:
             return _State.read(self._store_of(member).read("state") or "[false, null]")
+        except StoreSilentError:
+            raise  # it is asked again when it has answered this
         except RuntimeError:
             self._known.pop(member.name, None)
             raise
@@ -505,6 +531,8 @@ class Members:
             self._store_of(member).has(["name"])
         except ConnectionRefusedError:
             return True
+        except StoreSilentError:
+            pass
         except (OSError, RuntimeError):
             self._known.pop(member.name, None)
         return False

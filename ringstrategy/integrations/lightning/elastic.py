@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from lightning.fabric.loggers.csv_logs import _ExperimentWriter
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.utilities.data import _update_dataloader
@@ -141,6 +142,7 @@ class Elastic:
         while True:
             if error is None:
                 try:
+                    self._wait_for_replacements()
                     if self._due:
                         self._share_out()
                     if self._strategy.world_size == 1:
@@ -178,8 +180,7 @@ class Elastic:
     def _epoch_begins(self) -> None:
         if self._regrouped:
             self._drawn, self._counted, self._ranks = 0, 0, self._strategy.world_size
-            if not self._due:
-                self._fit._combined_loader = None  # cut for the end of the last epoch
+            self._due = True  # before the first batch: the samples are those of the end of the last epoch
         self._begin_epoch()
 
     def _epoch_ends(self) -> None:
@@ -214,6 +215,7 @@ class Elastic:
         if (
             not isinstance(loader, DataLoader)
             or not isinstance(loader.sampler, DistributedSampler)
+            or isinstance(loader.sampler, DistributedSamplerWrapper)
             or not isinstance(loader.batch_size, int)
         ):
             raise ValueError(_CANNOT_SHARE)
@@ -240,8 +242,9 @@ class Elastic:
             _end(tracker)
         self._drawn += (progress.current.ready - self._counted) * self._ranks
         self._counted, self._ranks = progress.current.ready, self._strategy.world_size
-        if self._fit._data_fetcher is not None:
-            self._fit._data_fetcher.teardown()
+        before = self._fit._data_fetcher
+        if before is not None and before.iterator is not None:  # else a loss came while it was set up
+            before.teardown()
         self._fit._combined_loader = None
         self._fit.setup_data()
         fetcher = self._fit._data_fetcher
@@ -273,17 +276,16 @@ class Elastic:
         strategy, before = self._strategy, self._members.now
         mine = self._standing(where)
         strategy.part(error)
-        if strategy.joins:
-            now = strategy.joined()
-        else:
+        if self._members.belongs:
             now = self._members.regroup(invite=isinstance(error, Newcomers))
-            assert before is not None
-            if now.names == before.names and not isinstance(error, Newcomers):
+            if before is not None and now.names == before.names and not isinstance(error, Newcomers):
                 raise error  # nobody is lost: ranks wait for each other at different places
+        else:
+            now = strategy.joined()
         strategy.take_place(now)
         if before is not None and now.rank == 0 != before.rank:
             self._keep_logs()
-        while now.size < self._wanted:
+        while now.size < self._wanted and isinstance(error, Newcomers):
             if self._enough(now.size):
                 now = self._members.regroup(invite=True)
                 strategy.take_place(now)
@@ -321,6 +323,11 @@ class Elastic:
         if now.rank == 0:
             ranks = f"training goes on with {now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
             _log.warning("%s. A replacement is started as a rank was, with %s=%s", ranks, JOIN, ",".join(now.addresses))
+
+    def _wait_for_replacements(self) -> None:
+        """All ranks come here before a batch, wherever they have noticed the loss."""
+        if self._strategy.world_size < self._wanted and not self._strategy.joins:
+            raise Newcomers
 
     def _enough(self, size: int) -> bool:
         """With the newcomers that rank 0 sees."""
@@ -368,7 +375,7 @@ class Elastic:
             dist.recv(length, source)
             payload = torch.empty(int(length), dtype=torch.uint8)
             dist.recv(payload, source)
-            packed = torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=False)
+            packed = torch.load(io.BytesIO(payload.numpy().tobytes()), map_location="cpu", weights_only=False)
             newcomer = standings[rank].place == _NEWCOMER
             self._strategy.unpack(packed, newcomer=newcomer)
             for loop in (self._fit, self._epoch, self._validation, self._epoch.automatic_optimization):
@@ -397,6 +404,7 @@ class Elastic:
         if newcomer or where == furthest == _BATCH:
             return False
         if where == _VALIDATION:
+            self._skips_epoch_end = furthest == _EPOCH_END
             return furthest != _VALIDATION
         if where in (_BATCH, _AFTER_STEP):
             self._epoch._skip_next_val = furthest in (_BATCH, _EPOCH_END)

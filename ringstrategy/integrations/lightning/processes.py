@@ -26,6 +26,7 @@ from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import guarded_store
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
 from ringstrategy.transport.members import JOIN, Members, Membership
+from ringstrategy.transport.reach import address_towards
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ class Processes(DDPStrategy):
         refusals.check_on_peer_loss(self.on_peer_loss, backend, self._start_method)
         if self.on_peer_loss != "raise" and self.world_size > 1 and self.members is None:
             assert self._timeout is not None
-            self.members = Members(self._timeout)
+            known = os.environ[JOIN].partition(",")[0].rpartition(":")[0] if self.joins else ""
+            self.members = Members(self._timeout, address_towards(known) if known else None)
             if not self.joins:
                 self.members.found()
         if self.world_size > 1 and not self.joins:
@@ -162,9 +164,7 @@ class Processes(DDPStrategy):
         """Wait until the members take this process in."""
         assert self.members is not None
         assert self._timeout is not None
-        now = self.members.join(os.environ[JOIN].split(","), self._timeout)
-        self._has_joined = True
-        return now
+        return self.members.join(os.environ[JOIN].split(","), self._timeout)
 
     def take_place(self, now: Membership) -> None:
         """Be a rank of the new default group."""

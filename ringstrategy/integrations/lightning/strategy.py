@@ -287,7 +287,7 @@ class RingStrategy(Processes):
         if isinstance(self.algorithm, GradientAlgorithm):
             self.algorithm.load_residuals(residuals)
         session.bind(self.optimizers)
-        self._kept = None
+        self._kept, self._has_joined = None, True
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
 
     # One step
@@ -506,6 +506,9 @@ class RingStrategy(Processes):
                 ends.callback(looks.close)
             if self._elastic is not None:
                 ends.callback(self._elastic.close)
+            if self.members is not None:
+                ends.callback(self.members.close)
+                self.members = None
             if self._stopping is not None:
                 ends.callback(self._stopping.close)
             if self._joining is not None:
