@@ -1,4 +1,4 @@
-"""Ranks are killed while they train, others take their place: how long until the next step, and what is the loss?
+"""Ranks are killed while they train, and others take their place: the seconds to the next step, and the loss.
 
 python -m benchmarks shrink --ranks 8 --rounds 3 --out outputs/shrink.jsonl
 
