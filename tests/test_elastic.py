@@ -250,6 +250,7 @@ def _replace(addresses: list[str], born: int, *args: Any, **options: Any) -> Non
     _train({}, *args, **options)
 
 
+@pytest.mark.slow
 def test_a_replacement_is_waited_for(job: Callable[..., Job]) -> None:
     running = job(3, _train, {1: ("forward", 3)}, "wait")
     running.wait([1])
