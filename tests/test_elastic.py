@@ -35,7 +35,7 @@ class Struck(Net):
 
     def __init__(self, deaths: dict[int, tuple[str, int]]) -> None:
         super().__init__()
-        self.deaths, self.born = deaths, int(os.environ.get("BORN") or os.environ["LOCAL_RANK"])
+        self.deaths, self.born = deaths, int(os.environ.get("BORN") or os.environ.get("LOCAL_RANK", "0"))
 
     seconds = 0.0  # of a step
 
@@ -148,7 +148,6 @@ def _batches_of_steps(running: Job, steps: int, behind: int = 0) -> list[list[di
 
 def _as_an_oracle(running: Job, ends: list[dict[str, Any]], accumulated: int = 1) -> None:
     """The same as one process that takes, for each step, the mean over all batches of the ranks that made it."""
-    os.environ["LOCAL_RANK"] = "0"
     model = Struck({})
     optimizer = model.configure_optimizers()
     for batches in _batches_of_steps(running, ends[0]["steps"]):
