@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import statistics
@@ -376,6 +377,12 @@ def interface_bytes() -> int | None:
         return None
     lines = (line.partition(":") for line in counter.read_text().splitlines())
     return next((int(numbers.split()[8]) for interface, _, numbers in lines if interface.strip() == name), None)
+
+
+def noted(file: Path) -> list[dict[str, Any]]:
+    """What a process has written into a file of JSON lines so far, whole lines only; nothing if there is no file."""
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def commit() -> str:

@@ -16,7 +16,6 @@ start again at all, so all cases have them.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -63,10 +62,8 @@ class _Run:
         self._end = time.monotonic() + _LIMIT_SECONDS
 
     def notes(self, attempt: int) -> Notes:
-        """Whole lines only."""
-        files = {rank: self._folder / f"attempt{attempt}.rank{rank}.jsonl" for rank in range(self._size)}
-        texts = {rank: file.read_text() if file.exists() else "" for rank, file in files.items()}
-        return {r: [json.loads(x) for x in t.splitlines(keepends=True) if x.endswith("\n")] for r, t in texts.items()}
+        """So far."""
+        return {r: harness.noted(self._folder / f"attempt{attempt}.rank{r}.jsonl") for r in range(self._size)}
 
     def kill(self, draw: random.Random) -> tuple[float, float]:
         """One rank, some time after the first save; returns when, and how long the others lived on."""

@@ -10,7 +10,6 @@ seconds from the start of a replacement to its first step, and how long the othe
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -80,13 +79,8 @@ class _Run:
         return at
 
     def steps(self, name: str) -> list[dict[str, Any]]:
-        """All that one process has made; whole lines only."""
-        return self._read(name, "steps")
-
-    def _read(self, name: str, what: str) -> list[dict[str, Any]]:
-        file = self.folder / f"{name}.{what}.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        """All that one process has made."""
+        return harness.noted(self.folder / f"{name}.steps.jsonl")
 
     def first_step(self, size: int, since: float = 0.0) -> float:
         """When all have made their first step since that time as so many ranks."""
@@ -101,7 +95,7 @@ class _Run:
         while any(process.poll() is None for process in self.ranks.values()):
             self._wait("ended")
         assert not any(process.returncode for process in self.ranks.values()), f"see {self.folder}"
-        return [self._read(name, "end")[0] for name in self.ranks]
+        return [harness.noted(self.folder / f"{name}.end.jsonl")[0] for name in self.ranks]
 
     def stop(self) -> None:
         """Whatever is left."""

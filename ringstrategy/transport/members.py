@@ -112,11 +112,6 @@ class Membership(NamedTuple):
         """Of the spare stores, by rank: what a replacement needs to `join`."""
         return tuple(member.address for member in self.members)
 
-    @property
-    def hosts(self) -> tuple[str, ...]:
-        """By rank, as `transport.connect.this_host` names them."""
-        return tuple(member.host for member in self.members)
-
 
 class _Decision(NamedTuple):
     """Who is in the next world; `key` is new, `earlier` worlds may still have to agree to later decisions."""
@@ -254,12 +249,11 @@ class Members:
                 return self._take(decision)
         raise LeftBehindError(f"the ranks of the last world came to no agreement in {_ROUNDS} rounds")
 
-    def apply(self, timeout: timedelta, backend: str = "gloo") -> Membership:
+    def apply(self, timeout: timedelta) -> Membership:
         """Create the default process group of the world that `regroup` or `join` has returned; all its members call it.
 
         Args:
-            timeout: of the group's collectives.
-            backend: as for `dist.init_process_group`; gloo is what was tried.
+            timeout: of the group's collectives, over gloo.
 
         Raises:
             PeerLostError: a member did not come, or died meanwhile: call `regroup` again.
@@ -273,7 +267,7 @@ class Members:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
         try:
             store = dist.PrefixStore(decision.key, self._store_for(decision.leader, forming))
-            dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=forming)
+            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=forming)
         except (RuntimeError, OSError) as error:
             leave_groups()
             cause = f"not all of its {place.size} ranks connected: {str(error).splitlines()[0][:300]}"
