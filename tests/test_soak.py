@@ -105,5 +105,5 @@ def _grows(name: str) -> tuple[float, int, int]:
 def test_nothing_grows(ranks: Pool, name: str) -> None:
     for bytes_a_step, threads, descriptors in ranks(2, _grows, name):
         assert bytes_a_step < 8000  # this is mostly what allocators keep: 5,000 steps show more
-        assert threads <= 0
-        assert descriptors <= 0
+        assert threads < 5  # one may start late, or be about to end; a leak would be of many
+        assert descriptors < 5

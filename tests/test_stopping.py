@@ -165,3 +165,23 @@ def test_torchrun_ends_survivors_and_they_name_who_died(tmp_path: Path) -> None:
     done = run_script(tmp_path, DIES, *torchrun)
     assert done.returncode != 0
     assert "rank 0: PeerLostError: lost rank 1" in done.stderr, done.stderr
+
+
+SPAWNS = """
+if __name__ == "__main__":
+    from lightning.pytorch.utilities.exceptions import SIGTERMException
+    from test_stopping import Signals
+    from test_strategy import Net, fit
+
+    try:
+        fit("ring_spawn", Net(), devices=2, max_epochs=1000, callbacks=[Signals(1, 3)])
+    except SIGTERMException:
+        print("stopped")
+"""
+
+
+@pytest.mark.slow
+def test_a_signal_to_a_spawned_rank_stops_all(tmp_path: Path) -> None:
+    """Lightning itself would wait for a result for ever."""
+    done = run_script(tmp_path, SPAWNS)
+    assert "stopped" in done.stdout, done.stderr

@@ -34,6 +34,21 @@ class BringingLauncher(_MultiProcessingLauncher):
         super().__init__(strategy, start_method)
         self._give, self._take = give, take
 
+    def _wrapping_function(self, process_idx: int, *args: Any) -> None:
+        """What each process does: see `_MultiProcessingLauncher`."""
+        try:
+            super()._wrapping_function(process_idx, *args)
+        except SystemExit as stopped:  # SIGTERM: the process ends as after success, and Lightning waits for a result
+            _, _, _, _, results, *_ = args
+            if process_idx == 0:
+                results.put(stopped)
+            raise
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
+        if isinstance(worker_output, SystemExit):
+            raise worker_output
+        super()._recover_results_in_main_process(worker_output, trainer)
+
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
         """See `_MultiProcessingLauncher`."""
         # as bytes, since Lightning looks for tensors in what is brought back, and refuses frozen dataclasses there
