@@ -290,7 +290,7 @@ def test_a_step_that_the_caller_announces_counts(ranks: Pool) -> None:
 def _drops_a_step_before_a_turn() -> list[str]:
     """Rank 0 alone drops the step after which ring_auto is to go on with another candidate."""
     with process_group(), opened(module := model(), Auto(allow=[BlockInt(8)])) as (session, optimizer):
-        for i, (inputs, targets) in enumerate(batches(40)):
+        for i, (inputs, targets) in enumerate(batches(80)):
             session.begin_batch(f"in batch {i}", [optimizer], first=i == 0, later_epoch=False)
             session.backward(nn.functional.mse_loss(module(inputs), targets))
             if dist.get_rank() or i % 4 != 3:
