@@ -283,7 +283,8 @@ class RingStrategy(Processes):
         session.compare_optimizers()
         assert self._kept is not None
         shared, residuals = self._kept
-        self.algorithm.load_state_dict(shared)
+        # rank 0 has that of the furthest rank; one that was lost within a step may have counted it, and not made it
+        self.algorithm.load_state_dict(self.broadcast(shared))
         if isinstance(self.algorithm, GradientAlgorithm):
             self.algorithm.load_residuals(residuals)
         session.bind(self.optimizers)
