@@ -90,6 +90,8 @@ CELLS: dict[str, Cell] = {
     "whole": lambda row: shown(row.whole, "{:.0f}"),
     "torn": lambda row: shown(row.torn, "{:.0f}"),
     "hung": lambda row: shown(row.hung, "{:.0f}"),
+    "orphans": lambda row: shown(row.orphans, "{:.0f}"),
+    "unnamed": lambda row: shown(row.unnamed, "{:.0f}"),
     "configurations": lambda row: shown(row.configurations, "{:.0f}"),
     "comparisons": lambda row: shown(row.comparisons, "{:.0f}"),
     "wrong": lambda row: shown(row.wrong, "{:.0f}"),

@@ -1,228 +1,479 @@
-"""How many checkpoints are whole, and how many torn, if a run is killed at random moments, in saves above all.
+"""Faults of all kinds at all moments: hangs, wrong means, torn checkpoints, processes that are left.
 
-python -m benchmarks faults --faults 100 --out outputs/faults.jsonl
+python -m benchmarks faults --faults 1000 --out outputs/faults.jsonl
 
-Each case trains once without faults and notes a digest of all that a rank has (parameters, optimizer, residuals) after
-each epoch. Then the same run is killed at random moments, one rank or all of them, and resumed from `last.ckpt` until
-it is through. It saves after each epoch of two steps, so most kills come while it saves. A checkpoint is whole if every
-digest after it is that of the undisturbed run, and if no save that had ended is lost; else it is torn. A rank that does
-not end by itself after another was killed is hung. A kill after the last save of a
-run is not counted.
+Each fault is drawn by its number: what happens, to which ranks, at which step and place of the fit, with which
+algorithm, `on_peer_loss` and launcher. It is judged beside a run of the same without a fault, whose means one process
+computes once more:
+
+- hung: a rank that was spared, or a frozen one that goes on later, does not end by itself
+- wrong: a rank has other bits after a step than without the fault; or, after a loss that the others survive, not the
+  bits of the others, or not the mean over those that made the step, or not each sample of an epoch
+- torn: with "raise", a new start from the last checkpoint does not begin with a save that had ended, or does not go on
+  bit for bit; with "shrink", it does not hold what the others had
+- orphans: a process is left
+- unnamed: a rank that was spared does not say which was lost (during set-up: does not end with an error)
+
+`--first 417 --faults 1` repeats number 417. What the ranks of a fault that was not clean have noted is kept.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from multiprocessing.context import ForkServerProcess
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from rich.progress import track
 
 from benchmarks import harness
+from benchmarks.faulted import BATCH, STEPS, STRATEGIES, Net, Plan, be_a_rank, samples
 from benchmarks.rows import Row
-from ringstrategy import AllReduce, Cast, Gossip, RingStrategy
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 
-_WIDTH = 256
-_EPOCHS, _STEPS, _BATCH = 30, 2, 8
-_START_SECONDS = 120.0  # from the start of the processes to the first step
-_LONGEST_SECONDS = 3.0  # from the first step to a kill
-_END_SECONDS = 60.0  # from a kill to the end of those that were spared
+_EPOCHS = 3
+_LIMIT_SECONDS = 90.0  # of one start
+_ORPHAN_SECONDS = 10.0  # what a launcher leaves may take so long to end
+_FREEZE_TIMEOUT = 4.0
+_LONGEST_SECONDS = 0.4  # from the first step to a strike at the place "any"
+_MARK = "RINGSTRATEGY_FAULT"  # in the environment of all that a launcher starts
 
-CASES: dict[str, Callable[[], Algorithm]] = {
-    "checkpoint, residuals": lambda: AllReduce(Cast("bfloat16"), error_feedback=True),
-    "checkpoint, gossip": lambda: Gossip(interval=3, overlap=2),
+_IN_BATCH = ("forward", "backward", "send", "optimizer", "batch end")
+_AT_END = ("validation", "save", "epoch end")
+_PLACES = ("set-up", "start", *_IN_BATCH, *_AT_END, "any")
+_OF_MODULE = tuple(place for place in _PLACES if place not in ("send", "save", "any"))  # in the main thread
+FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how often, and where
+    "kill": (40, _PLACES),
+    "kill all": (5, _PLACES),
+    "exit": (9, _PLACES),
+    "raise": (12, _OF_MODULE),
+    "terminate": (12, tuple(place for place in _PLACES if place != "set-up")),
+    "freeze": (7, tuple(place for place in _PLACES if place != "set-up")),
+    "reset": (5, tuple(place for place in _PLACES if place != "set-up")),
+    "stall": (5, _OF_MODULE),
+    "nan": (5, ("backward",)),
 }
+_LOSSES = ("kill", "kill all", "exit", "freeze")
+_SURVIVABLE = ("kill", "exit", "raise", "freeze", "stall")
+_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 0.02, "two-shot bf16": 0.02}  # of parameters, beside exact means
+
+Launcher = Literal["environment", "lightning", "spawn", "fork", "torchrun"]
+Notes = list[dict[str, Any]]  # of one rank, in order
 
 
-class _Net(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, _WIDTH))
+@dataclass(frozen=True)
+class Case:
+    """One fault."""
 
-    def training_step(self, batch: Sequence[Tensor], _: int) -> Tensor:
-        return nn.functional.mse_loss(self.layers(batch[0]), batch[0].sin())
+    plan: Plan
+    launcher: Launcher
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
-
-
-class _Notes(L.Callback):
-    """A line of JSON as each epoch begins: how many steps are done, and the digest of what this rank has."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        state = trainer.optimizers[0].state
-        kept = [state[parameter]["momentum_buffer"] for parameter in pl_module.parameters() if parameter in state]
-        assert isinstance(trainer.strategy, RingStrategy)
-        algorithm = trainer.strategy.algorithm
-        if isinstance(algorithm, GradientAlgorithm):
-            kept += [value for _, value in algorithm.residuals()]
-        digest = harness.digest([*pl_module.parameters(), *kept])
-        with self._file.open("a") as file:
-            file.write(json.dumps([trainer.global_step, bytes(digest.tolist()).hex()]) + "\n")
-
-
-def _be_a_rank(rank: int, size: int, port: int, case: str, folder: Path, notes: Path) -> None:
-    """Train from the last checkpoint, if there is one, to the end."""
-    os.environ.update(
-        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "NODE_RANK": "0"},
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-    )
-    log = os.open(notes.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, sys.stdout.fileno())
-    os.dup2(log, sys.stderr.fileno())
-    torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(size * _STEPS * _BATCH, _WIDTH, generator=generator))
-    trainer = L.Trainer(
-        strategy=RingStrategy(CASES[case](), timeout=timedelta(seconds=_END_SECONDS / 2)),
-        accelerator="cpu",
-        devices=size,
-        max_epochs=_EPOCHS,
-        callbacks=[ModelCheckpoint(folder, "{epoch}", save_last=True), _Notes(notes)],
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    last = folder / "last.ckpt"
-    trainer.fit(_Net(), DataLoader(data, batch_size=_BATCH), ckpt_path=str(last) if last.exists() else None)
+    @classmethod
+    def draw(cls, number: int, folder: Path, seed: int = 0) -> Case:
+        """The same for the same number and seed."""
+        draw = random.Random(f"{seed}/{number}")
+        [fault] = draw.choices(list(FAULTS), [often for often, _ in FAULTS.values()])
+        strategy = draw.choice(list(STRATEGIES) if fault != "nan" else ["ring", "ring_int8, feedback"])
+        [size] = draw.choices([2, 3, 4], [3, 5, 2])
+        # one of two is no majority, unless the other one is proven dead
+        survivable = fault in _SURVIVABLE and (fault != "freeze" or size > 2)
+        policy: Literal["raise", "shrink"] = "shrink" if survivable and draw.random() < 0.4 else "raise"
+        launchers: list[Launcher] = ["environment"]
+        if fault in ("kill", "kill all", "exit", "raise", "terminate"):
+            launchers += ["lightning", "spawn", "fork", "torchrun"] if policy == "raise" else ["lightning"]
+        [launcher] = draw.choices(launchers, [30, *[1] * (len(launchers) - 1)])
+        place = draw.choice([each for each in FAULTS[fault][1] if policy == "raise" or each != "set-up"])
+        step = draw.randrange(_EPOCHS * STEPS)
+        if place in _AT_END:
+            step = STEPS * draw.randrange(1, _EPOCHS + 1)
+        elif place == "batch end":
+            step += 1
+        delay = {"any": draw.uniform(0, _LONGEST_SECONDS), "send": draw.randrange(6)}.get(place, draw.random())
+        plan = Plan(
+            folder=str(folder / str(number)),
+            attempt=0,
+            strategy=strategy,
+            policy=policy,
+            size=size,
+            epochs=_EPOCHS,
+            timeout=_FREEZE_TIMEOUT if fault == "freeze" else 30.0,
+            start_method=launcher if launcher in ("spawn", "fork") else "popen",
+            fault=fault,
+            place=place,
+            step=step,
+            delay=delay,
+            victims=tuple(range(size)) if fault == "kill all" else (draw.randrange(size),),
+        )
+        return cls(plan, launcher)
 
 
-class _Attempt:
-    """The ranks of one start, and what they note."""
+class _Start:
+    """The processes of one start, and what its ranks have noted when all have ended."""
 
-    def __init__(self, size: int, case: str, folder: Path, notes: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # so that a start costs a fork
-        with socket.socket() as holder:
+    def __init__(self, plan: Plan, launcher: str) -> None:
+        self._plan, self.hung = plan, False
+        self._log = Path(plan.folder) / f"log{plan.attempt}"
+        file = plan.write()
+        with socket.socket() as holder:  # bound, so that nobody else gets this port; it does not listen
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("127.0.0.1", 0))
             port = holder.getsockname()[1]
-        self._files = [notes.with_suffix(f".{rank}.jsonl") for rank in range(size)]
-        self.processes: list[ForkServerProcess] = [
-            context.Process(target=_be_a_rank, args=(rank, size, port, case, folder, file))
-            for rank, file in enumerate(self._files)
+            ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            if launcher == "environment":
+                self._run_ranks(ranks)
+            else:
+                self._run_script(launcher, file, ranks)
+        self.notes: list[Notes] = [harness.noted(plan.notes(rank)) for rank in range(plan.size)]
+
+    def _run_ranks(self, environment: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        processes = [
+            context.Process(target=_be_a_rank, args=(self._plan, rank, environment, self._log))
+            for rank in range(self._plan.size)
         ]
-        for process in self.processes:
-            process.start()
-
-    def begins(self) -> bool:
-        """Wait until all ranks train, or one has ended; whether they do."""
-        deadline = time.monotonic() + _START_SECONDS
-        while not all(self.notes()) and all(process.exitcode is None for process in self.processes):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.01)
-        return all(self.notes())
-
-    def notes(self) -> list[list[Any]]:
-        """Of each rank: steps and digests, in order."""
-        return [
-            [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            if file.exists()
-            else []
-            for file in self._files
-        ]
-
-    def end(self, seconds: float) -> bool:
-        """Wait for all processes and end those that are left; whether all ended by themselves."""
-        deadline = time.monotonic() + seconds
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        left = [process for process in self.processes if process.exitcode is None]
-        for process in left:
+        with _STARTING:
+            for process in processes:
+                process.start()
+        frozen = self._plan.victims if self._plan.fault == "freeze" else ()
+        spared = [process for rank, process in enumerate(processes) if rank not in frozen]
+        self.hung |= not _all_end([process.is_alive for process in spared], _LIMIT_SECONDS)
+        for rank in frozen:
+            with suppress(ProcessLookupError):
+                os.kill(processes[rank].pid or 0, signal.SIGCONT)
+        self.hung |= not _all_end([process.is_alive for process in processes], _LIMIT_SECONDS)
+        for process in processes:
             process.kill()
             process.join()
-        return not left
+        self.codes = [process.exitcode for process in processes]
+        self.orphans = 0  # of such processes each is waited for
+
+    def _run_script(self, launcher: str, file: Path, environment: dict[str, str]) -> None:
+        how = ["-m", "benchmarks.faulted", str(file)]
+        if launcher == "torchrun":
+            how = [
+                *("-m", "torch.distributed.run", "--max-restarts=1", "--monitor-interval=0.1"),
+                *("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--nproc-per-node={self._plan.size}", *how),
+            ]
+        with self._log.open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, *how],
+                cwd=Path(__file__).parents[1],
+                env={**os.environ, **environment, _MARK: self._plan.folder},
+                stdout=log,
+                stderr=log,
+            )
+        self.hung |= not _all_end([lambda: process.poll() is None], _LIMIT_SECONDS)
+        goes_on = self._plan.policy == "shrink"  # also without the process that has started the others
+        _all_end([lambda: bool(_marked(self._plan.folder))], _LIMIT_SECONDS if goes_on else _ORPHAN_SECONDS)
+        left = _marked(self._plan.folder)
+        self.orphans = 0 if self.hung else len(left)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.codes = [process.wait()]
+
+    def of(self, what: str) -> list[Notes]:
+        """The notes of one kind, of each rank."""
+        return [[note for note in notes if note["what"] == what] for notes in self.notes]
+
+    @property
+    def log(self) -> str:
+        """What the launcher has printed."""
+        return self._log.read_text()
 
 
-def _campaign(case: str, faults: int, size: int, draw: random.Random, scratch: Path) -> dict[str, Any]:
-    """Counts of kills, and of the checkpoints that they left."""
-    undisturbed = _Attempt(size, case, scratch / "undisturbed", scratch / "undisturbed.notes")
-    assert undisturbed.begins(), f"see {scratch}"
-    begin = time.monotonic()
-    assert undisturbed.end(_START_SECONDS), f"see {scratch}"
-    longest = min(_LONGEST_SECONDS, time.monotonic() - begin)
-    expected = [dict(notes) for notes in undisturbed.notes()]
-    assert all(len(of_rank) == _EPOCHS for of_rank in expected), f"see {scratch}"
+_STARTING = threading.Lock()
 
-    counts: dict[str, Any] = {"faults": 0, "whole": 0, "torn": 0, "hung": 0}
-    runs = attempts = saved = 0
-    killed = False  # is the checkpoint that comes next what a kill has left?
-    while counts["faults"] < faults or killed:
-        attempt = _Attempt(size, case, scratch / f"run{runs}", scratch / f"{attempts}.notes")
-        attempts += 1
-        trains = attempt.begins()
-        if trains and counts["faults"] < faults:
-            time.sleep(draw.uniform(0, longest))
-        victims = [process for process in attempt.processes if process.exitcode is None] if trains else []
-        victims = victims if draw.random() < 0.5 else victims[draw.randrange(size) :][:1]
-        if counts["faults"] == faults:
-            victims = []  # see how the last one goes on
-        for victim in victims:
-            assert victim.pid is not None
-            os.kill(victim.pid, signal.SIGKILL)
-        counts["hung"] += not attempt.end(_END_SECONDS)
-        notes = attempt.notes()
-        right = trains and all(
-            [theirs.get(step) for step, _ in mine] == [digest for _, digest in mine] and mine[0][0] >= saved
-            for mine, theirs in zip(notes, expected, strict=True)
-        )
-        if killed and not trains and all(process.exitcode == 0 for process in attempt.processes):
-            counts["faults"] -= 1  # it came after the last save: nothing was left to train, and so to compare
-        elif killed or not right:
-            counts["whole" if right else "torn"] += 1
-        # as an epoch begins, the save after the one before has ended; the first line says where this attempt began
-        saved = max([saved, *(step for mine in notes for step, _ in mine)])
-        killed = bool(victims)
-        counts["faults"] += killed
-        if not killed or not right:
-            runs, saved, killed = runs + 1, 0, False
-    return counts
+
+def _be_a_rank(plan: Plan, rank: int, environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment, WORLD_SIZE=str(plan.size), LOCAL_RANK=str(rank), RANK=str(rank), NODE_RANK="0")
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    be_a_rank(plan)
+
+
+def _all_end(live: Sequence[Callable[[], bool]], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(lives() for lives in live):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _marked(folder: str) -> list[int]:
+    """Processes that a launcher has started for this folder, and that live."""
+    mark, found = f"{_MARK}={folder}".encode(), []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+            if not ended and mark in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+    return found
+
+
+class Judge:
+    """What is wrong with a fault's outcome: pairs of a kind and words."""
+
+    def __init__(self, scratch: Path) -> None:
+        self._scratch = scratch
+        self._expected: dict[tuple[str, int], list[dict[int, str]]] = {}
+        self._lock = threading.Lock()
+
+    def undisturbed(self, strategy: str, size: int) -> list[dict[int, str]]:
+        """Of each rank, the digest after each step without a fault."""
+        with self._lock:
+            if (strategy, size) not in self._expected:
+                folder = self._scratch / f"undisturbed {strategy} {size}"
+                start = _Start(Plan(str(folder), 0, strategy, "raise", size, _EPOCHS), "environment")
+                assert not any(start.codes), f"see {folder}"
+                found = [*_wrong_means(start, strategy, range(size), size), *_lost_samples(start, size)]
+                assert not found, f"{found}: see {folder}"
+                self._expected[strategy, size] = [
+                    {note["step"]: note["digest"] for note in notes} for notes in start.of("step")
+                ]
+            return self._expected[strategy, size]
+
+    def __call__(self, case: Case) -> list[tuple[str, str]]:
+        """Let it happen."""
+        expected = self.undisturbed(case.plan.strategy, case.plan.size)
+        start = _Start(case.plan, case.launcher)
+        found = [("hung", "in the first start")] * start.hung + [("orphans", "in the first start")] * start.orphans
+        if not any(start.of("struck")):
+            found.append(("wrong", "nothing has struck"))
+        if case.plan.policy == "shrink":
+            return found + (_of_survivors(case, start) if not start.hung else [])
+        found += [("unnamed", words) for words in _unnamed(case, start)]
+        found += _other_bits(start, expected)
+        if case.launcher == "torchrun":  # has started the ranks once more itself
+            again = replace(case.plan, attempt=1, fault="")
+            notes_again = [harness.noted(again.notes(rank)) for rank in range(again.size)]
+            return found + (_of_resumed(case, start.notes, notes_again, expected) if any(notes_again) else [])
+        resumed = _Start(replace(case.plan, attempt=1, fault="", victims=()), case.launcher)
+        found += [("hung", "in the second start")] * resumed.hung
+        found += [("orphans", "in the second start")] * resumed.orphans
+        return found + _of_resumed(case, start.notes, resumed.notes, expected)
+
+
+def _other_bits(start: _Start, expected: list[dict[int, str]]) -> list[tuple[str, str]]:
+    """Until the fault."""
+    return [
+        ("wrong", f"rank {rank} has other bits at step {note['step']}")
+        for rank, notes in enumerate(start.of("step"))
+        for note in notes
+        if note["digest"] != expected[rank][note["step"]]
+    ]
+
+
+def _unnamed(case: Case, start: _Start) -> list[str]:
+    """What ranks that were spared say, if it is not what happened."""
+    plan, found = case.plan, []
+    spawned = case.launcher in ("spawn", "fork")  # whoever started them has the error
+    for rank, (errors, trained) in enumerate(zip(start.of("error"), start.of("trained"), strict=True)):
+        error = errors[0] if errors else None
+        words = f"rank {rank} ends with {error}"
+        if plan.fault == "stall":
+            if error is not None or not trained:
+                found.append(words)
+        elif rank in plan.victims and plan.fault in _LOSSES:
+            continue
+        elif trained and error is None:
+            continue  # it was through
+        elif plan.fault in (*_LOSSES, "raise") and rank not in plan.victims and plan.place != "set-up":
+            if spawned:
+                said = f"{start.log} {error}"
+                if not any(f"{who} {victim}" in said for who in ("rank", "process") for victim in plan.victims):
+                    found.append(words)
+            elif error is None or error["kind"] != "PeerLostError" or error["rank"] not in plan.victims:
+                found.append(words)
+        elif error is None and not spawned:
+            found.append(words)
+    return found
+
+
+def _of_resumed(case: Case, before: list[Notes], after: list[Notes], expected: list[dict[int, str]]) -> list[Any]:
+    """How the next start went on."""
+    saved = max(  # as a batch of an epoch begins, the save of the epoch before has ended
+        (note["epoch"] * STEPS for notes in before for note in notes if note["what"] == "batch"), default=0
+    )
+    if all(any(note["what"] == "trained" for note in notes) for notes in before):
+        saved = _EPOCHS * STEPS
+    found = []
+    for rank, notes in enumerate(after):
+        begins = [note for note in notes if note["what"] == "begin"]
+        steps = {note["step"]: note["digest"] for note in notes if note["what"] in ("begin", "step")}
+        if not begins:
+            if saved < _EPOCHS * STEPS:
+                found.append(("torn", f"rank {rank} does not start again"))
+            continue
+        begin = begins[0]["step"]
+        if begin < saved:
+            found.append(("torn", f"rank {rank} begins with step {begin}, but {saved} was saved"))
+        if case.plan.fault == "terminate":
+            last = [note for note in before[rank] if note["what"] == "step"][-1:]
+            if last and last[0]["step"] != begin and not any(note["what"] == "trained" for note in before[rank]):
+                found.append(("torn", f"rank {rank} was stopped after step {last[0]['step']}, begins with {begin}"))
+        if begin % STEPS:  # Lightning draws such an epoch anew
+            if begin in expected[rank] and steps[begin] != expected[rank][begin]:
+                found.append(("torn", f"rank {rank} has not the bits of step {begin}"))
+            continue
+        differ = [step for step, digest in steps.items() if step and digest != expected[rank][step]]
+        if differ:
+            found.append(("torn", f"rank {rank} has other bits at step {differ[0]}"))
+        if max(steps) != _EPOCHS * STEPS:
+            found.append(("torn", f"rank {rank} ended at step {max(steps)}"))
+    return found
+
+
+def _of_survivors(case: Case, start: _Start) -> list[tuple[str, str]]:
+    """How those that were spared have gone on, and what they have saved."""
+    plan, found = case.plan, list[tuple[str, str]]()
+    ended = [rank for rank in range(plan.size) if rank not in plan.victims or plan.fault == "stall"]
+    errors, trained = start.of("error"), start.of("trained")
+    for rank in ended:
+        if errors[rank] or not trained[rank]:
+            found.append(("wrong", f"rank {rank} does not go on: {errors[rank][:1]}"))
+    if plan.fault == "freeze":
+        for rank in plan.victims:
+            if not trained[rank] and not (errors[rank] and errors[rank][0]["kind"] == "LeftBehindError"):
+                found.append(("unnamed", f"rank {rank}, frozen, wakes and ends with {errors[rank][:1]}"))
+    if found:
+        return found
+    behind = len(plan.victims) + 1 if plan.strategy.startswith("gossip") else 0
+    found += _wrong_means(start, plan.strategy, ended, plan.size)
+    found += _lost_samples(start, plan.size, behind)
+    again = replace(plan, attempt=1, fault="", victims=(), policy="raise", size=len(ended), epochs=2 * _EPOCHS)
+    resumed = _Start(again, "environment")
+    found += [("hung", "in the second start")] * resumed.hung
+    had = [{note["step"]: note for note in start.of("step")[rank]} for rank in ended]
+    for rank, begins in enumerate(resumed.of("begin")):
+        if not begins or begins[0]["step"] not in had[rank]:
+            found.append(("torn", f"rank {rank} does not start again: {begins}"))
+            continue
+        note, kept = begins[0], had[rank][begins[0]["step"]]
+        # one rank compresses nothing: its residuals wait for others
+        what = "digest" if kept["size"] == note["size"] > 1 else "weights"
+        if note[what] != kept[what] and not (plan.strategy.startswith("gossip") and what == "weights"):
+            found.append(("torn", f"rank {rank} has not the {what} of step {note['step']}"))
+    return found
+
+
+def _made(start: _Start) -> list[list[dict[str, Any]]]:
+    """Of each step in which ranks trained: the batches of those that made it."""
+    batches: dict[int, list[dict[str, Any]]] = {}
+    for notes in start.of("batch"):
+        for note in notes:
+            batches.setdefault(note["step"], []).append(note)
+    made = []
+    for _, of_step in sorted(batches.items()):
+        world = max(note["world"] for note in of_step)
+        made.append([note for note in of_step if note["world"] == world])
+    return made
+
+
+def _wrong_means(start: _Start, strategy: str, ended: Sequence[int], size: int) -> list[tuple[str, str]]:
+    """Do the ranks have the same bits, and the means that one process computes over the batches of each step?"""
+    trained = [start.of("trained")[rank][0] for rank in ended]
+    if strategy.startswith("gossip"):
+        return []
+    found = []
+    steps = [{note["step"]: note["weights"] for note in start.of("step")[rank]} for rank in ended]
+    for step in sorted(set().union(*steps)):
+        if len({mine[step] for mine in steps if step in mine}) > 1:
+            found.append(("wrong", f"other bits after step {step}"))
+    if strategy not in _TOLERANCES:
+        return found
+    model, data = Net(0), samples(size, _EPOCHS)
+    optimizer = model.configure_optimizers()
+    for batches in _made(start):
+        optimizer.zero_grad()
+        if len(batches) != batches[0]["size"]:
+            found.append(("wrong", f"{len(batches)} of {batches[0]['size']} ranks made step {batches[0]['step']}"))
+        for batch in batches:
+            x, y, _ = data[batch["samples"]]
+            (model.loss(x, y) / len(batches)).backward()
+        optimizer.step()
+    for mine, theirs in zip(model.parameters(), trained[0]["values"], strict=True):
+        if not torch.allclose(mine, torch.tensor(theirs), rtol=1e-4, atol=_TOLERANCES[strategy]):
+            far = float((mine - torch.tensor(theirs)).abs().max())
+            found.append(("wrong", f"parameters are {far:.1e} from those of exact means"))
+    return found
+
+
+def _lost_samples(start: _Start, size: int, behind: int = 0) -> list[tuple[str, str]]:
+    """Is each sample of each epoch trained on, but those of ranks that gossip `behind` a lost one?"""
+    drawn = Counter((note["epoch"], sample) for notes in _made(start) for note in notes for sample in note["samples"])
+    found = []
+    for epoch in range(_EPOCHS):
+        once = sum(of == epoch for of, _ in drawn)
+        total = sum(often for (of, _), often in drawn.items() if of == epoch)
+        if not size * STEPS * BATCH - behind * BATCH <= once or total > size * STEPS * BATCH + size:
+            found.append(("wrong", f"{once} of {size * STEPS * BATCH} samples of epoch {epoch} in {total} draws"))
+    return found
 
 
 def main(given: Sequence[str]) -> None:
-    """Run all cases, and print a row each."""
-    parser = harness.arguments("faults", __doc__, rounds=None)
-    parser.add_argument("--faults", type=int, default=100, help="kills, in each case")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and the victims")
+    """Let the faults happen, and print a row for each kind of them."""
+    parser = harness.arguments("faults", __doc__, rounds=None, cases=False)
+    parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first")
+    parser.add_argument("--seed", type=int, default=0, help="of all numbers")
+    parser.add_argument("--jobs", type=int, default=2, help="faults at the same time")
     options = parser.parse_args(given)
-    with harness.refusing(parser):
-        names = harness.chosen(CASES, options.cases)
-    rows = []
-    for name in names:
-        scratch = Path(tempfile.mkdtemp(prefix="ringstrategy-faults-"))  # kept: who finds a fault wants to see
-        counts = _campaign(name, options.faults, options.ranks, random.Random(options.seed), scratch)
-        rows.append(
-            Row(
-                benchmark="faults",
-                case=name,
-                processes=options.ranks,
-                seed=options.seed,
-                device="cpu",
-                torch=torch.__version__,
-                commit=harness.commit(),
-                **counts,
-            )
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulted"])  # a start costs a fork
+    scratch = Path(tempfile.mkdtemp(prefix="ringstrategy-faults-"))
+    judge = Judge(scratch)
+    cases = [Case.draw(options.first + number, scratch, options.seed) for number in range(options.faults)]
+    counts: dict[str, Counter[str]] = {}
+    unclean = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        outcomes = track(zip(cases, pool.map(judge, cases), strict=True), "faults", len(cases), transient=True)
+        for case, found in outcomes:
+            count = counts.setdefault(f"{case.plan.fault}, {case.plan.policy}", Counter())
+            count["faults"] += 1
+            count.update({kind for kind, _ in found})
+            if found:
+                unclean.append(f"{case}: {found}")
+                print(unclean[-1], flush=True)
+            else:
+                shutil.rmtree(case.plan.folder)
+    rows = [
+        Row(
+            benchmark="faults",
+            case=name,
+            seed=options.seed,
+            threads=1,
+            cores=os.cpu_count(),
+            device="cpu",
+            torch=torch.__version__,
+            commit=harness.commit(),
+            faults=count["faults"],
+            hung=count["hung"],
+            wrong=count["wrong"],
+            torn=count["torn"],
+            orphans=count["orphans"],
+            unnamed=count["unnamed"],
         )
-    harness.publish(f"kills of {options.ranks} ranks that save after each epoch", rows, options.out)
+        for name, count in sorted(counts.items())
+    ]
+    launchers = Counter(case.launcher for case in cases)
+    notes = [f"launchers: {', '.join(f'{name} {often}' for name, often in launchers.most_common())}", *unclean]
+    harness.publish(f"{len(cases)} faults, from number {options.first}", rows, options.out, notes)
+    if unclean:
+        sys.exit(f"{len(unclean)} faults were not clean: see {scratch}")
+    shutil.rmtree(scratch)

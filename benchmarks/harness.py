@@ -333,7 +333,7 @@ def publish(title: str, rows: Sequence[Row], out: Path | None, notes: Iterable[s
     console = Console(width=180)
     console.print(table)
     for note in notes:
-        console.print(note, highlight=False)
+        console.print(note, highlight=False, markup=False)
     append(rows, out)
 
 

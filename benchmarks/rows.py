@@ -83,6 +83,8 @@ class Row:
     whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,
     torn: int | None = None  # how many did not,
     hung: int | None = None  # and after how many a rank that was spared did not end by itself
+    orphans: int | None = None  # after how many a process was left
+    unnamed: int | None = None  # after how many a rank that was spared did not say what happened
     configurations: int | None = None  # drawn at random: how many trained,
     comparisons: int | None = None  # in how many steps they were compared with the exact ones,
     wrong: int | None = None  # and how many configurations broke a law

@@ -1,0 +1,102 @@
+"""The campaign of faults: some of it, and whether it would see what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripts import lines_of
+
+from benchmarks import faults
+from benchmarks.faulted import STRATEGIES
+from benchmarks.faults import Case
+
+pytestmark = pytest.mark.timeout(400)
+
+
+def test_a_thousand_faults_are_of_all_kinds(tmp_path: Path) -> None:
+    cases = [Case.draw(number, tmp_path) for number in range(1000)]
+    assert cases[417] == Case.draw(417, tmp_path)
+    for policy in ("raise", "shrink"):
+        of_policy = [case for case in cases if case.plan.policy == policy]
+        assert {case.plan.strategy for case in of_policy} == set(STRATEGIES)
+        assert {case.plan.size for case in of_policy} == {2, 3, 4}
+    assert {(case.plan.fault, case.plan.place) for case in cases} == {
+        (fault, place) for fault, (_, places) in faults.FAULTS.items() for place in places
+    }
+    assert {case.launcher for case in cases} == {"environment", "lightning", "spawn", "fork", "torchrun"}
+
+
+@pytest.mark.slow
+def test_faults_are_clean(tmp_path: Path) -> None:
+    """`--faults 1000` takes an hour, so this is a few of it."""
+    rows = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "10", "--first", "1000")
+    assert sum(row["faults"] for row in rows) == 10
+    for row in rows:
+        assert [row[kind] for kind in ("hung", "wrong", "torn", "orphans", "unnamed")] == [0] * 5
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Any, Any, Any]:
+    """A kill in step 4, what the ranks noted, and what they noted when they went on; what they should have."""
+    folder = tmp_path_factory.mktemp("faults")
+    case = Case.draw(0, folder)
+    plan = replace(case.plan, strategy="ring", policy="raise", size=2, victims=(1,), fault="kill", place="backward")
+    case = Case(replace(plan, step=4, start_method="popen", timeout=30.0), "environment")
+    expected = faults.Judge(folder).undisturbed("ring", 2)
+    start = faults._Start(case.plan, "environment")
+    resumed = faults._Start(replace(case.plan, attempt=1, fault="", victims=()), "environment")
+    return case, start, resumed, expected
+
+
+@pytest.mark.slow
+def test_a_clean_outcome_is_clean(killed: tuple[Case, Any, Any, Any]) -> None:
+    case, start, resumed, expected = killed
+    assert not start.hung
+    assert not faults._unnamed(case, start)
+    assert not faults._other_bits(start, expected)
+    assert not faults._of_resumed(case, start.notes, resumed.notes, expected)
+
+
+def _tampered(start: Any, what: str, **facts: Any) -> Any:
+    """With other facts in rank 0's last note of a kind."""
+    start = copy.copy(start)
+    start.notes = copy.deepcopy(start.notes)
+    next(note for note in reversed(start.notes[0]) if note["what"] == what).update(facts)
+    return start
+
+
+@pytest.mark.slow
+def test_what_is_wrong_is_seen(killed: tuple[Case, Any, Any, Any]) -> None:
+    case, start, resumed, expected = killed
+    assert faults._other_bits(_tampered(start, "step", digest="0"), expected)
+    assert faults._unnamed(case, _tampered(start, "error", rank=0))
+    assert faults._unnamed(case, _tampered(start, "error", kind="RuntimeError"))
+    for harm in ({"digest": "0"}, {"step": 0}):
+        after = _tampered(resumed, "begin", **harm).notes
+        assert faults._of_resumed(case, start.notes, after, expected), harm
+    assert faults._of_resumed(case, start.notes, _tampered(resumed, "step", digest="0").notes, expected)
+
+
+@pytest.mark.slow
+def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path) -> None:
+    plan = replace(Case.draw(0, tmp_path).plan, strategy="ring", policy="shrink", size=3, fault="kill", victims=(0,))
+    start = faults._Start(replace(plan, place="send", step=4, delay=1, start_method="popen"), "environment")
+    assert not faults._wrong_means(start, "ring", [1, 2], 3)
+    assert not faults._lost_samples(start, 3)
+    [batch] = [note for note in start.of("batch")[1] if note["step"] == 6]
+    others = batch["samples"][1:] + batch["samples"][:1]
+    assert not faults._wrong_means(_with_samples(start, 6, others), "ring", [1, 2], 3), "the order changes no mean"
+    doubled = _with_samples(start, 6, batch["samples"][:3] + batch["samples"][:1])
+    assert faults._wrong_means(doubled, "ring", [1, 2], 3)
+    assert faults._lost_samples(doubled, 3)
+
+
+def _with_samples(start: Any, step: int, drawn: list[int]) -> Any:
+    start = copy.copy(start)
+    start.notes = copy.deepcopy(start.notes)
+    next(n for n in start.notes[1] if n["what"] == "batch" and n["step"] == step)["samples"] = drawn
+    return start
