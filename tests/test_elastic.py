@@ -15,15 +15,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
-from test_failures import Job, note
+from test_failures import Job, note, wait_until
 from test_failures import job as job  # a fixture
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import AllReduce, Auto, BlockInt, Gossip, PowerSGD, RingStrategy
+from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, PowerSGD, Ring, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
 
 pytestmark = pytest.mark.timeout(180)
@@ -93,8 +94,60 @@ class Struck(Net):
         self.at("save")
 
 
+class Torn(Struck):
+    """Rank `victim` is killed before its last message of a step, when another rank has got all of its own and stepped.
+
+    Each rank notes the steps that its optimizer makes.
+    """
+
+    STEP = 3
+
+    def __init__(self, victim: int) -> None:
+        super().__init__({})
+        self.victim = victim
+        self.sent, self.last = 0, -1  # messages
+        self.sent_before: list[int] = []  # each step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self._note_step)
+        return optimizer
+
+    def _note_step(self, *_: Any) -> None:
+        with Path(f"steps{self.born}.jsonl").open("a") as file:
+            world = self.trainer.strategy.members.now.generation
+            file.write(json.dumps({"world": world, "step": self.global_step}) + "\n")
+
+    def on_train_start(self) -> None:
+        if self.born == self.victim:
+            self._isend, dist.isend = dist.isend, self._count
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.sent_before.append(self.sent)
+        if len(self.sent_before) > self.STEP:
+            self.last = 2 * self.sent - self.sent_before[-2]  # as many as in the step before
+        return super().training_step(batch, batch_idx)
+
+    def _count(self, *args: Any, **options: Any) -> Any:
+        """In place of `isend`."""
+        self.sent += 1
+        if self.sent == self.last:
+            wait_until(lambda: any(self.STEP in steps for steps in _steps(Path()).values()), 30, "stepped")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._isend(*args, **options)
+
+
+def _steps(folder: Path, world: int = 0) -> dict[int, list[int]]:
+    """That each rank has made in a world."""
+    steps: dict[int, list[int]] = {}
+    for file in folder.glob("steps*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        steps[int(file.stem[5:])] = [line["step"] for line in lines if line["world"] == world]
+    return steps
+
+
 def _train(
-    deaths: dict[int, tuple[str, int]],
+    deaths: dict[int, tuple[str, int]] | Struck,
     on_peer_loss: Any,
     *,
     algorithm: Algorithm | None = None,
@@ -104,7 +157,7 @@ def _train(
 ) -> None:
     algorithm = AllReduce(bucket_mb=1e-4) if algorithm is None else algorithm
     strategy = RingStrategy(algorithm, timeout=timedelta(seconds=20), on_peer_loss=on_peer_loss)
-    model = Struck(deaths)
+    model = deaths if isinstance(deaths, Struck) else Struck(deaths)
     model.seconds = seconds
     trainer = trainer_with(strategy, max_epochs=EPOCHS, **options)
     trainer.fit(model, rows(SAMPLES, shuffle=True), rows(24) if val else None)
@@ -215,6 +268,28 @@ def test_several_are_lost(job: Callable[..., Job], deaths: dict[int, tuple[str, 
     running = job(4, _train, deaths, "shrink")
     ends = _ends(running, [rank for rank in range(4) if rank not in deaths])
     assert [(end["rank"], end["size"]) for end in ends] == [(rank, 4 - len(deaths)) for rank in range(4 - len(deaths))]
+    _as_an_oracle(running, ends)
+
+
+def _train_torn(victim: int, collective: Collective) -> None:
+    _train(Torn(victim), "shrink", algorithm=AllReduce(collective=collective, bucket_mb=1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("collective", "victim", "ahead", "behind"),
+    [(Ring(), 2, 1, 0), (Ring(), 0, 2, 1), (Direct(), 1, 2, 0)],
+    ids=["ring", "ring_without_rank_0", "direct"],
+)
+def test_survivors_that_are_a_step_apart_go_on(
+    job: Callable[..., Job], collective: Collective, victim: int, ahead: int, behind: int
+) -> None:
+    running = job(3, _train_torn, victim, collective)
+    ends = _ends(running, sorted([ahead, behind]))
+    before, after = _steps(running.folder), _steps(running.folder, world=1)
+    assert before[ahead] == [*range(Torn.STEP), Torn.STEP]
+    assert before[behind] == [*range(Torn.STEP)]
+    assert after[ahead] == after[behind] == [*range(Torn.STEP + 1, ends[0]["steps"])]
     _as_an_oracle(running, ends)
 
 
