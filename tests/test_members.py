@@ -18,10 +18,10 @@ import torch.distributed as dist
 from test_failures import Job, note, wait_until
 from test_failures import job as job  # a fixture
 
-from ringstrategy.errors import PeerLostError
+from ringstrategy.errors import LeftBehindError, PeerLostError
 from ringstrategy.transport import members as members_module
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.members import LeftBehindError, Members, Membership
+from ringstrategy.transport.members import Members, Membership
 
 pytestmark = pytest.mark.timeout(180)
 PATIENCE = timedelta(seconds=3)

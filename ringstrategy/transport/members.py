@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ringstrategy.errors import PeerLostError
+from ringstrategy.errors import LeftBehindError, PeerLostError
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
@@ -44,10 +44,6 @@ _ANSWER_SECONDS = 1.0  # a store that lives answers from a thread of its own, wh
 _FORMING_SECONDS = 20.0  # from the decision until all members are connected
 _LONGEST_POLL_SECONDS = 0.1
 _ROUNDS = 10  # of waiting as long as the patience, until a regroup gives up
-
-
-class LeftBehindError(Exception):
-    """This process cannot train on with the others. It must stop, or come again as a newcomer."""
 
 
 class Member(NamedTuple):
