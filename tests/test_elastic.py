@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,6 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, PowerSGD, Ring, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.session import Session
 
 pytestmark = pytest.mark.timeout(180)
 SAMPLES, BATCH, EPOCHS = 96, 4, 2
@@ -168,6 +171,7 @@ def _train(
         steps=trainer.global_step,
         epoch=trainer.current_epoch,
         weights=[parameter.tolist() for parameter in model.parameters()],
+        threads=[thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")],
     )
 
 
@@ -344,6 +348,34 @@ def test_a_replacement_is_waited_for_after_a_validation(job: Callable[..., Job],
     running.add(1, partial(_replace, val=True), addresses, 3, "wait")
     ends = [*_ends(running, [0, 2]), json.loads((running.folder / "end3.json").read_text())]
     assert [(end["rank"], end["size"]) for end in ends] == [(0, 3), (1, 3), (2, 3)]
+    _as_an_oracle(running, ends)
+
+
+def _train_until_a_meeting(victim: int, number: int, *args: Any, **options: Any) -> None:
+    """Rank `victim` is killed in its meeting of this number, once all have connected."""
+    compare, meetings = Session.compare_optimizers, itertools.count(1)
+
+    def or_die(session: Session) -> None:
+        if int(os.environ["LOCAL_RANK"]) == victim and next(meetings) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compare(session)
+
+    Session.compare_optimizers = or_die  # type: ignore[method-assign]
+    _train(*args, **options)
+
+
+@pytest.mark.slow
+def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job]) -> None:
+    """The newcomer closes what it has opened, meets again, and waits with the other for a second newcomer."""
+    running = job(3, _train_until_a_meeting, 2, 3, {1: ("forward", 3)}, "wait")
+    running.wait([1])
+    addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
+    running.add(1, _replace, addresses, 3, "wait")
+    assert running.wait([2]) == [-signal.SIGKILL]
+    running.add(2, _replace, addresses, 4, "wait")
+    running.wait([1, 2])
+    ends = [*_ends(running, [0]), *(json.loads((running.folder / f"end{born}.json").read_text()) for born in (3, 4))]
+    assert [(end["rank"], end["size"], end["threads"]) for end in ends] == [(0, 3, []), (1, 3, []), (2, 3, [])]
     _as_an_oracle(running, ends)
 
 

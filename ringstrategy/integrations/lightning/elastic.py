@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ _CANNOT_SHARE = (
 _log = logging.getLogger("ringstrategy")
 
 
+_Told = TypeVar("_Told")
+
+
 class Newcomers(Exception):
     """Raised before a batch on all ranks: replacements wait to be taken in."""
 
@@ -58,8 +61,12 @@ class Rank(Protocol):
     def global_rank(self) -> int:
         """Of now."""
 
-    def part(self, error: BaseException) -> None:
-        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept."""
+    def part(self, *, lost: bool) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
+
+        Args:
+            lost: a rank was lost, and others may wait for this one: they are told first.
+        """
 
     def joined(self) -> Membership:
         """Wait until the members take this process in."""
@@ -85,6 +92,14 @@ class _Standing(NamedTuple):
     shares: tuple[int, int, int]
 
 
+class _Look(NamedTuple):
+    """What a rank sees before all go on."""
+
+    wanted: int  # ranks; 0: any number, or it is new here
+    may_wait: bool  # it is before a batch
+    newcomers: int  # that wait to be taken in
+
+
 class Elastic:
     """Takes the place of the methods of Lightning's loops in which ranks wait for each other, for one fit.
 
@@ -105,7 +120,7 @@ class Elastic:
 
     def __init__(self, trainer: Trainer, strategy: Rank, members: Members, *, waits: bool) -> None:
         self._trainer, self._strategy, self._members = trainer, strategy, members
-        self._wanted = strategy.world_size if waits else 0
+        self._wanted = strategy.world_size if waits and not strategy.joins else 0
         fit = trainer.fit_loop
         self._fit, self._epoch, self._validation = fit, fit.epoch_loop, fit.epoch_loop.val_loop
         self._advance, self._validate, self._end_epoch = self._epoch.advance, self._validation.run, fit.on_advance_end
@@ -275,7 +290,7 @@ class Elastic:
     def _go_on(self, where: int, error: BaseException) -> bool:
         strategy, before = self._strategy, self._members.now
         mine = self._standing(where)
-        strategy.part(error)
+        strategy.part(lost=not isinstance(error, Newcomers))
         if self._members.belongs:
             now = self._members.regroup(invite=isinstance(error, Newcomers))
             if before is not None and now.names == before.names and not isinstance(error, Newcomers):
@@ -285,10 +300,7 @@ class Elastic:
         strategy.take_place(now)
         if before is not None and now.rank == 0 != before.rank:
             self._keep_logs()
-        while now.size < self._wanted and isinstance(error, Newcomers):
-            if self._enough(now.size):
-                now = self._members.regroup(invite=True)
-                strategy.take_place(now)
+        now = self._with_replacements(now, may_wait=isinstance(error, Newcomers))
         standings = self._all(mine)
         furthest = max(standings, key=lambda standing: standing.place)
         source = standings.index(furthest)
@@ -329,14 +341,21 @@ class Elastic:
         if self._strategy.world_size < self._wanted and not self._strategy.joins:
             raise Newcomers
 
-    def _enough(self, size: int) -> bool:
-        """With the newcomers that rank 0 sees."""
-        looked: list[Any] = [None]
-        if dist.get_rank() == 0:
+    def _with_replacements(self, now: Membership, *, may_wait: bool) -> Membership:
+        """Take replacements in as soon as there are enough; all ranks learn how many are wanted.
+
+        They wait only if all of them are before a batch: whoever has noticed another loss meanwhile meets first.
+        """
+        while True:
+            looks = self._all(_Look(self._wanted, may_wait, self._members.newcomers()))
+            self._wanted = max(look.wanted for look in looks)
+            if now.size >= self._wanted or not all(look.may_wait for look in looks):
+                return now
             time.sleep(_WAIT_SECONDS)
-            looked = [self._members.newcomers()]
-        dist.broadcast_object_list(looked, src=0)
-        return size + int(looked[0]) >= self._wanted
+            if now.size + looks[0].newcomers >= self._wanted:
+                now = self._members.regroup(invite=True)
+                self._strategy.take_place(now)
+            self._members.beat()
 
     def _standing(self, where: int) -> _Standing:
         if self._strategy.joins:
@@ -350,10 +369,11 @@ class Elastic:
         return _Standing(place, digest, (self._drawn, self._counted, self._ranks))
 
     @staticmethod
-    def _all(mine: _Standing) -> list[_Standing]:
-        standings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(standings, mine)
-        return standings
+    def _all(mine: _Told) -> list[_Told]:
+        """What all ranks tell each other, by rank."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        return told
 
     def _hand_over(self, standings: list[_Standing], source: int) -> None:
         """The state of the furthest rank, to those that have another."""
