@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import signal
 import threading
@@ -22,12 +23,14 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
 from test_failures import Job, note, wait_until
 from test_failures import job as job  # a fixture
+from test_stopping import Signals
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, PowerSGD, Ring, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.integrations.lightning import stopping
 from ringstrategy.session import Session
 
 pytestmark = pytest.mark.timeout(180)
@@ -54,9 +57,8 @@ class Struck(Net):
         self.at("start")
 
     def on_train_epoch_start(self) -> None:
-        members = self.trainer.strategy.members
-        if members.now is not None:
-            note(f"members{self.born}.json", addresses=members.now.addresses)
+        now = self.trainer.strategy.members.now
+        note(f"members{self.born}.json", addresses=() if now is None else now.addresses)
         self.at("epoch start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -392,6 +394,53 @@ def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
     assert [end["size"] for end in ends] == [3, 3, 3]
     assert {end["rank"] for end in ends} == {0, 1, 2}
     _as_an_oracle(running, ends)
+
+
+def _train_and_save(deaths: dict[int, tuple[str, int]], on_peer_loss: str, folder: str, signals: Signals) -> None:
+    """Rank 0 never looks whether another rank has got a signal."""
+    stopping._LOOK_SECONDS = math.inf
+    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
+    _train(deaths, on_peer_loss, enable_checkpointing=True, callbacks=[saver, signals])
+
+
+def _stopped_at(running: Job, ranks: list[int], folder: Path) -> int:
+    """The step before which all of them stopped, with a checkpoint, and trained on nothing since the loss."""
+    assert running.wait(ranks, 20) == [0] * len(ranks)
+    assert [running.record(rank)["kind"] for rank in ranks] == ["SIGTERMException"] * len(ranks)
+    batches = [json.loads(line) for file in running.folder.glob("batches*") for line in file.read_text().splitlines()]
+    assert {batch["world"] for batch in batches} == {0}
+    assert [file.name for file in folder.glob("*.ckpt")] == ["last.ckpt"]
+    return int(torch.load(folder / "last.ckpt", weights_only=True)["global_step"])
+
+
+@pytest.mark.parametrize("asked", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job], asked: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "wait", str(folder), Signals(-1, -1))
+    running.wait([1])
+    wait_until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), 30, "waited")
+    time.sleep(1.0)
+    begin = time.time()
+    os.kill(running.ranks[asked].pid or 0, signal.SIGTERM)
+    assert _stopped_at(running, [0, 2], folder) == 3
+    assert all(running.record(rank)["time"] - begin < 5 for rank in (0, 2))
+
+
+def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more."""
+    folder = tmp_path / "checkpoints"
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(folder), Signals(2, 3))
+    assert _stopped_at(running, [0, 2], folder) == 3
+
+
+def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job]) -> None:
+    running = job(1, _replace, ["127.0.0.1:1"], 3, "wait")
+    wait_until((running.folder / "members3.json").exists, 60, "came to its first batch")
+    begin = time.time()
+    os.kill(running.ranks[0].pid or 0, signal.SIGTERM)
+    assert running.wait([0], 20) == [0]
+    assert running.record(0)["kind"] == "SIGTERMException"
+    assert running.record(0)["time"] - begin < 5
 
 
 def _on_one_rank(options: dict[str, Any], data: Any) -> str:

@@ -289,7 +289,7 @@ def test_newcomers_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def join(members: Members) -> None:
         net._caller.number = -1
-        joined.append(members.join([net.all[1].me.address], timedelta(seconds=20)))
+        joined.append(members.join([net.all[1].me.address], timedelta(seconds=20), lambda: None))
 
     threads = [threading.Thread(target=join, args=(members,), daemon=True) for members in newcomers]
     for thread in threads:

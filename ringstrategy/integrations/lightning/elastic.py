@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection
+from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.session import Session
 from ringstrategy.transport.members import JOIN, Members, Membership
@@ -38,10 +39,6 @@ _log = logging.getLogger("ringstrategy")
 
 
 _Told = TypeVar("_Told")
-
-
-class Newcomers(Exception):
-    """Raised before a batch on all ranks: replacements wait to be taken in."""
 
 
 class Rank(Protocol):
@@ -68,8 +65,8 @@ class Rank(Protocol):
             lost: a rank was lost, and others may wait for this one: they are told first.
         """
 
-    def joined(self) -> Membership:
-        """Wait until the members take this process in."""
+    def joined(self, while_waiting: Callable[[], None]) -> Membership:
+        """Wait until the members take this process in; `while_waiting` is called often, and may raise."""
 
     def take_place(self, now: Membership) -> None:
         """Be a rank of the new default group."""
@@ -97,6 +94,7 @@ class _Look(NamedTuple):
 
     wanted: int  # ranks; 0: any number, or it is new here
     may_wait: bool  # it is before a batch
+    asked: int  # see `Stopping.asked`
     newcomers: int  # that wait to be taken in
 
 
@@ -115,11 +113,12 @@ class Elastic:
         trainer: of this fit.
         strategy: of this trainer.
         members: of the job, or a newcomer's.
+        stopping: of this fit.
         waits: go on only with as many ranks as before.
     """
 
-    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, *, waits: bool) -> None:
-        self._trainer, self._strategy, self._members = trainer, strategy, members
+    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, stopping: Stopping, *, waits: bool) -> None:
+        self._trainer, self._strategy, self._members, self._stopping = trainer, strategy, members, stopping
         self._wanted = strategy.world_size if waits and not strategy.joins else 0
         fit = trainer.fit_loop
         self._fit, self._epoch, self._validation = fit, fit.epoch_loop, fit.epoch_loop.val_loop
@@ -138,6 +137,7 @@ class Elastic:
         # of this epoch: batches x ranks that have drawn them; up to which batch that is counted; ranks since then
         self._drawn, self._counted, self._ranks = 0, 0, strategy.world_size
         self._regrouped = self._due = self._skips_epoch_end = self._in_training_data = False
+        self._stops = False  # all ranks, before their next batch
 
     def close(self) -> None:
         """Give Lightning its own back."""
@@ -296,7 +296,7 @@ class Elastic:
             if before is not None and now.names == before.names and not isinstance(error, Newcomers):
                 raise error  # nobody is lost: ranks wait for each other at different places
         else:
-            now = strategy.joined()
+            now = strategy.joined(self._stopping.check)
         strategy.take_place(now)
         if before is not None and now.rank == 0 != before.rank:
             self._keep_logs()
@@ -332,24 +332,29 @@ class Elastic:
         if gone:
             saw = str(error).splitlines()[0]
             _log.warning("rank %d lost rank %s: %s", before.rank, ", ".join(map(str, gone)), saw)
-        if now.rank == 0:
-            ranks = f"training goes on with {now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
-            _log.warning("%s. A replacement is started as a rank was, with %s=%s", ranks, JOIN, ",".join(now.addresses))
+        if now.rank == 0 and not self._stops:
+            ranks = f"{now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
+            missing = self._wanted - now.size
+            waits = f"training waits for {missing} more: there are {ranks}"
+            what = waits if missing > 0 else f"training goes on with {ranks}"
+            _log.warning("%s. A replacement is started as a rank was, with %s=%s", what, JOIN, ",".join(now.addresses))
 
     def _wait_for_replacements(self) -> None:
         """All ranks come here before a batch, wherever they have noticed the loss."""
-        if self._strategy.world_size < self._wanted and not self._strategy.joins:
+        if self._strategy.world_size < self._wanted and not self._strategy.joins and not self._stops:
             raise Newcomers
 
     def _with_replacements(self, now: Membership, *, may_wait: bool) -> Membership:
-        """Take replacements in as soon as there are enough; all ranks learn how many are wanted.
+        """Take replacements in as soon as there are enough; all ranks learn how many are wanted, and if one is to stop.
 
-        They wait only if all of them are before a batch: whoever has noticed another loss meanwhile meets first.
+        They wait only if all of them are before a batch: whoever has noticed another loss meanwhile meets first. If one
+        is to stop, they wait no longer: before their next batch they save, and stop.
         """
         while True:
-            looks = self._all(_Look(self._wanted, may_wait, self._members.newcomers()))
+            looks = self._all(_Look(self._wanted, may_wait, self._stopping.asked, self._members.newcomers()))
             self._wanted = max(look.wanted for look in looks)
-            if now.size >= self._wanted or not all(look.may_wait for look in looks):
+            self._stops = self._stopping.agree(max(look.asked for look in looks))
+            if self._stops or now.size >= self._wanted or not all(look.may_wait for look in looks):
                 return now
             time.sleep(_WAIT_SECONDS)
             if now.size + looks[0].newcomers >= self._wanted:

@@ -155,7 +155,7 @@ class RingStrategy(Processes):
                 self._stopping = Stopping(trainer, self.session, self._naming_lost_peers, self.newcomers)
                 if self.members is not None:
                     waits = self.on_peer_loss == "wait"
-                    self._elastic = Elastic(trainer, self, self.members, waits=waits)
+                    self._elastic = Elastic(trainer, self, self.members, self._stopping, waits=waits)
                     self.on_regrouping()
 
     def configure_ddp(self) -> None:
