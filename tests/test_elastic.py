@@ -32,6 +32,7 @@ from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, 
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.session import Session
+from ringstrategy.transport import members
 
 pytestmark = pytest.mark.timeout(180)
 SAMPLES, BATCH, EPOCHS = 96, 4, 2
@@ -424,6 +425,27 @@ def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job],
     os.kill(running.ranks[asked].pid or 0, signal.SIGTERM)
     assert _stopped_at(running, [0, 2], folder) == 3
     assert all(running.record(rank)["time"] - begin < 5 for rank in (0, 2))
+
+
+def _wait_for_long(folder: str) -> None:
+    """To a rank that began no batch for 2 s it seems that it was silent for the timeout, of 20 s."""
+    seconds = members._seconds
+    members._seconds = lambda: 10 * seconds()
+    _train_and_save({1: ("forward", 3)}, "wait", folder, Signals(-1, -1))
+
+
+@pytest.mark.slow
+def test_to_wait_for_longer_than_the_timeout_is_not_to_be_silent(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Else rank 2 would have to stop when rank 0 dies as well: others might have gone on without it."""
+    folder = tmp_path / "checkpoints"
+    running = job(3, _wait_for_long, str(folder))
+    running.wait([1])
+    wait_until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), 30, "waited")
+    time.sleep(3.0)
+    os.kill(running.ranks[0].pid or 0, signal.SIGKILL)
+    wait_until(lambda: "training waits for 2 more: there are 1 rank" in running.output(2), 30, "waited alone")
+    os.kill(running.ranks[2].pid or 0, signal.SIGTERM)
+    assert _stopped_at(running, [2], folder) == 3
 
 
 def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
