@@ -455,6 +455,26 @@ def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: 
     assert _stopped_at(running, [0, 2], folder) == 3
 
 
+class Requeues(Signals):
+    """As under Slurm: rank `rank` gets its signal, and each rank notes at which step it saves."""
+
+    def setup(self, trainer: Any, *_: Any, stage: str) -> None:
+        trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: note(
+            f"requeued{trainer.lightning_module.born}.json", step=trainer.global_step
+        )
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+
+def test_a_loss_makes_no_rank_forget_slurms_signal(job: Callable[..., Job], tmp_path: Path) -> None:
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(tmp_path), Requeues(2, 3))
+    ends = _ends(running, [0, 2])
+    assert [json.loads((running.folder / f"requeued{rank}.json").read_text())["step"] for rank in (0, 2)] == [3, 3]
+    _as_an_oracle(running, ends)
+
+
 def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job]) -> None:
     running = job(1, _replace, ["127.0.0.1:1"], 3, "wait")
     wait_until((running.folder / "members3.json").exists, 60, "came to its first batch")
