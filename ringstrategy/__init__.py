@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         TopK,
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
-    from ringstrategy.errors import PeerLostError, PlanMismatchError
+    from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.transport import Peers, Stats
@@ -52,7 +52,7 @@ _HOMES = {
         *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
     ),
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
-    "errors": ("PeerLostError", "PlanMismatchError"),
+    "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "transport": ("Peers", "Stats"),
@@ -77,6 +77,7 @@ __all__ = [
     "GradientAlgorithm",
     "Hierarchical",
     "Identity",
+    "LeftBehindError",
     "Native",
     "ParameterAlgorithm",
     "PeerLostError",

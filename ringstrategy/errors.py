@@ -26,6 +26,14 @@ class PeerLostError(RuntimeError):
         return type(self), (self.rank, self.host, self.where, self.cause)
 
 
+class LeftBehindError(Exception):  # no RuntimeError: those may be of a rank that is lost, and are tried again
+    """This process cannot train on with the others, under `RingStrategy(on_peer_loss="shrink")` or `"wait"`.
+
+    Raised on a process that was silent for longer than the timeout, without which the others went on, and on all ranks
+    of a part of a broken network that is no majority. Start the process again as a replacement, or start all again.
+    """
+
+
 def last_words(exception: BaseException) -> str:
     """The reason that other ranks are told."""
     return f"{type(exception).__name__}: {exception}"[:500]

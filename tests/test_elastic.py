@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,16 +18,21 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
-from test_failures import Job, note
+from test_failures import Job, note, wait_until
 from test_failures import job as job  # a fixture
+from test_stopping import Signals
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import AllReduce, Auto, BlockInt, Gossip, PowerSGD, RingStrategy
+from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, PowerSGD, Ring, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.integrations.lightning import stopping
+from ringstrategy.session import Session
+from ringstrategy.transport import members
 
 pytestmark = pytest.mark.timeout(180)
 SAMPLES, BATCH, EPOCHS = 96, 4, 2
@@ -50,9 +58,8 @@ class Struck(Net):
         self.at("start")
 
     def on_train_epoch_start(self) -> None:
-        members = self.trainer.strategy.members
-        if members.now is not None:
-            note(f"members{self.born}.json", addresses=members.now.addresses)
+        now = self.trainer.strategy.members.now
+        note(f"members{self.born}.json", addresses=() if now is None else now.addresses)
         self.at("epoch start")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -93,8 +100,60 @@ class Struck(Net):
         self.at("save")
 
 
+class Torn(Struck):
+    """Rank `victim` is killed before its last message of a step, when another rank has got all of its own and stepped.
+
+    Each rank notes the steps that its optimizer makes.
+    """
+
+    STEP = 3
+
+    def __init__(self, victim: int) -> None:
+        super().__init__({})
+        self.victim = victim
+        self.sent, self.last = 0, -1  # messages
+        self.sent_before: list[int] = []  # each step
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(self._note_step)
+        return optimizer
+
+    def _note_step(self, *_: Any) -> None:
+        with Path(f"steps{self.born}.jsonl").open("a") as file:
+            world = self.trainer.strategy.members.now.generation
+            file.write(json.dumps({"world": world, "step": self.global_step}) + "\n")
+
+    def on_train_start(self) -> None:
+        if self.born == self.victim:
+            self._isend, dist.isend = dist.isend, self._count
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.sent_before.append(self.sent)
+        if len(self.sent_before) > self.STEP:
+            self.last = 2 * self.sent - self.sent_before[-2]  # as many as in the step before
+        return super().training_step(batch, batch_idx)
+
+    def _count(self, *args: Any, **options: Any) -> Any:
+        """In place of `isend`."""
+        self.sent += 1
+        if self.sent == self.last:
+            wait_until(lambda: any(self.STEP in steps for steps in _steps(Path()).values()), 30, "stepped")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self._isend(*args, **options)
+
+
+def _steps(folder: Path, world: int = 0) -> dict[int, list[int]]:
+    """That each rank has made in a world."""
+    steps: dict[int, list[int]] = {}
+    for file in folder.glob("steps*.jsonl"):
+        lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        steps[int(file.stem[5:])] = [line["step"] for line in lines if line["world"] == world]
+    return steps
+
+
 def _train(
-    deaths: dict[int, tuple[str, int]],
+    deaths: dict[int, tuple[str, int]] | Struck,
     on_peer_loss: Any,
     *,
     algorithm: Algorithm | None = None,
@@ -104,7 +163,7 @@ def _train(
 ) -> None:
     algorithm = AllReduce(bucket_mb=1e-4) if algorithm is None else algorithm
     strategy = RingStrategy(algorithm, timeout=timedelta(seconds=20), on_peer_loss=on_peer_loss)
-    model = Struck(deaths)
+    model = deaths if isinstance(deaths, Struck) else Struck(deaths)
     model.seconds = seconds
     trainer = trainer_with(strategy, max_epochs=EPOCHS, **options)
     trainer.fit(model, rows(SAMPLES, shuffle=True), rows(24) if val else None)
@@ -116,6 +175,7 @@ def _train(
         epoch=trainer.current_epoch,
         counted=trainer.strategy.algorithm.state_dict()["step"],
         weights=[parameter.tolist() for parameter in model.parameters()],
+        threads=[thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")],
     )
 
 
@@ -221,6 +281,28 @@ def test_several_are_lost(job: Callable[..., Job], deaths: dict[int, tuple[str, 
     _as_an_oracle(running, ends)
 
 
+def _train_torn(victim: int, collective: Collective) -> None:
+    _train(Torn(victim), "shrink", algorithm=AllReduce(collective=collective, bucket_mb=1e-4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("collective", "victim", "ahead", "behind"),
+    [(Ring(), 2, 1, 0), (Ring(), 0, 2, 1), (Direct(), 1, 2, 0)],
+    ids=["ring", "ring_without_rank_0", "direct"],
+)
+def test_survivors_that_are_a_step_apart_go_on(
+    job: Callable[..., Job], collective: Collective, victim: int, ahead: int, behind: int
+) -> None:
+    running = job(3, _train_torn, victim, collective)
+    ends = _ends(running, sorted([ahead, behind]))
+    before, after = _steps(running.folder), _steps(running.folder, world=1)
+    assert before[ahead] == [*range(Torn.STEP), Torn.STEP]
+    assert before[behind] == [*range(Torn.STEP)]
+    assert after[ahead] == after[behind] == [*range(Torn.STEP + 1, ends[0]["steps"])]
+    _as_an_oracle(running, ends)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "victim"), [("backward", 0), ("validation", 2), ("epoch end", 0)])
 @pytest.mark.parametrize(
@@ -282,6 +364,34 @@ def test_a_replacement_is_waited_for_after_a_validation(job: Callable[..., Job],
     _as_an_oracle(running, ends)
 
 
+def _train_until_a_meeting(victim: int, number: int, *args: Any, **options: Any) -> None:
+    """Rank `victim` is killed in its meeting of this number, once all have connected."""
+    compare, meetings = Session.compare_optimizers, itertools.count(1)
+
+    def or_die(session: Session) -> None:
+        if int(os.environ["LOCAL_RANK"]) == victim and next(meetings) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        compare(session)
+
+    Session.compare_optimizers = or_die  # type: ignore[method-assign]
+    _train(*args, **options)
+
+
+@pytest.mark.slow
+def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job]) -> None:
+    """The newcomer closes what it has opened, meets again, and waits with the other for a second newcomer."""
+    running = job(3, _train_until_a_meeting, 2, 3, {1: ("forward", 3)}, "wait")
+    running.wait([1])
+    addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
+    running.add(1, _replace, addresses, 3, "wait")
+    assert running.wait([2]) == [-signal.SIGKILL]
+    running.add(2, _replace, addresses, 4, "wait")
+    running.wait([1, 2])
+    ends = [*_ends(running, [0]), *(json.loads((running.folder / f"end{born}.json").read_text()) for born in (3, 4))]
+    assert [(end["rank"], end["size"], end["threads"]) for end in ends] == [(0, 3, []), (1, 3, []), (2, 3, [])]
+    _as_an_oracle(running, ends)
+
+
 @pytest.mark.slow
 def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
     """While the others train on."""
@@ -295,6 +405,94 @@ def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
     assert [end["size"] for end in ends] == [3, 3, 3]
     assert {end["rank"] for end in ends} == {0, 1, 2}
     _as_an_oracle(running, ends)
+
+
+def _train_and_save(deaths: dict[int, tuple[str, int]], on_peer_loss: str, folder: str, signals: Signals) -> None:
+    """Rank 0 never looks whether another rank has got a signal."""
+    stopping._LOOK_SECONDS = math.inf
+    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
+    _train(deaths, on_peer_loss, enable_checkpointing=True, callbacks=[saver, signals])
+
+
+def _stopped_at(running: Job, ranks: list[int], folder: Path) -> int:
+    """The step before which all of them stopped, with a checkpoint, and trained on nothing since the loss."""
+    assert running.wait(ranks, 20) == [0] * len(ranks)
+    assert [running.record(rank)["kind"] for rank in ranks] == ["SIGTERMException"] * len(ranks)
+    batches = [json.loads(line) for file in running.folder.glob("batches*") for line in file.read_text().splitlines()]
+    assert {batch["world"] for batch in batches} == {0}
+    assert [file.name for file in folder.glob("*.ckpt")] == ["last.ckpt"]
+    return int(torch.load(folder / "last.ckpt", weights_only=True)["global_step"])
+
+
+@pytest.mark.parametrize("asked", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job], asked: int, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "wait", str(folder), Signals(-1, -1))
+    running.wait([1])
+    wait_until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), 30, "waited")
+    time.sleep(1.0)
+    begin = time.time()
+    os.kill(running.ranks[asked].pid or 0, signal.SIGTERM)
+    assert _stopped_at(running, [0, 2], folder) == 3
+    assert all(running.record(rank)["time"] - begin < 5 for rank in (0, 2))
+
+
+def _wait_for_long(folder: str) -> None:
+    """To a rank that began no batch for 2 s it seems that it was silent for the timeout, of 20 s."""
+    seconds = members._seconds
+    members._seconds = lambda: 10 * seconds()
+    _train_and_save({1: ("forward", 3)}, "wait", folder, Signals(-1, -1))
+
+
+@pytest.mark.slow
+def test_to_wait_for_longer_than_the_timeout_is_not_to_be_silent(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Else rank 2 would have to stop when rank 0 dies as well: others might have gone on without it."""
+    folder = tmp_path / "checkpoints"
+    running = job(3, _wait_for_long, str(folder))
+    running.wait([1])
+    wait_until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), 30, "waited")
+    time.sleep(3.0)
+    os.kill(running.ranks[0].pid or 0, signal.SIGKILL)
+    wait_until(lambda: "training waits for 2 more: there are 1 rank" in running.output(2), 30, "waited alone")
+    os.kill(running.ranks[2].pid or 0, signal.SIGTERM)
+    assert _stopped_at(running, [2], folder) == 3
+
+
+def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more."""
+    folder = tmp_path / "checkpoints"
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(folder), Signals(2, 3))
+    assert _stopped_at(running, [0, 2], folder) == 3
+
+
+class Requeues(Signals):
+    """As under Slurm: rank `rank` gets its signal, and each rank notes at which step it saves."""
+
+    def setup(self, trainer: Any, *_: Any, stage: str) -> None:
+        trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: note(
+            f"requeued{trainer.lightning_module.born}.json", step=trainer.global_step
+        )
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
+
+
+def test_a_loss_makes_no_rank_forget_slurms_signal(job: Callable[..., Job], tmp_path: Path) -> None:
+    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(tmp_path), Requeues(2, 3))
+    ends = _ends(running, [0, 2])
+    assert [json.loads((running.folder / f"requeued{rank}.json").read_text())["step"] for rank in (0, 2)] == [3, 3]
+    _as_an_oracle(running, ends)
+
+
+def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job]) -> None:
+    running = job(1, _replace, ["127.0.0.1:1"], 3, "wait")
+    wait_until((running.folder / "members3.json").exists, 60, "came to its first batch")
+    begin = time.time()
+    os.kill(running.ranks[0].pid or 0, signal.SIGTERM)
+    assert running.wait([0], 20) == [0]
+    assert running.record(0)["kind"] == "SIGTERMException"
+    assert running.record(0)["time"] - begin < 5
 
 
 def _on_one_rank(options: dict[str, Any], data: Any) -> str:

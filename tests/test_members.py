@@ -18,10 +18,10 @@ import torch.distributed as dist
 from test_failures import Job, note, wait_until
 from test_failures import job as job  # a fixture
 
-from ringstrategy.errors import PeerLostError
+from ringstrategy.errors import LeftBehindError, PeerLostError
 from ringstrategy.transport import members as members_module
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.members import LeftBehindError, Members, Membership
+from ringstrategy.transport.members import Members, Membership
 
 pytestmark = pytest.mark.timeout(180)
 PATIENCE = timedelta(seconds=3)
@@ -289,7 +289,7 @@ def test_newcomers_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def join(members: Members) -> None:
         net._caller.number = -1
-        joined.append(members.join([net.all[1].me.address], timedelta(seconds=20)))
+        joined.append(members.join([net.all[1].me.address], timedelta(seconds=20), lambda: None))
 
     threads = [threading.Thread(target=join, args=(members,), daemon=True) for members in newcomers]
     for thread in threads:

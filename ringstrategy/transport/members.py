@@ -25,13 +25,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ringstrategy.errors import PeerLostError
+from ringstrategy.errors import LeftBehindError, PeerLostError
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
@@ -44,10 +44,6 @@ _ANSWER_SECONDS = 1.0  # a store that lives answers from a thread of its own, wh
 _FORMING_SECONDS = 20.0  # from the decision until all members are connected
 _LONGEST_POLL_SECONDS = 0.1
 _ROUNDS = 10  # of waiting as long as the patience, until a regroup gives up
-
-
-class LeftBehindError(Exception):
-    """This process cannot train on with the others. It must stop, or come again as a newcomer."""
 
 
 class Member(NamedTuple):
@@ -420,12 +416,13 @@ class Members:
 
     # Newcomers
 
-    def join(self, addresses: Sequence[str], timeout: timedelta) -> Membership:
+    def join(self, addresses: Sequence[str], timeout: timedelta, while_waiting: Callable[[], None]) -> Membership:
         """Wait until members of a job let this process in; then call `apply`.
 
         Args:
             addresses: "host:port" of spare stores of members; one of them must live.
             timeout: how long to wait.
+            while_waiting: called several times a second; may raise to end the wait.
 
         Raises:
             TimeoutError: nobody has let this process in.
@@ -438,14 +435,15 @@ class Members:
                     if world is None:
                         continue
                     known = list(dict.fromkeys([*(member.address for member in world.members), *known]))
-                    decision = self._knock(world.members[0], end)
+                    decision = self._knock(world.members[0], end, while_waiting)
                     if decision is not None:
                         return self._take(decision)
                     break
+            while_waiting()
             _pause(1.0)
         raise TimeoutError(f"no member at {', '.join(addresses)} let this process in: does one of them train?")
 
-    def _knock(self, leader: Member, end: float) -> _Decision | None:
+    def _knock(self, leader: Member, end: float, while_waiting: Callable[[], None]) -> _Decision | None:
         """Wait at the one who leads if nobody is lost; None if that is another one by now."""
         ticket, store = uuid.uuid4().hex, self._store_of(leader)
         place = f"newcomer/{store.add('newcomers', 1)}"
@@ -458,6 +456,7 @@ class Members:
                 world = self._state_of(leader).world
                 if world is None or world.members[0] != leader:
                     break
+                while_waiting()
                 _pause(1.0)
             return None
         finally:

@@ -6,9 +6,9 @@ import copy
 import io
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection
+from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.session import Session
 from ringstrategy.transport.members import JOIN, Members, Membership
@@ -37,8 +38,7 @@ _CANNOT_SHARE = (
 _log = logging.getLogger("ringstrategy")
 
 
-class Newcomers(Exception):
-    """Raised before a batch on all ranks: replacements wait to be taken in."""
+_Told = TypeVar("_Told")
 
 
 class Rank(Protocol):
@@ -58,11 +58,15 @@ class Rank(Protocol):
     def global_rank(self) -> int:
         """Of now."""
 
-    def part(self, error: BaseException) -> None:
-        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept."""
+    def part(self, *, lost: bool) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
 
-    def joined(self) -> Membership:
-        """Wait until the members take this process in."""
+        Args:
+            lost: a rank was lost, and others may wait for this one: they are told first.
+        """
+
+    def joined(self, while_waiting: Callable[[], None]) -> Membership:
+        """Wait until the members take this process in; `while_waiting` is called often, and may raise."""
 
     def take_place(self, now: Membership) -> None:
         """Be a rank of the new default group."""
@@ -85,6 +89,15 @@ class _Standing(NamedTuple):
     shares: tuple[int, int, int]
 
 
+class _Look(NamedTuple):
+    """What a rank sees before all go on."""
+
+    wanted: int  # ranks; 0: any number, or it is new here
+    may_wait: bool  # it is before a batch
+    asked: int  # see `Stopping.asked`
+    newcomers: int  # that wait to be taken in
+
+
 class Elastic:
     """Takes the place of the methods of Lightning's loops in which ranks wait for each other, for one fit.
 
@@ -100,12 +113,13 @@ class Elastic:
         trainer: of this fit.
         strategy: of this trainer.
         members: of the job, or a newcomer's.
+        stopping: of this fit.
         waits: go on only with as many ranks as before.
     """
 
-    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, *, waits: bool) -> None:
-        self._trainer, self._strategy, self._members = trainer, strategy, members
-        self._wanted = strategy.world_size if waits else 0
+    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, stopping: Stopping, *, waits: bool) -> None:
+        self._trainer, self._strategy, self._members, self._stopping = trainer, strategy, members, stopping
+        self._wanted = strategy.world_size if waits and not strategy.joins else 0
         fit = trainer.fit_loop
         self._fit, self._epoch, self._validation = fit, fit.epoch_loop, fit.epoch_loop.val_loop
         self._advance, self._validate, self._end_epoch = self._epoch.advance, self._validation.run, fit.on_advance_end
@@ -123,6 +137,7 @@ class Elastic:
         # of this epoch: batches x ranks that have drawn them; up to which batch that is counted; ranks since then
         self._drawn, self._counted, self._ranks = 0, 0, strategy.world_size
         self._regrouped = self._due = self._skips_epoch_end = self._in_training_data = False
+        self._stops = False  # all ranks, before their next batch
 
     def close(self) -> None:
         """Give Lightning its own back."""
@@ -275,20 +290,17 @@ class Elastic:
     def _go_on(self, where: int, error: BaseException) -> bool:
         strategy, before = self._strategy, self._members.now
         mine = self._standing(where)
-        strategy.part(error)
+        strategy.part(lost=not isinstance(error, Newcomers))
         if self._members.belongs:
             now = self._members.regroup(invite=isinstance(error, Newcomers))
             if before is not None and now.names == before.names and not isinstance(error, Newcomers):
                 raise error  # nobody is lost: ranks wait for each other at different places
         else:
-            now = strategy.joined()
+            now = strategy.joined(self._stopping.check)
         strategy.take_place(now)
         if before is not None and now.rank == 0 != before.rank:
             self._keep_logs()
-        while now.size < self._wanted and isinstance(error, Newcomers):
-            if self._enough(now.size):
-                now = self._members.regroup(invite=True)
-                strategy.take_place(now)
+        now = self._with_replacements(now, may_wait=isinstance(error, Newcomers))
         standings = self._all(mine)
         furthest = max(standings, key=lambda standing: standing.place)
         source = standings.index(furthest)
@@ -320,23 +332,35 @@ class Elastic:
         if gone:
             saw = str(error).splitlines()[0]
             _log.warning("rank %d lost rank %s: %s", before.rank, ", ".join(map(str, gone)), saw)
-        if now.rank == 0:
-            ranks = f"training goes on with {now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
-            _log.warning("%s. A replacement is started as a rank was, with %s=%s", ranks, JOIN, ",".join(now.addresses))
+        if now.rank == 0 and not self._stops:
+            ranks = f"{now.size} {'rank' if now.size == 1 else 'ranks'}, {came} of them new"
+            missing = self._wanted - now.size
+            waits = f"training waits for {missing} more: there are {ranks}"
+            what = waits if missing > 0 else f"training goes on with {ranks}"
+            _log.warning("%s. A replacement is started as a rank was, with %s=%s", what, JOIN, ",".join(now.addresses))
 
     def _wait_for_replacements(self) -> None:
         """All ranks come here before a batch, wherever they have noticed the loss."""
-        if self._strategy.world_size < self._wanted and not self._strategy.joins:
+        if self._strategy.world_size < self._wanted and not self._strategy.joins and not self._stops:
             raise Newcomers
 
-    def _enough(self, size: int) -> bool:
-        """With the newcomers that rank 0 sees."""
-        looked: list[Any] = [None]
-        if dist.get_rank() == 0:
+    def _with_replacements(self, now: Membership, *, may_wait: bool) -> Membership:
+        """Take replacements in as soon as there are enough; all ranks learn how many are wanted, and if one is to stop.
+
+        They wait only if all of them are before a batch: whoever has noticed another loss meanwhile meets first. If one
+        is to stop, they wait no longer: before their next batch they save, and stop.
+        """
+        while True:
+            looks = self._all(_Look(self._wanted, may_wait, self._stopping.asked, self._members.newcomers()))
+            self._wanted = max(look.wanted for look in looks)
+            self._stops = self._stopping.agree(max(look.asked for look in looks))
+            if self._stops or now.size >= self._wanted or not all(look.may_wait for look in looks):
+                return now
             time.sleep(_WAIT_SECONDS)
-            looked = [self._members.newcomers()]
-        dist.broadcast_object_list(looked, src=0)
-        return size + int(looked[0]) >= self._wanted
+            if now.size + looks[0].newcomers >= self._wanted:
+                now = self._members.regroup(invite=True)
+                self._strategy.take_place(now)
+            self._members.beat()
 
     def _standing(self, where: int) -> _Standing:
         if self._strategy.joins:
@@ -350,10 +374,11 @@ class Elastic:
         return _Standing(place, digest, (self._drawn, self._counted, self._ranks))
 
     @staticmethod
-    def _all(mine: _Standing) -> list[_Standing]:
-        standings: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(standings, mine)
-        return standings
+    def _all(mine: _Told) -> list[_Told]:
+        """What all ranks tell each other, by rank."""
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, mine)
+        return told
 
     def _hand_over(self, standings: list[_Standing], source: int) -> None:
         """The state of the furthest rank, to those that have another."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -160,11 +161,11 @@ class Processes(DDPStrategy):
         if isinstance(self._launcher, OutlivingLauncher):
             self._launcher.let_go()
 
-    def joined(self) -> Membership:
-        """Wait until the members take this process in."""
+    def joined(self, while_waiting: Callable[[], None]) -> Membership:
+        """Wait until the members take this process in; `while_waiting` is called often, and may raise."""
         assert self.members is not None
         assert self._timeout is not None
-        return self.members.join(os.environ[JOIN].split(","), self._timeout)
+        return self.members.join(os.environ[JOIN].split(","), self._timeout, while_waiting)
 
     def take_place(self, now: Membership) -> None:
         """Be a rank of the new default group."""

@@ -17,13 +17,16 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from ringstrategy.integrations.lightning.elastic import Newcomers
 from ringstrategy.integrations.lightning.files import finish
 from ringstrategy.session import Session
 
 _LOOK_SECONDS = 1.0  # between two looks of rank 0 for what other ranks were asked
 _GO_ON, _TAKE_IN, _REQUEUE, _STOP = range(4)  # a later one counts more
 _ASKED = {_STOP: "asked/stop", _REQUEUE: "asked/requeue"}  # keys of the store
+
+
+class Newcomers(Exception):
+    """Raised before a batch on all ranks: replacements wait to be taken in."""
 
 
 class Stopping:
@@ -74,6 +77,29 @@ class Stopping:
             (self._trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"),
         ):
             vars(owner).pop(name, None)
+
+    @property
+    def asked(self) -> int:
+        """What this rank was asked, or all are to do before their next batch. A higher number counts more."""
+        return self._asked
+
+    def agree(self, asked: int) -> bool:
+        """All ranks do what one of them was asked, before their next batch; all call it. Is it to stop?
+
+        For ranks that have told each other without rank 0, such as those that meet after a loss.
+
+        Args:
+            asked: the highest of all ranks' `asked`.
+        """
+        if asked > self._asked:
+            self._asked = asked
+        self._told = asked
+        return asked == _STOP
+
+    def check(self) -> None:
+        """SIGTERMException if this rank was asked to stop: for one that waits alone, and has nothing to save."""
+        if self._asked == _STOP:
+            raise SIGTERMException
 
     def _on_sigterm(self, signum: Any, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that was forked: it ends, as without a handler

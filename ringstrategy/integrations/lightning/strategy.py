@@ -27,7 +27,7 @@ from ringstrategy.algorithms.auto import Auto
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
-from ringstrategy.integrations.lightning.elastic import Elastic, Newcomers
+from ringstrategy.integrations.lightning.elastic import Elastic
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIO, finish
 from ringstrategy.integrations.lightning.joined import Joining
 from ringstrategy.integrations.lightning.looks import Looks
@@ -155,7 +155,7 @@ class RingStrategy(Processes):
                 self._stopping = Stopping(trainer, self.session, self._naming_lost_peers, self.newcomers)
                 if self.members is not None:
                     waits = self.on_peer_loss == "wait"
-                    self._elastic = Elastic(trainer, self, self.members, waits=waits)
+                    self._elastic = Elastic(trainer, self, self.members, self._stopping, waits=waits)
                     self.on_regrouping()
 
     def configure_ddp(self) -> None:
@@ -231,17 +231,19 @@ class RingStrategy(Processes):
         loader = super().process_dataloader(dataloader)
         return loader if self._elastic is None else self._elastic.shared_out(loader)
 
-    def part(self, error: BaseException) -> None:
-        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept."""
+    def part(self, *, lost: bool) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
+
+        Args:
+            lost: a rank was lost, and others may wait for this one: they are told first.
+        """
         session = self._fit
         session.leave_consensus()
         self._means = None
-        if self.joins:
-            return
-        if not isinstance(error, Newcomers):
+        if lost:
             session.part()
-        held = self.algorithm.residuals() if isinstance(self.algorithm, GradientAlgorithm) else ()
-        if self._kept is None:  # else they are from before another loss
+        if self._kept is None and not self.joins:  # else it is from before another loss
+            held = self.algorithm.residuals() if isinstance(self.algorithm, GradientAlgorithm) else ()
             self._kept = self.algorithm.state_dict(), {name: value.clone() for name, value in held}
         session.close()
 
