@@ -24,7 +24,6 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
-from scripts import lines_of
 from test_feedback import about_residuals, equal, lossy, residuals
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
@@ -550,11 +549,3 @@ def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp
     first, *others = ranks(3, _one_resumes, str(tmp_path / "run.ckpt"))
     assert "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch " in first
     assert others == [first, first]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_campaign_of_kills_finds_no_torn_checkpoint(tmp_path: Path) -> None:
-    """`--faults 100` takes half an hour, so this is a few of it."""
-    [row] = lines_of("faults", tmp_path / "faults.jsonl", "--faults", "1", "--cases", "residuals")
-    assert (row["faults"], row["whole"], row["torn"], row["hung"]) == (1, 1, 0, 0)

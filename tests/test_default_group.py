@@ -112,7 +112,14 @@ def check_named(running: Job, victim: int, late: dict[int, float]) -> None:
 @pytest.mark.parametrize("victim", [2, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "place",
-    ["the decision before a batch", "buffers", "a collective of the user", "a metric", "a checkpoint"],
+    [
+        "the decision before a batch",
+        "buffers",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("a collective of the user", "a metric", "a checkpoint")
+        ),
+    ],
 )
 def test_all_survivors_name_the_rank_that_died_before(job: Callable[..., Job], place: str, victim: int) -> None:
     check_named(job(4, _dies, victim, place), victim, {})

@@ -282,7 +282,8 @@ def algorithms(size: int) -> list[tuple[Callable[..., Decentralized], Callable[[
     ]
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4, 5, 8))])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_real_processes_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     apart = []
     for number, (make, twin_class, topology) in enumerate(algorithms(size)):

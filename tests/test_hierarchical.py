@@ -400,6 +400,7 @@ def _identities(boots: list[str]) -> list[tuple[str, ...]]:
     return found
 
 
+@pytest.mark.slow
 def test_ranks_share_a_host_if_its_name_and_its_kernel_are_one(ranks: Pool) -> None:
     for boots, same in ((["x", "x", "x"], True), (["x", "x", "y"], False), (["", "", ""], True)):
         for told, untold in ranks(3, _identities, boots):

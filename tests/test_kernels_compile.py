@@ -167,7 +167,11 @@ def gathered(run: int, tiles: int) -> Counter[int]:
     return found
 
 
-@pytest.mark.parametrize(("gpu", "variant"), CASES, ids=named)
+@pytest.mark.parametrize(
+    ("gpu", "variant"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * case[1].rotated) for case in CASES],
+    ids=named,
+)
 def test_it_compiles_without_spills(gpu, variant):
     if variant.gathered and not GATHERS:
         pytest.skip("this compiler fails, so gradients are packed first")

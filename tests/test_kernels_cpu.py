@@ -539,7 +539,8 @@ def test_a_kernel_on_disk_is_named_by_all_that_it_depends_on(monkeypatch: pytest
     assert len(names) == 4
 
 
-@pytest.mark.parametrize("trouble", [pytest.param("unwritable", marks=pytest.mark.slow), "full"])
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["unwritable", "full"])
 def test_where_nothing_can_be_written_kernels_are_compiled_in_memory(tmp_path: Path, trouble: str) -> None:
     assert printed(start_compiling(tmp_path, trouble=trouble)) == (0, expected_sum())
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]

@@ -228,7 +228,8 @@ def test_the_packets_of_a_training_step(tmp_path):
             row["bytes_sent"] < payload < 1.5 * row["bytes_sent"] for payload in row["payload_bytes"]
         ), "gradients and gloo's headers, and what TCP may send twice"
     assert rows["ring_int8"]["bytes_sent"] < 0.3 * rows["ring"]["bytes_sent"]
-    assert rows["ring"]["other_messages"] == rows["ring_int8"]["other_messages"] == [0, 0], "not even to the store"
+    for name in ("ring", "ring_int8"):
+        assert max(rows[name]["other_messages"]) < 1, "to the store, in a step: only a rank that waits for long writes"
     assert {file.name for file in tmp_path.glob("*.pcap")} == {"host0-of-2.pcap", "host1-of-2.pcap"}
 
 
