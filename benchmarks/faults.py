@@ -121,7 +121,7 @@ class Case:
         return cls(plan, launcher)
 
 
-class _Start:
+class Start:
     """The processes of one start, and what its ranks have noted when all have ended."""
 
     def __init__(self, plan: Plan, launcher: str) -> None:
@@ -240,9 +240,9 @@ class Judge:
         with self._lock:
             if (strategy, size) not in self._expected:
                 folder = self._scratch / f"undisturbed {strategy} {size}"
-                start = _Start(Plan(str(folder), 0, strategy, "raise", size, _EPOCHS), "environment")
+                start = Start(Plan(str(folder), 0, strategy, "raise", size, _EPOCHS), "environment")
                 assert not any(start.codes), f"see {folder}"
-                found = [*_wrong_means(start, strategy, range(size), size), *_lost_samples(start, size)]
+                found = [*wrong_means(start, strategy, range(size), size), *lost_samples(start, size)]
                 assert not found, f"{found}: see {folder}"
                 self._expected[strategy, size] = [
                     {note["step"]: note["digest"] for note in notes} for notes in start.of("step")
@@ -252,25 +252,25 @@ class Judge:
     def __call__(self, case: Case) -> list[tuple[str, str]]:
         """Let it happen."""
         expected = self.undisturbed(case.plan.strategy, case.plan.size)
-        start = _Start(case.plan, case.launcher)
+        start = Start(case.plan, case.launcher)
         found = [("hung", "in the first start")] * start.hung + [("orphans", "in the first start")] * start.orphans
         if not any(start.of("struck")):
             found.append(("wrong", "nothing has struck"))
         if case.plan.policy == "shrink":
-            return found + (_of_survivors(case, start) if not start.hung else [])
-        found += [("unnamed", words) for words in _unnamed(case, start)]
-        found += _other_bits(start, expected)
+            return found + (of_survivors(case, start) if not start.hung else [])
+        found += [("unnamed", words) for words in unnamed(case, start)]
+        found += other_bits(start, expected)
         if case.launcher == "torchrun":  # has started the ranks once more itself
             again = replace(case.plan, attempt=1, fault="")
             notes_again = [harness.noted(again.notes(rank)) for rank in range(again.size)]
-            return found + (_of_resumed(case, start.notes, notes_again, expected) if any(notes_again) else [])
-        resumed = _Start(replace(case.plan, attempt=1, fault="", victims=()), case.launcher)
+            return found + (of_resumed(case, start.notes, notes_again, expected) if any(notes_again) else [])
+        resumed = Start(replace(case.plan, attempt=1, fault="", victims=()), case.launcher)
         found += [("hung", "in the second start")] * resumed.hung
         found += [("orphans", "in the second start")] * resumed.orphans
-        return found + _of_resumed(case, start.notes, resumed.notes, expected)
+        return found + of_resumed(case, start.notes, resumed.notes, expected)
 
 
-def _other_bits(start: _Start, expected: list[dict[int, str]]) -> list[tuple[str, str]]:
+def other_bits(start: Start, expected: list[dict[int, str]]) -> list[tuple[str, str]]:
     """Until the fault."""
     return [
         ("wrong", f"rank {rank} has other bits at step {note['step']}")
@@ -280,7 +280,7 @@ def _other_bits(start: _Start, expected: list[dict[int, str]]) -> list[tuple[str
     ]
 
 
-def _unnamed(case: Case, start: _Start) -> list[str]:
+def unnamed(case: Case, start: Start) -> list[str]:
     """What ranks that were spared say, if it is not what happened."""
     plan, found = case.plan, []
     spawned = case.launcher in ("spawn", "fork")  # whoever started them has the error
@@ -306,7 +306,7 @@ def _unnamed(case: Case, start: _Start) -> list[str]:
     return found
 
 
-def _of_resumed(case: Case, before: list[Notes], after: list[Notes], expected: list[dict[int, str]]) -> list[Any]:
+def of_resumed(case: Case, before: list[Notes], after: list[Notes], expected: list[dict[int, str]]) -> list[Any]:
     """How the next start went on."""
     saved = max(  # as a batch of an epoch begins, the save of the epoch before has ended
         (note["epoch"] * STEPS for notes in before for note in notes if note["what"] == "batch"), default=0
@@ -340,7 +340,7 @@ def _of_resumed(case: Case, before: list[Notes], after: list[Notes], expected: l
     return found
 
 
-def _of_survivors(case: Case, start: _Start) -> list[tuple[str, str]]:
+def of_survivors(case: Case, start: Start) -> list[tuple[str, str]]:
     """How those that were spared have gone on, and what they have saved."""
     plan, found = case.plan, list[tuple[str, str]]()
     ended = [rank for rank in range(plan.size) if rank not in plan.victims or plan.fault == "stall"]
@@ -356,10 +356,10 @@ def _of_survivors(case: Case, start: _Start) -> list[tuple[str, str]]:
     if found:
         return found
     behind = len(plan.victims) + 1 if plan.strategy.startswith("gossip") else 0
-    found += _wrong_means(start, plan.strategy, ended, plan.size)
-    found += _lost_samples(start, plan.size, behind)
+    found += wrong_means(start, plan.strategy, ended, plan.size)
+    found += lost_samples(start, plan.size, behind)
     again = replace(plan, attempt=1, fault="", victims=(), policy="raise", size=len(ended), epochs=2 * _EPOCHS)
-    resumed = _Start(again, "environment")
+    resumed = Start(again, "environment")
     found += [("hung", "in the second start")] * resumed.hung
     had = [{note["step"]: note for note in start.of("step")[rank]} for rank in ended]
     for rank, begins in enumerate(resumed.of("begin")):
@@ -374,7 +374,7 @@ def _of_survivors(case: Case, start: _Start) -> list[tuple[str, str]]:
     return found
 
 
-def _made(start: _Start) -> list[list[dict[str, Any]]]:
+def _made(start: Start) -> list[list[dict[str, Any]]]:
     """Of each step in which ranks trained: the batches of those that made it."""
     batches: dict[int, list[dict[str, Any]]] = {}
     for notes in start.of("batch"):
@@ -387,7 +387,7 @@ def _made(start: _Start) -> list[list[dict[str, Any]]]:
     return made
 
 
-def _wrong_means(start: _Start, strategy: str, ended: Sequence[int], size: int) -> list[tuple[str, str]]:
+def wrong_means(start: Start, strategy: str, ended: Sequence[int], size: int) -> list[tuple[str, str]]:
     """Do the ranks have the same bits, and the means that one process computes over the batches of each step?"""
     trained = [start.of("trained")[rank][0] for rank in ended]
     if strategy.startswith("gossip"):
@@ -416,7 +416,7 @@ def _wrong_means(start: _Start, strategy: str, ended: Sequence[int], size: int) 
     return found
 
 
-def _lost_samples(start: _Start, size: int, behind: int = 0) -> list[tuple[str, str]]:
+def lost_samples(start: Start, size: int, behind: int = 0) -> list[tuple[str, str]]:
     """Is each sample of each epoch trained on, but those of ranks that gossip `behind` a lost one?"""
     drawn = Counter((note["epoch"], sample) for notes in _made(start) for note in notes for sample in note["samples"])
     found = []

@@ -47,8 +47,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Any, Any, An
     plan = replace(case.plan, strategy="ring", policy="raise", size=2, victims=(1,), fault="kill", place="backward")
     case = Case(replace(plan, step=4, start_method="popen", timeout=30.0), "environment")
     expected = faults.Judge(folder).undisturbed("ring", 2)
-    start = faults._Start(case.plan, "environment")
-    resumed = faults._Start(replace(case.plan, attempt=1, fault="", victims=()), "environment")
+    start = faults.Start(case.plan, "environment")
+    resumed = faults.Start(replace(case.plan, attempt=1, fault="", victims=()), "environment")
     return case, start, resumed, expected
 
 
@@ -56,9 +56,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Any, Any, An
 def test_a_clean_outcome_is_clean(killed: tuple[Case, Any, Any, Any]) -> None:
     case, start, resumed, expected = killed
     assert not start.hung
-    assert not faults._unnamed(case, start)
-    assert not faults._other_bits(start, expected)
-    assert not faults._of_resumed(case, start.notes, resumed.notes, expected)
+    assert not faults.unnamed(case, start)
+    assert not faults.other_bits(start, expected)
+    assert not faults.of_resumed(case, start.notes, resumed.notes, expected)
 
 
 def _tampered(start: Any, what: str, **facts: Any) -> Any:
@@ -72,27 +72,27 @@ def _tampered(start: Any, what: str, **facts: Any) -> Any:
 @pytest.mark.slow
 def test_what_is_wrong_is_seen(killed: tuple[Case, Any, Any, Any]) -> None:
     case, start, resumed, expected = killed
-    assert faults._other_bits(_tampered(start, "step", digest="0"), expected)
-    assert faults._unnamed(case, _tampered(start, "error", rank=0))
-    assert faults._unnamed(case, _tampered(start, "error", kind="RuntimeError"))
+    assert faults.other_bits(_tampered(start, "step", digest="0"), expected)
+    assert faults.unnamed(case, _tampered(start, "error", rank=0))
+    assert faults.unnamed(case, _tampered(start, "error", kind="RuntimeError"))
     for harm in ({"digest": "0"}, {"step": 0}):
         after = _tampered(resumed, "begin", **harm).notes
-        assert faults._of_resumed(case, start.notes, after, expected), harm
-    assert faults._of_resumed(case, start.notes, _tampered(resumed, "step", digest="0").notes, expected)
+        assert faults.of_resumed(case, start.notes, after, expected), harm
+    assert faults.of_resumed(case, start.notes, _tampered(resumed, "step", digest="0").notes, expected)
 
 
 @pytest.mark.slow
 def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path) -> None:
     plan = replace(Case.draw(0, tmp_path).plan, strategy="ring", policy="shrink", size=3, fault="kill", victims=(0,))
-    start = faults._Start(replace(plan, place="send", step=4, delay=1, start_method="popen"), "environment")
-    assert not faults._wrong_means(start, "ring", [1, 2], 3)
-    assert not faults._lost_samples(start, 3)
+    start = faults.Start(replace(plan, place="send", step=4, delay=1, start_method="popen"), "environment")
+    assert not faults.wrong_means(start, "ring", [1, 2], 3)
+    assert not faults.lost_samples(start, 3)
     [batch] = [note for note in start.of("batch")[1] if note["step"] == 6]
     others = batch["samples"][1:] + batch["samples"][:1]
-    assert not faults._wrong_means(_with_samples(start, 6, others), "ring", [1, 2], 3), "the order changes no mean"
+    assert not faults.wrong_means(_with_samples(start, 6, others), "ring", [1, 2], 3), "the order changes no mean"
     doubled = _with_samples(start, 6, batch["samples"][:3] + batch["samples"][:1])
-    assert faults._wrong_means(doubled, "ring", [1, 2], 3)
-    assert faults._lost_samples(doubled, 3)
+    assert faults.wrong_means(doubled, "ring", [1, 2], 3)
+    assert faults.lost_samples(doubled, 3)
 
 
 def _with_samples(start: Any, step: int, drawn: list[int]) -> Any:

@@ -176,7 +176,7 @@ def test_the_short_form_is_short_and_needs_no_root():
     for step in LOOPBACK:
         assert "bit" not in step.arguments
         assert "loopback" in step.arguments or step.arguments.startswith(
-            ("codecs", "overhead", "restart", "shrink", "soak", "fuzz")
+            ("codecs", "overhead", "restart", "shrink", "soak", "fuzz", "faults")
         )
 
 
