@@ -296,7 +296,7 @@ def unnamed(case: Case, start: Start) -> list[str]:
             continue  # it was through
         elif plan.fault in (*_LOSSES, "raise") and rank not in plan.victims and plan.place != "set-up":
             if spawned:
-                said = f"{start.log} {error}"
+                said = f"{start.log} {error}".lower()
                 if not any(f"{who} {victim}" in said for who in ("rank", "process") for victim in plan.victims):
                     found.append(words)
             elif error is None or error["kind"] != "PeerLostError" or error["rank"] not in plan.victims:
