@@ -186,12 +186,13 @@ class _Strike(L.Callback):
         self._struck = False
         self._sent: int | None = None  # messages, in the step of the fault
 
-    def strike(self) -> None:
+    def strike(self, *, late: bool = False) -> None:
         """Once in a run."""
         if self._struck:
             return
         self._struck = True
-        self._notes.add("struck")
+        cut = _reset_connections() if self._plan.fault == "reset" else None
+        self._notes.add("struck", late=late, cut=cut)
         match self._plan.fault:
             case "kill" | "kill all":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -201,8 +202,6 @@ class _Strike(L.Callback):
                 os.kill(os.getpid(), signal.SIGTERM)
             case "freeze":
                 os.kill(os.getpid(), signal.SIGSTOP)
-            case "reset":
-                _reset_connections()
             case "stall":
                 time.sleep(_STALL_SECONDS)
             case "raise":
@@ -258,7 +257,7 @@ class _Strike(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._notes.rank in self._plan.victims:
-            self.strike()  # what has not come yet comes here
+            self.strike(late=self._plan.place != "any")  # what has not come yet comes here
 
     def _count_messages(self, trainer: L.Trainer) -> None:
         send = dist.isend
@@ -273,14 +272,17 @@ class _Strike(L.Callback):
         dist.isend = counted
 
 
-def _reset_connections() -> None:
-    """All that this process has over TCP, but those to the store."""
+def _reset_connections() -> int:
+    """All that this process has over TCP, but those to the store; how many."""
+    cut = 0
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             connection = socket.socket(fileno=os.dup(int(name)))
             ports = {connection.getpeername()[1], connection.getsockname()[1]}
             if connection.type == socket.SOCK_STREAM and int(os.environ["MASTER_PORT"]) not in ports:
                 connection.shutdown(socket.SHUT_RDWR)
+                cut += 1
+    return cut
 
 
 def be_a_rank(plan: Plan) -> None:
