@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how often, and where
 _LOSSES = ("kill", "kill all", "exit", "freeze")
 _KINDS = {"terminate": "SIGTERMException", "reset": "PeerLostError", "nan": "RuntimeError", "raise": "ValueError"}
 _SURVIVABLE = ("kill", "exit", "raise", "freeze", "stall")
-_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 0.02, "two-shot bf16": 0.02}  # of parameters, beside exact means
+_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 2e-3, "two-shot bf16": 2e-3}  # of parameters, beside exact means
 
 Launcher = Literal["environment", "lightning", "spawn", "fork", "torchrun"]
 Notes = list[dict[str, Any]]  # of one rank, in order
@@ -444,7 +444,7 @@ def wrong_means(start: Start, strategy: str, ended: Sequence[int], size: int) ->
         optimizer.step()
     for mine, theirs in zip(model.parameters(), trained[0]["values"], strict=True):
         if not torch.allclose(mine, torch.tensor(theirs), rtol=1e-4, atol=_TOLERANCES[strategy]):
-            far = float((mine - torch.tensor(theirs)).abs().max())
+            far = float((mine.detach() - torch.tensor(theirs)).abs().max())
             found.append(("wrong", f"parameters are {far:.1e} from those of exact means"))
     return found
 

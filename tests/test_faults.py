@@ -84,16 +84,17 @@ def test_what_is_wrong_is_seen(killed: tuple[Case, Any, Any, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path) -> None:
-    plan = replace(Case.draw(0, tmp_path).plan, strategy="ring", policy="shrink", size=3, fault="kill", victims=(0,))
+@pytest.mark.parametrize("strategy", faults._TOLERANCES)
+def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path, strategy: str) -> None:
+    plan = replace(Case.draw(0, tmp_path).plan, strategy=strategy, policy="shrink", size=3, fault="kill", victims=(0,))
     start = faults.Start(replace(plan, place="send", step=4, delay=1, start_method="popen"), "environment")
-    assert not faults.wrong_means(start, "ring", [1, 2], 3)
+    assert not faults.wrong_means(start, strategy, [1, 2], 3)
     assert not faults.lost_samples(start, 3)
     [batch] = [note for note in start.of("batch")[1] if note["step"] == 6]
     others = batch["samples"][1:] + batch["samples"][:1]
-    assert not faults.wrong_means(_with_samples(start, 6, others), "ring", [1, 2], 3), "the order changes no mean"
+    assert not faults.wrong_means(_with_samples(start, 6, others), strategy, [1, 2], 3), "the order changes no mean"
     doubled = _with_samples(start, 6, batch["samples"][:3] + batch["samples"][:1])
-    assert faults.wrong_means(doubled, "ring", [1, 2], 3)
+    assert faults.wrong_means(doubled, strategy, [1, 2], 3)
     assert faults.lost_samples(doubled, 3)
 
 
