@@ -103,7 +103,7 @@ class _Notes:
             file.write(json.dumps({"what": what, "at": time.time(), **facts}) + "\n")
 
 
-def samples(size: int, epochs: int) -> TensorDataset:
+def samples(size: int) -> TensorDataset:
     """Inputs, targets, and the number of each."""
     generator = torch.Generator().manual_seed(size)
     x = torch.randn(size * STEPS * BATCH, FEATURES, generator=generator)
@@ -290,7 +290,7 @@ def be_a_rank(plan: Plan) -> None:
     torch.set_num_threads(1)
     notes = _Notes(plan)
     algorithm = STRATEGIES[plan.strategy](**{"on_nonfinite": "raise"} if plan.fault == "nan" else {})
-    data = samples(plan.size, plan.epochs)
+    data = samples(plan.size)
     trainer = L.Trainer(
         strategy=RingStrategy(
             algorithm,

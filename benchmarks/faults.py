@@ -25,7 +25,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -56,15 +55,16 @@ _MARK = "RINGSTRATEGY_FAULT"  # in the environment of all that a launcher starts
 _IN_BATCH = ("forward", "backward", "send", "optimizer", "batch end")
 _AT_END = ("validation", "save", "epoch end")
 _PLACES = ("set-up", "start", *_IN_BATCH, *_AT_END, "any")
+_MET = tuple(place for place in _PLACES if place != "set-up")  # the ranks know each other
 _OF_MODULE = tuple(place for place in _PLACES if place not in ("send", "save", "any"))  # in the main thread
 FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how often, and where
     "kill": (40, _PLACES),
     "kill all": (5, _PLACES),
     "exit": (9, _PLACES),
     "raise": (12, _OF_MODULE),
-    "terminate": (12, tuple(place for place in _PLACES if place != "set-up")),
-    "freeze": (7, tuple(place for place in _PLACES if place != "set-up")),
-    "reset": (5, tuple(place for place in _PLACES if place != "set-up")),
+    "terminate": (12, _MET),
+    "freeze": (7, _MET),
+    "reset": (5, _MET),
     "stall": (5, _OF_MODULE),
     "nan": (5, ("backward",)),
 }
@@ -130,10 +130,7 @@ class Start:
         self._plan, self.hung = plan, False
         self._log = Path(plan.folder) / f"log{plan.attempt}"
         file = plan.write()
-        with socket.socket() as holder:  # bound, so that nobody else gets this port; it does not listen
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            port = holder.getsockname()[1]
+        with harness.reserved_port() as port:
             ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
             if launcher == "environment":
                 self._run_ranks(ranks)
@@ -227,8 +224,7 @@ def _marked(folder: str) -> list[int]:
     mark, found = f"{_MARK}={folder}".encode(), []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            ended = (entry / "stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-            if not ended and mark in (entry / "environ").read_bytes().split(b"\0"):
+            if mark in (entry / "environ").read_bytes().split(b"\0") and harness.is_alive(int(entry.name)):
                 found.append(int(entry.name))
     return found
 
@@ -432,7 +428,7 @@ def wrong_means(start: Start, strategy: str, ended: Sequence[int], size: int) ->
             found.append(("wrong", f"other bits after step {step}"))
     if strategy not in _TOLERANCES:
         return found
-    model, data = Net(0), samples(size, _EPOCHS)
+    model, data = Net(0), samples(size)
     optimizer = model.configure_optimizers()
     for batches in _made(start):
         optimizer.zero_grad()
@@ -495,9 +491,7 @@ def main(given: Sequence[str]) -> None:
             seed=options.seed,
             threads=1,
             cores=os.cpu_count(),
-            device="cpu",
-            torch=torch.__version__,
-            commit=harness.commit(),
+            **harness.made_with(),
             faults=count["faults"],
             hung=count["hung"],
             wrong=count["wrong"],

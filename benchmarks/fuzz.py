@@ -294,9 +294,7 @@ def main(given: Sequence[str]) -> None:
             benchmark="fuzz",
             case=codec,
             seed=options.seed,
-            device="cpu",
-            torch=torch.__version__,
-            commit=harness.commit(),
+            **harness.made_with(),
             payloads=found["payloads"],
             refused=found["refused"],
         )

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
@@ -279,10 +280,30 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "throughput": throughput(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "device": "cpu",
-        "torch": torch.__version__,
-        "commit": commit(),
+        **made_with(),
     }
+
+
+def made_with() -> dict[str, Any]:
+    """What each row says that was measured on a processor."""
+    return {"device": "cpu", "torch": torch.__version__, "commit": commit()}
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of 127.0.0.1 that nobody else gets meanwhile: only a store that is told of it can listen there."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        yield holder.getsockname()[1]
+
+
+def is_alive(pid: int) -> bool:
+    """Is there such a process, which has not ended?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def report(

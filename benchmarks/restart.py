@@ -28,8 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import harness
 from benchmarks.rows import Row
 
@@ -74,7 +72,7 @@ class _Run:
         victim = pids.pop(draw.randrange(self._size))
         begin = time.clock_gettime(time.CLOCK_BOOTTIME)
         os.kill(victim, signal.SIGKILL)
-        while any(_is_alive(pid) for pid in pids):
+        while any(harness.is_alive(pid) for pid in pids):
             self._wait("ended", 0.005)
         return begin, time.clock_gettime(time.CLOCK_BOOTTIME) - begin
 
@@ -94,13 +92,6 @@ class _Run:
         if time.monotonic() > self._end:
             raise TimeoutError(f"not all ranks {what} within {_LIMIT_SECONDS:.0f} s: see {self.log}")
         time.sleep(seconds)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def _epochs(notes: Sequence[dict[str, Any]]) -> dict[int, str]:
@@ -178,9 +169,7 @@ def main(given: Sequence[str]) -> None:
                     seed=options.seed,
                     threads=1,
                     cores=os.cpu_count(),
-                    device="cpu",
-                    torch=torch.__version__,
-                    commit=harness.commit(),
+                    **harness.made_with(),
                     **measured,
                 )
             )

@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -22,8 +21,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from benchmarks import harness
 from benchmarks.rows import Row
@@ -41,8 +38,8 @@ class _Run:
     def __init__(self, case: str, size: int, folder: Path) -> None:
         self._case, self._size, self.folder = case, size, folder
         folder.mkdir(parents=True)
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        with harness.reserved_port() as self._port:
+            pass
         self._end = time.monotonic() + _LIMIT_SECONDS
         self.ranks = {str(rank): self._start(str(rank), rank) for rank in range(size)}  # by name
 
@@ -119,7 +116,7 @@ def _disturbed(run: _Run, size: int, draw: random.Random) -> dict[str, list[floa
         time.sleep(draw.uniform(*_CALM_SECONDS))
         at = run.kill(name)
         to_next.append(run.first_step(size - number - 1, at) - at)
-    for number in range(_JOINED):
+    for number in range(min(_JOINED, len(lost))):
         survivor, begin, left = next(iter(run.ranks)), time.time(), size - len(lost) + number
         run.join(f"new{number}", int(lost[number]))
         joined = run.first_step(left + 1, begin)
@@ -146,13 +143,11 @@ def _measure(case: str, size: int, rounds: int, draw: random.Random, scratch: Pa
     row = Row(
         benchmark="shrink",
         case=case,
-        size=f"{size} ranks, {size // 2} of them killed, {_JOINED} joined",
+        size=f"{size} ranks, {size // 2} of them killed, {min(_JOINED, size // 2)} joined",
         processes=size,
         threads=1,
         cores=os.cpu_count(),
-        device="cpu",
-        torch=torch.__version__,
-        commit=harness.commit(),
+        **harness.made_with(),
         seconds=together["seconds"],
         seconds_median=statistics.median(together["seconds"]),
         best_loss=losses[0],

@@ -26,7 +26,6 @@ import hashlib
 import multiprocessing
 import os
 import random
-import socket
 import sys
 import time
 import warnings
@@ -453,9 +452,8 @@ def _be_a_rank(rank: int, size: int, port: int, work: Callable[[Any], Any], give
 def on_ranks(size: int, work: Callable[[Any], Any], given: Sequence[Any]) -> tuple[list[list[Any]], list[str]]:
     """The results of all ranks for each of what is given, as far as they came; and what was wrong with the next."""
     context = multiprocessing.get_context("forkserver")
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
+    with harness.reserved_port() as port:
+        pass
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
     processes = [
         context.Process(target=_be_a_rank, args=(rank, size, port, work, given, pipes[rank][1])) for rank in range(size)
@@ -533,9 +531,7 @@ def _facts(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "benchmark": "soak",
         "seed": options.seed,
-        "device": "cpu",
-        "torch": torch.__version__,
-        "commit": harness.commit(),
+        **harness.made_with(),
     }
 
 
