@@ -78,6 +78,15 @@ class Collective(ABC):
         Each piece becomes a wire by `Codec.hop` and values again by `Codec.deliver`, or by its `launches`.
         """
 
+    def scatter_(self, summand: Summand, peers: Peers) -> None:
+        """Reduce-scatter: this rank's chunk of the values becomes its sum over all peers, in full precision.
+
+        Blocks until done. Of the summand's values, `peers.size` chunks of one length, the others are scratch. Nothing
+        of this rank's chunk is encoded on this rank, so it loses nothing there.
+        """
+        del summand, peers
+        raise ValueError(f"{self} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
+
     def carries_extras(self, peers: Peers) -> bool:
         """Can flags and riders travel with the values, and may those lie where a `Summand.source` says?"""
         del peers
@@ -145,10 +154,15 @@ def cut(begin: int, end: int, parts: int, block: int) -> list[tuple[int, int]]:
 
 def cut_chunks(values: Tensor, size: int, segments: int, block: int) -> list[list[tuple[int, int]]]:
     """One chunk a rank, each cut into the same number of segments: at most `segments`, none needlessly small."""
+    segments = pieces_of(values, size, segments)
+    return [cut(begin, end, segments, block) for begin, end in cut(0, values.numel(), size, block)]
+
+
+def pieces_of(values: Tensor, size: int, segments: int) -> int:
+    """How many pieces a chunk of these values has: at most `segments`, none needlessly small."""
     nbytes = values.numel() * values.element_size() // size
     worthwhile = max(1, min(2, nbytes // SMALLEST_HALF), nbytes // SMALLEST_SEGMENT)
-    segments = min(segments, worthwhile)
-    return [cut(begin, end, segments, block) for begin, end in cut(0, values.numel(), size, block)]
+    return min(segments, worthwhile)
 
 
 def check_segments(segments: int) -> None:

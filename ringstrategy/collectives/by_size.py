@@ -68,6 +68,11 @@ class BySize(Collective):
         nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in (summand, *riders))
         self.chosen(nbytes, peers).sum_(summand, peers, flags=flags, riders=riders)
 
+    def scatter_(self, summand: Summand, peers: Peers) -> None:
+        """See `Collective.scatter_`."""
+        nbytes = summand.codec.nbytes(summand.values.numel(), summand.values.dtype)
+        self.chosen(nbytes, peers).scatter_(summand, peers)
+
     def chosen(self, nbytes: int, peers: Peers) -> Collective:
         """How so many encoded bytes travel."""
         shared = 1 < len(set(peers.hosts)) < peers.size

@@ -10,7 +10,7 @@ from itertools import product
 from torch import Tensor
 
 from ringstrategy.collectives.base import Collective, Summand, check_segments
-from ringstrategy.collectives.pieces import Pieces, cut_pieces
+from ringstrategy.collectives.pieces import Pieces, cut_pieces, cut_shards
 from ringstrategy.transport.base import Handle, Peers
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
@@ -112,6 +112,25 @@ class Direct(Collective):
                     mail.swap(k, target, sums[k], source, landing(k, source))
                 for source, wire in arrived.items():
                     pieces.deliver_(source, k, wire)
+
+    def scatter_(self, summand: Summand, peers: Peers) -> None:
+        """See `Collective.scatter_`: everyone's parts to their owners."""
+        rank, size = peers.rank, peers.size
+        if size == 1 or summand.values.numel() == 0:
+            return
+        pieces = cut_shards(summand, peers, 1 if peers.queues else self.segments)
+        pairs, each = peers.pairs(), range(pieces.count)
+        places = [(peer, k) for peer, _ in pairs for k in each]
+        leaving = dict(zip(places, pieces.leaving(peers, "leaving", len(places)), strict=True))
+        filling = dict(zip(places, pieces.arriving(peers, "filling", len(places)), strict=True))
+        mail = _Mail(peers, None if peers.queues or pieces.stride < _LONG else _WINDOW)
+        for target, source in pairs:
+            for k in each:
+                wire = pieces.encode_part(target, k, leaving[target, k])
+                mail.swap(k, target, wire, source, pieces.part_of_sum(rank, k, filling[source, k]))
+        for k in each:
+            parts = mail.arrived(k)
+            pieces.keep_sum_(rank, k, [parts[peer] for peer in sorted(parts)])
 
 
 def _sum_in_two_calls(pieces: Pieces, peers: Peers) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ringstrategy.collectives.base import Summand, cut_chunks
+from ringstrategy.collectives.base import Summand, cut, cut_chunks, pieces_of
 from ringstrategy.kernels.layout import Part
 from ringstrategy.transport.base import Peers
 
@@ -26,6 +26,7 @@ class Pieces:
         riders: each cut into as many chunks of one piece, which travels behind the first piece of the chunk.
         copied: the values' own bytes are never the wire: riders lie in the middle of a message, and what other ranks
             read by address lies in memory that all of them know.
+        gap: values that chunks lack to begin at whole blocks, as codecs count them.
 
     Attributes:
         count: pieces of each chunk.
@@ -42,12 +43,15 @@ class Pieces:
         riders: Sequence[Pieces] = (),
         *,
         copied: bool = False,
+        gap: int = 0,
     ) -> None:
         self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
         self._lost, self._source = summand.lost, summand.source
         self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
         self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
-        self._launches = self._codec.launches(summand.values, summand.seed)
+        # which count on chunks that begin at whole blocks
+        self._launches = None if gap else self._codec.launches(summand.values, summand.seed)
+        self._gap = gap
         self._chunks = chunks
         self.count = len(chunks[0])
         self.in_place = self._codec.raw(self._values) is not None and not riders and not copied
@@ -168,7 +172,7 @@ class Pieces:
             lost=None if self._lost is None else self._lost[begin:end],
             seed=self._seed,
             own_seed=self._own_seed,
-            offset=begin,
+            offset=begin + chunk % len(self._chunks) * self._gap,
         )
 
     def _encode(self, parts: Sequence[Part], arrived: Sequence[Tensor] = ()) -> None:
@@ -202,6 +206,16 @@ class Pieces:
         self._flags.bitwise_or_(part[edge:])
         return part[:edge]
 
+    def keep_sum_(self, chunk: int, k: int, arrived: Sequence[Tensor]) -> None:
+        """The piece becomes its sum with what arrived, added in that order; nothing of it is encoded, or lost."""
+        values = self[chunk, k]
+        if self._residual is not None:
+            values.add_(self.part(self._residual, chunk, k))
+        if self._lost is not None:
+            self.part(self._lost, chunk, k).zero_()
+        for wire in arrived:
+            self._codec.deliver(self._own(chunk, k, wire), values, seed=self._seed, add=True)
+
     def deliver_(self, chunk: int, k: int, wire: Tensor) -> None:
         """The bytes of the sum become the piece's values."""
         if self.in_place:
@@ -234,11 +248,24 @@ def cut_pieces(
 ) -> Pieces:
     """One chunk for each rank, each in at most `segments` pieces; of the riders in one."""
 
-    def cut(one: Summand, segments: int) -> list[list[tuple[int, int]]]:
+    def chunks(one: Summand, segments: int) -> list[list[tuple[int, int]]]:
         return cut_chunks(one.values, peers.size, segments, one.codec.block)
 
-    riding = [Pieces(rider, cut(rider, 1), peers.rank, copied=True) for rider in riders]
-    return Pieces(summand, cut(summand, segments), peers.rank, flags, riding, copied=copied)
+    riding = [Pieces(rider, chunks(rider, 1), peers.rank, copied=True) for rider in riders]
+    return Pieces(summand, chunks(summand, segments), peers.rank, flags, riding, copied=copied)
+
+
+def cut_shards(summand: Summand, peers: Peers, segments: int) -> Pieces:
+    """One chunk for each rank, all of one length, each in at most `segments` pieces.
+
+    ValueError unless the values can be cut so.
+    """
+    shard, rest = divmod(summand.values.numel(), peers.size)
+    if rest:
+        raise ValueError(f"{summand.values.numel()} values cannot be cut into {peers.size} chunks of one length")
+    count = pieces_of(summand.values, peers.size, segments)
+    chunks = [cut(rank * shard, (rank + 1) * shard, count, summand.codec.block) for rank in range(peers.size)]
+    return Pieces(summand, chunks, peers.rank, gap=-shard % summand.codec.block)
 
 
 def _aligned(nbytes: int) -> int:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, check_segments
-from ringstrategy.collectives.pieces import Pieces, cut_pieces
+from ringstrategy.collectives.pieces import Pieces, cut_pieces, cut_shards
 from ringstrategy.transport.base import Handle, Peers
 
 _EXPECTED = 1 << 25  # bytes of memory for receives that begin early
@@ -61,7 +62,7 @@ class Ring(Collective):
         if size == 1 or (summand.values.numel() == 0 and flags is None and not riders):
             return
         pieces = cut_pieces(summand, peers, self.segments, flags=flags, riders=riders)
-        each, link = range(pieces.count), _Link(peers, pieces)
+        each, link = range(pieces.count), _Link(peers, pieces, rank, parts=size - 1, sums=size - 1)
 
         # Reduce-scatter.
         own = rank - size + 1  # as chunks are counted, rank + 1
@@ -85,20 +86,56 @@ class Ring(Collective):
                     link.pass_on(k, wire)
                 pieces.deliver_(chunk, k, wire)
 
+    def scatter_(self, summand: Summand, peers: Peers) -> None:
+        """See `Collective.scatter_`: the first phase, which each chunk begins one rank later."""
+        rank, size = peers.rank, peers.size
+        if size == 1 or summand.values.numel() == 0:
+            return
+        pieces = cut_shards(summand, peers, self.segments)
+        each, first = range(pieces.count), rank - 1
+        link = _Link(peers, pieces, first, parts=size - 1, sums=0)
+        for chunk in range(first, rank - size, -1):
+            for k in each:
+                arrived = [] if chunk == first else [link.arrived(k)]
+                link.pass_on(k, pieces.encode_part(chunk, k, link.leaving[k], arrived))
+        for k in each:
+            pieces.keep_sum_(rank, k, [link.arrived(k)])
+
+    def gather_(self, values: Tensor, peers: Peers) -> None:
+        """Give all ranks every rank's chunk, bit for bit: the second phase.
+
+        Args:
+            values: flat, of any dtype; of `peers.size` chunks of one length, of which this rank's is filled.
+        """
+        rank, size = peers.rank, peers.size
+        if size == 1 or values.numel() == 0:
+            return
+        pieces = cut_shards(Summand(values, Identity()), peers, self.segments)
+        each, link = range(pieces.count), _Link(peers, pieces, rank, parts=0, sums=size - 1)
+        for k in each:
+            link.pass_on(k, pieces.raw(rank, k))
+        last = rank - size + 1
+        for chunk in range(rank - 1, last - 1, -1):
+            for k in each:
+                wire = link.arrived(k)
+                if chunk > last:
+                    link.pass_on(k, wire)
+
 
 class _Link:
     """To the rank after this one and from the one before: of each segment one piece is on the way, each way.
 
-    Each hop passes a piece of chunk c on and receives one of chunk c - 1, beginning with the rank's own chunk. What
+    Each hop passes a piece of chunk c on and receives one of chunk c - 1, beginning with chunk `first`. The first
+    `parts` hops carry parts of sums, and `sums` hops after them whole ones. What
     arrives fills memory of its own until all of it has been passed on: two wires a segment are enough, for one leaves
     while the other fills, but with one for each hop all can be expected from the start. Each send is waited for before
     its memory is written again, because a handle covers the send and the receive that were posted together.
     """
 
-    def __init__(self, peers: Peers, pieces: Pieces) -> None:
-        self._peers, self._pieces = peers, pieces
+    def __init__(self, peers: Peers, pieces: Pieces, first: int, *, parts: int, sums: int) -> None:
+        self._peers, self._pieces, self._first, self._parts = peers, pieces, first, parts
         self._after, self._before = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-        hops = 2 * (peers.size - 1)
+        hops = parts + sums
         expected = hops * pieces.count * pieces.stride <= _EXPECTED
         slots = hops if expected else 2
         self.leaving = pieces.leaving(peers, "leaving", pieces.count)
@@ -112,8 +149,8 @@ class _Link:
 
     def _arriving(self, hop: int, k: int) -> Tensor:
         memory = self._filling[(hop * self._pieces.count + k) % len(self._filling)]
-        chunk = self._peers.rank - 1 - hop
-        if hop < self._peers.size - 1:
+        chunk = self._first - 1 - hop
+        if hop < self._parts:
             return self._pieces.part_of_sum(chunk, k, memory)
         return self._pieces.landing(chunk, k, memory)
 

@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 
 
-def backend_of(device_type: str) -> str:
-    """Of the default process group, for tensors on such devices; "" if there is none.
+def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
+    """Of a process group (None: the default one), for tensors on such devices; "" if there is none.
 
     Also where its backend was left to torch, which then takes NCCL for GPUs, and calls it "undefined".
     """
+    if group is not None:  # it may be one of ours, over one of torch's
+        has_any = device_type in (device.type for device in group._device_types)
+        return group._get_backend(torch.device(device_type)).name() if has_any else ""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(",")).get(device_type, "")
 
 

@@ -1,4 +1,4 @@
-"""Join the ranks of the default process group, over the transport that fits the device."""
+"""Join the ranks of a process group, over the transport that fits the device."""
 
 from __future__ import annotations
 
@@ -27,11 +27,16 @@ _SETTING_UP = "while setting up"
 
 
 def connect(
-    device: torch.device, timeout: timedelta, stats: Stats | None = None, *, beside_steps: bool = False
+    device: torch.device,
+    timeout: timedelta,
+    stats: Stats | None = None,
+    *,
+    beside_steps: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Peers:
-    """Join all ranks of the default process group, in a group of its own for gradient traffic.
+    """Join all ranks of a process group.
 
-    Every rank calls it, at the same place in its order of collectives.
+    Every rank of the group calls it, at the same place in its order of collectives.
 
     Args:
         device: where the values live: CPU tensors travel over gloo; CUDA tensors over NCCL if the default process
@@ -39,17 +44,20 @@ def connect(
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
         beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
+        group: on whose connections host messages then travel, beside its collectives; they stay open when the peers
+            are closed. It needs gloo for CPU tensors. None: all ranks, in a new group for gradient traffic alone.
     """
     raise_file_limit()
-    rank, size = dist.get_rank(), dist.get_world_size()
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
     stats = Stats() if stats is None else stats
-    lifeline = Lifeline.cast(rank, size)
+    lifeline = Lifeline.cast(rank, size, ranks)
     try:
         claim_gpu(device, rank, this_host(), lifeline.first)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
-        if backend_of("cpu") == "gloo":  # a barrier might be NCCL's
-            everyone = dist.all_reduce(torch.zeros(1, device="cpu"), async_op=True)
+        if group is not None or backend_of("cpu") == "gloo":  # a barrier might be NCCL's
+            everyone = dist.all_reduce(torch.zeros(1, device="cpu"), group=group, async_op=True)
 
         def watch() -> None:
             if everyone is not None and everyone.is_completed():
@@ -58,13 +66,15 @@ def connect(
         hosts = tuple(lifeline.greet(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
-        host_group = _heard(lifeline, lambda: dist.new_group(timeout=timeout, backend="gloo"))
+        owned = group is None
+        host_group = group or _heard(lifeline, lambda: dist.new_group(timeout=timeout, backend="gloo"))
         if device.type == "cpu":
-            return GlooPeers(host_group, lifeline, stats, hosts)
-        if backend_of(device.type) != "nccl":
-            return StagedPeers(host_group, lifeline, stats, hosts, device)
-        device_group = nccl_group(device, timeout, beside_steps=beside_steps)
-        return NcclPeers(device_group, GlooPeers(host_group, lifeline, stats, hosts, timed=False), device, timeout)
+            return GlooPeers(host_group, lifeline, stats, hosts, owned=owned)
+        if backend_of(device.type, group) != "nccl":
+            return StagedPeers(host_group, lifeline, stats, hosts, device, owned=owned)
+        device_group = nccl_group(device, timeout, ranks, beside_steps=beside_steps)
+        control = GlooPeers(host_group, lifeline, stats, hosts, timed=False, owned=owned)
+        return NcclPeers(device_group, control, device, timeout)
     except PeerLostError:
         raise
     except BaseException as error:

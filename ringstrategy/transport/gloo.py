@@ -44,7 +44,16 @@ class _GlooHandle:
 
 
 class GlooPeers(Peers):
-    """CPU tensors over gloo, exchanged by one thread. `timed`: its work counts as communication time."""
+    """CPU tensors over gloo, exchanged by one thread.
+
+    Args:
+        group: its connections are used, beside its own collectives.
+        lifeline: of this rank.
+        stats: counters to add to.
+        hosts: of each rank.
+        timed: the thread's work counts as communication time.
+        owned: the group ends with these peers.
+    """
 
     def __init__(
         self,
@@ -54,6 +63,7 @@ class GlooPeers(Peers):
         hosts: tuple[str, ...],
         *,
         timed: bool = True,
+        owned: bool = True,
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), stats, hosts)
         self._group: dist.ProcessGroup | None = group
@@ -63,7 +73,7 @@ class GlooPeers(Peers):
         self._broken = False
         self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
         self._expected: dict[tuple[int, int], tuple[Message, dist.Work]] = {}  # by source and address
-        self._timed = timed
+        self._timed, self._owned = timed, owned
         self._messages = Messages()
         self._looks: tuple[Message | None, int] = (None, 0)  # at the message that is waited for
         self._said = ""  # by all ranks that these messages are to meet
@@ -247,7 +257,7 @@ class GlooPeers(Peers):
         limit = CLOSE_SECONDS_AFTER_ERROR if self._broken else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
         group, self._group = self._group, None  # only now: the thread may still have used it
-        if group is not None and dist.is_initialized():
+        if group is not None and self._owned and dist.is_initialized():
             dist.destroy_process_group(group)
         self.forget_scratch()
         if not ended and not self._broken:

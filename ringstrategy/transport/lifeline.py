@@ -105,13 +105,20 @@ class Lifeline:
         self._meetings, self._meet_no_more = 0, False
 
     @classmethod
-    def cast(cls, rank: int, size: int) -> Lifeline:
-        """A new lifeline. All ranks of the default process group call this equally often, also after failures."""
+    def cast(cls, rank: int, size: int, ranks: Sequence[int] | None = None) -> Lifeline:
+        """A new lifeline. All of these ranks call this equally often, also after failures.
+
+        Args:
+            rank: this one, among them.
+            size: how many.
+            ranks: of the default process group, in order; None: all.
+        """
         base = dist.distributed_c10d._get_default_store()
+        which = "" if ranks is None else f"/{','.join(map(str, ranks))}"
         # counted in the store, so that it is the same on all ranks of this store
-        generation = base.add(f"{_GENERATION}/{rank}", 1)
+        generation = base.add(f"{_GENERATION}{which}/{rank}", 1)
         # over a connection of its own: on the default one nobody is heard while torch waits for a rank
-        own = dist.PrefixStore(f"ringstrategy/{generation}", base.clone())  # type: ignore[attr-defined]
+        own = dist.PrefixStore(f"ringstrategy{which}/{generation}", base.clone())  # type: ignore[attr-defined]
         return cls(own, rank, size, host_of(base))
 
     # Meeting

@@ -181,22 +181,27 @@ class NcclPeers(Peers):
             raise RuntimeError(f"the exchanges under way did not end within {limit:.0f} s")
 
 
-def nccl_group(device: torch.device, timeout: timedelta, *, beside_steps: bool) -> dist.ProcessGroup:
-    """All ranks as a group of NCCL's, with streams of high priority, and connected: all call it.
+def nccl_group(
+    device: torch.device, timeout: timedelta, ranks: list[int] | None = None, *, beside_steps: bool
+) -> dist.ProcessGroup:
+    """These ranks as a group of NCCL's, with streams of high priority, and connected: all of them call it.
 
     Args:
         device: of this rank.
         timeout: of its calls.
+        ranks: of the default group; None: all.
         beside_steps: its kernels wait for slower ranks through whole steps: few cores of the GPU for them.
     """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns if it is not what `new_group` is given
     if beside_steps:
         options.config.max_ctas = _FEW_CTAS
-    group: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="nccl", pg_options=options)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, backend="nccl", pg_options=options, use_local_synchronization=ranks is not None
+    )
     # all ranks must take part in a group's first call; a ring's first messages may leave some out
     dist.all_reduce(torch.zeros(1, device=device), group=group)
-    size = dist.get_world_size()
+    size = dist.get_world_size(group)
     if size <= FEW:  # NCCL connects a pair at its first message: now rather than in a step
         ones = list(torch.ones(size, device=device).split(1))
         dist.all_to_all([torch.empty_like(one) for one in ones], ones, group=group)

@@ -86,8 +86,10 @@ class StagedPeers(GlooPeers):
         stats: Stats,
         hosts: tuple[str, ...],
         device: torch.device,
+        *,
+        owned: bool = True,
     ) -> None:
-        super().__init__(group, lifeline, stats, hosts)
+        super().__init__(group, lifeline, stats, hosts, owned=owned)
         self._stream = torch.cuda.Stream(device)
         self._pool = _Pool()
         self._held = Held()
