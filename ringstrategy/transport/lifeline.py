@@ -75,6 +75,7 @@ class Lifeline:
         rank: this rank.
         size: how many there are.
         store_host: the name or address of the store's machine, by which this rank finds its own address; may be empty.
+        ranks: by which errors name them, and of which rank 0 has the store; None: 0 to size - 1.
 
     Attributes:
         hosts: the host name of each rank, once it is known.
@@ -82,8 +83,11 @@ class Lifeline:
             Not where ranks meet again.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, store_host: str = "") -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, store_host: str = "", ranks: Sequence[int] | None = None
+    ) -> None:
         self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
+        self._ranks = range(size) if ranks is None else ranks
         self.hosts = ["unknown"] * size
         self._addresses = [""] * size  # of the hosts, from here; empty: not known
         self._unreachable: set[int] = set()  # ranks, when this one last looked
@@ -94,7 +98,7 @@ class Lifeline:
         self._heard: str | None = None  # what was published, if this rank has heard it in time
         self.lingers = True
         self._outlasts_until: float | None = None
-        self._hosts_store = rank == 0 and not has_agent_store()
+        self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
         self._milestones: list[_Place] = []
         self._place: _Place | None = None  # where this rank is, unless within a batch
@@ -119,7 +123,7 @@ class Lifeline:
         generation = base.add(f"{_GENERATION}{which}/{rank}", 1)
         # over a connection of its own: on the default one nobody is heard while torch waits for a rank
         own = dist.PrefixStore(f"ringstrategy{which}/{generation}", base.clone())  # type: ignore[attr-defined]
-        return cls(own, rank, size, host_of(base))
+        return cls(own, rank, size, host_of(base), ranks)
 
     # Meeting
 
@@ -141,7 +145,7 @@ class Lifeline:
                 missing, cause = self._publish(missing, cause)
                 self.witness()
                 self.outlast()
-                raise PeerLostError(missing, "unknown", where, cause)
+                raise PeerLostError(self._ranks[missing], "unknown", where, cause)
             cards, self._addresses = (
                 [said or "" for said in self._store.read_all([f"{what}/{rank}" for rank in range(len(self.hosts))])]
                 for what in ("host", "address")
@@ -153,8 +157,9 @@ class Lifeline:
         finally:
             self._store.limit = GRACE_SECONDS
         self.hosts = [card.partition(" ")[0] for card in cards]
-        if self._rank != 0 and self._store_host and not has_agent_store():
-            self._addresses[0] = address_of(self._store_host)  # its own name may lead rank 0 to 127.0.1.1
+        if self._rank != self._store_rank >= 0 and self._store_host:
+            # its own name may lead rank 0 to 127.0.1.1
+            self._addresses[self._store_rank] = address_of(self._store_host)
         return cards
 
     def _await_cards(self, deadline: float, watch: Callable[[], None]) -> tuple[int | None, str]:
@@ -247,7 +252,7 @@ class Lifeline:
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
             others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead, *self._unreachable)]
-            while self.lingers and self._hosts_store and others and time.monotonic() < deadline:
+            while self.lingers and self._rank == self._store_rank and others and time.monotonic() < deadline:
                 others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
                 time.sleep(_POLL_SECONDS)
 
@@ -339,7 +344,7 @@ class Lifeline:
         rank, cause = _lost(published)
         self.witness()
         self.outlast()
-        return PeerLostError(rank, self.hosts[rank], where, f"{cause}, says another rank")
+        return PeerLostError(self._ranks[rank], self.hosts[rank], where, f"{cause}, says another rank")
 
     def listen(self) -> None:
         """Remember a published loss while this rank computes: the store may be gone with its host when it waits again.
@@ -381,15 +386,15 @@ class Lifeline:
 
         The other rank has been outside training `count` times, the present one included.
         """
-        here = f"rank {self._rank} is at batch {self._batches}, in exchange {self._exchanges}"
+        here = f"rank {self._ranks[self._rank]} is at batch {self._batches}, in exchange {self._exchanges}"
         if theirs.what == _BETWEEN:
             # after as many batches or more, the other rank had begun fewer exchanges
             return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
         if count <= len(self._milestones):
             mine = self._milestones[count - 1]
-            return None if mine == theirs else f"rank {self._rank} went on to {mine}"
+            return None if mine == theirs else f"rank {self._ranks[self._rank]} went on to {mine}"
         if theirs.what == _CHANGE and self._batches == theirs.batches:
-            return f"the model of rank {self._rank}, at the same batch, did not change: {_SAME_MODEL}"
+            return f"the model of rank {self._ranks[self._rank]}, at the same batch, did not change: {_SAME_MODEL}"
         if self._batches > theirs.batches or self._exchanges > theirs.exchanges:
             return here
         if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
@@ -400,7 +405,9 @@ class Lifeline:
             self._doubted_at = now  # it did not wait all the time
         self._asked_at = now
         return (
-            f"rank {self._rank} waits for batch {self._batches + 1}" if now > self._doubted_at + DOUBT_SECONDS else None
+            f"rank {self._ranks[self._rank]} waits for batch {self._batches + 1}"
+            if now > self._doubted_at + DOUBT_SECONDS
+            else None
         )
 
     # What ranks say
@@ -476,11 +483,11 @@ class Lifeline:
             self.outlast()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
-            rank = 0 if not has_agent_store() else -1 if peer is None else peer
-            store = f"the rendezvous store{' on its host' if rank == 0 else ''}"
+            rank = self._store_rank if self._store_rank >= 0 or peer is None else peer
+            store = f"the rendezvous store{' on its host' if rank == self._store_rank >= 0 else ''}"
             cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
             rank, cause = _lost(self._heard) if self._heard is not None else self._cut_off() or (rank, cause)
-        host = self.hosts[rank] if rank >= 0 else "?"
+        rank, host = (self._ranks[rank], self.hosts[rank]) if rank >= 0 else (rank, "?")
         advice = (
             ""
             if cause.startswith(_ALIVE) or cause.endswith("?")  # it asks already
@@ -555,13 +562,13 @@ class Lifeline:
         return rank, f"its host cannot be reached at {self._addresses[rank]} from {here}: is the network of {which} up?"
 
     def _named(self, rank: int) -> str:
-        return f"rank {rank} (host {self.hosts[rank]})"
+        return f"rank {self._ranks[rank]} (host {self.hosts[rank]})"
 
     def _stopped_with(self, words: str) -> str:
         if not words.startswith(_LAST_WORDS):
             return f"it stopped with {words}"
         at = f"at batch {self._batches}" if self._place is None else f"before batch {self._batches + 1}"
-        return f"it stopped with {words}, and rank {self._rank} is {at}: {_SAME_BATCHES}"
+        return f"it stopped with {words}, and rank {self._ranks[self._rank]} is {at}: {_SAME_BATCHES}"
 
     def _last_words(self, rank: int) -> str | None:
         return self._store.read(f"left/{rank}")
