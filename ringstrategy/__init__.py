@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ringstrategy._version import __version__
+from ringstrategy.integrations import backends
 from ringstrategy.integrations.lightning.register import register
 
 if TYPE_CHECKING:
@@ -38,8 +39,10 @@ if TYPE_CHECKING:
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
+    from ringstrategy.integrations.fsdp import fsdp
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
+    from ringstrategy.integrations.process_group import GroupOptions
     from ringstrategy.transport import Peers, Stats
 
 _HOMES = {
@@ -55,6 +58,8 @@ _HOMES = {
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
+    "integrations.fsdp": ("fsdp",),
+    "integrations.process_group": ("GroupOptions",),
     "transport": ("Peers", "Stats"),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
@@ -75,6 +80,7 @@ __all__ = [
     "Gaussian",
     "Gossip",
     "GradientAlgorithm",
+    "GroupOptions",
     "Hierarchical",
     "Identity",
     "LeftBehindError",
@@ -96,6 +102,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "fsdp",
 ]
 
 
@@ -113,4 +120,5 @@ def __dir__() -> list[str]:
 
 
 register()
-del register
+backends.register()
+del register, backends

@@ -44,11 +44,13 @@ def connect(
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
         beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
-        group: on whose connections host messages then travel, beside its collectives; they stay open when the peers
-            are closed. It needs gloo for CPU tensors. None: all ranks, in a new group for gradient traffic alone.
+        group: whose ranks. If it has gloo for CPU tensors, host messages travel on its connections, beside its
+            collectives, and these stay open when the peers are closed. None: all ranks, in a new group for gradient
+            traffic alone.
     """
     raise_file_limit()
     ranks = None if group is None else dist.get_process_group_ranks(group)
+    has_gloo = backend_of("cpu", group) == "gloo"
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     stats = Stats() if stats is None else stats
     lifeline = Lifeline.cast(rank, size, ranks)
@@ -56,8 +58,9 @@ def connect(
         claim_gpu(device, rank, this_host(), lifeline.first)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
-        if group is not None or backend_of("cpu") == "gloo":  # a barrier might be NCCL's
-            everyone = dist.all_reduce(torch.zeros(1, device="cpu"), group=group, async_op=True)
+        if has_gloo:  # a barrier might be NCCL's
+            # an integer, which a group of ours leaves to gloo
+            everyone = dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group, async_op=True)
 
         def watch() -> None:
             if everyone is not None and everyone.is_completed():
@@ -66,8 +69,12 @@ def connect(
         hosts = tuple(lifeline.greet(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
-        owned = group is None
-        host_group = group or _heard(lifeline, lambda: dist.new_group(timeout=timeout, backend="gloo"))
+        lent = group if has_gloo else None
+        host_group = lent or _heard(
+            lifeline,
+            lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None),
+        )
+        owned = lent is None
         if device.type == "cpu":
             return GlooPeers(host_group, lifeline, stats, hosts, owned=owned)
         if backend_of(device.type, group) != "nccl":

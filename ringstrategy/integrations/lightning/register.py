@@ -6,14 +6,11 @@ is; the strategy itself is imported when a Trainer asks for one of them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
+
+from ringstrategy.integrations.imported import when_imported
 
 if TYPE_CHECKING:
     from ringstrategy.integrations.lightning.strategy import RingStrategy
@@ -26,50 +23,7 @@ _OURS, _OTHER = "lightning.pytorch.strategies", "pytorch_lightning.strategies"
 def register() -> None:
     """Make every name known to `lightning.pytorch.Trainer`, now or once it is imported; again is harmless."""
     for name in (_OURS, _OTHER):
-        if name in sys.modules:
-            _register_with(import_module(name))  # waits until another thread has imported it
-    # by name, since a package that is imported anew has another class
-    if not any(type(finder).__qualname__ == _Awaited.__qualname__ for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Awaited())
-
-
-class _Awaited(MetaPathFinder):
-    """Has the names registered right after the module that holds a registry has been imported."""
-
-    def __init__(self) -> None:
-        self._asking: set[str] = set()  # others may ask all finders, too
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname not in (_OURS, _OTHER) or fullname in self._asking:
-            return None
-        self._asking.add(fullname)
-        try:
-            specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
-            spec = next((spec for spec in specs if spec is not None), None)
-        finally:
-            self._asking.discard(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Registers(spec.loader)
-        return spec
-
-
-class _Registers(Loader):
-    """Another loader, and then the registration."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        _register_with(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+        when_imported(name, _register_with)
 
 
 def _register_with(module: ModuleType) -> None:

@@ -1,0 +1,249 @@
+"""Reduce-scatters of FSDP2 through a codec, with error feedback: each module has residuals of its own.
+
+fully_shard(model)
+residuals = ringstrategy.fsdp(model, BlockInt(4))
+...
+torch.distributed.checkpoint.save({"model": ..., "residuals": residuals}, checkpoint_id=folder)
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Module
+
+from ringstrategy.codecs import BlockInt, Cast, Codec, Identity, derive_seed
+from ringstrategy.collectives import BySize, Collective
+from ringstrategy.collectives.base import Summand, sums_dtype
+from ringstrategy.transport.base import Peers
+from ringstrategy.transport.connect import connect
+from ringstrategy.transport.stats import Stats
+
+
+def fsdp(
+    module: Module,
+    codec: Codec | None = None,
+    *,
+    collective: Collective | None = None,
+    error_feedback: bool = True,
+    residual_dtype: torch.dtype = torch.float32,
+    exact_below: int = 1 << 16,
+    timeout: timedelta = default_pg_timeout,
+) -> FsdpResiduals:
+    """From now on the gradients of a module that was given to `fully_shard` are reduce-scattered through a codec.
+
+    Parameters are gathered by torch, exactly; with HSDP the sum over replicas is torch's too, or of its backend (see
+    `RingProcessGroup`). Ranks sum the same gradients at the same time, as FSDP2 makes them.
+
+    Args:
+        module: all of its parts that `fully_shard` was called on.
+        codec: what travels; None: `BlockInt(8)`.
+        collective: how; None: `BySize()`. It needs a reduce-scatter: Ring(), Direct() or BySize().
+        error_feedback: add what the codec lost to the next step's gradients. It costs, on each rank, memory of the size
+            of all *unsharded* gradients: what a rank encodes are the parts that it sends to the others.
+        residual_dtype: of that memory; `torch.bfloat16` halves it, and loses up to 1/512 of each residual a step.
+        exact_below: modules of fewer bytes of gradients travel exactly.
+        timeout: how long a rank may stay silent before it counts as lost (`PeerLostError`).
+
+    Returns:
+        The residuals, to be saved with a checkpoint.
+
+    Raises:
+        ValueError: nothing in the module is sharded, or the codec cannot travel this way.
+    """
+    codec, collective = BlockInt(8) if codec is None else codec, BySize() if collective is None else collective
+    if not isinstance(codec, Codec):
+        raise TypeError(f"codec is a ringstrategy codec such as BlockInt(8), got {codec!r}")
+    collective.check(codec)
+    if type(collective).scatter_ is Collective.scatter_:
+        raise ValueError(f"{collective} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
+    sharded: dict[str, FSDPModule] = {}
+    states = set()
+    for name, part in module.named_modules():
+        if isinstance(part, FSDPModule) and part._get_fsdp_state() not in states:  # parts can be sharded as one
+            states.add(part._get_fsdp_state())
+            sharded[name] = part
+    if not sharded:
+        raise ValueError("nothing in this module is sharded: call torch.distributed.fsdp.fully_shard on it first")
+    return FsdpResiduals(sharded, codec, collective, error_feedback, residual_dtype, exact_below, timeout)
+
+
+class FsdpResiduals:
+    """What the codec lost of each module's gradients on this rank; made by `fsdp`.
+
+    It can be saved and loaded by `torch.distributed.checkpoint`, with as many ranks as before.
+
+    Attributes:
+        stats: bytes that the reduce-scatters handed to the transport, and waits.
+    """
+
+    def __init__(
+        self,
+        sharded: dict[str, FSDPModule],
+        codec: Codec,
+        collective: Collective,
+        error_feedback: bool,
+        residual_dtype: torch.dtype,
+        exact_below: int,
+        timeout: timedelta,
+    ) -> None:
+        self.stats = Stats()
+        self._codec, self._collective, self._exact_below = codec, collective, exact_below
+        self._timeout = timeout
+        self._peers: dict[tuple[dist.ProcessGroup, torch.device], Peers] = {}
+        self._scatters: list[_ReduceScatter] = []
+        keeps = error_feedback and not codec.lossless
+        for index, (name, part) in enumerate(sharded.items()):
+            scatter = _ReduceScatter(self, index, name, part, residual_dtype if keeps else None)
+            part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
+            self._scatters.append(scatter)
+        _open.add(self)
+
+    def scatter_(self, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
+        """Reduce-scatter in the ranks of `group`; returns this rank's place there."""
+        device = summand.values.device
+        if (group, device) not in self._peers:
+            self._peers[group, device] = connect(device, self._timeout, self.stats, group=group)
+            self._codec.warm_up(device)
+        peers = self._peers[group, device]
+        exact = summand.values.nbytes < self._exact_below
+        given = Summand(summand.values, Identity()) if exact else summand
+        peers.finish([peers.submit(lambda: self._collective.scatter_(given, peers), where)])
+        return peers.rank
+
+    def codec_of(self, dtype: torch.dtype) -> Codec:
+        """Sums of 16-bit values are wider than what is to travel, unless it is encoded."""
+        narrow = self._codec == Identity() and sums_dtype(dtype) != dtype
+        return Cast(dtype) if narrow else self._codec
+
+    def state_dict(self) -> dict[str, Any]:
+        """By module its residual, as a DTensor of which each rank has one row; and how many steps were made."""
+        return {
+            scatter.name or "root": {"residual": scatter.as_tensor(), "calls": scatter.calls}
+            for scatter in self._scatters
+            if scatter.feeds_back
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with what `state_dict` gave, on as many ranks, with the same module."""
+        for scatter in self._scatters:
+            if scatter.feeds_back:
+                saved = state[scatter.name or "root"]
+                scatter.load(saved["residual"], saved["calls"])
+
+    def close(self) -> None:
+        """End the threads. Idempotent, never a collective; torch's own groups stay."""
+        while self._peers:
+            self._peers.popitem()[1].close()
+
+
+class _ReduceScatter:
+    """What FSDP2 calls for one of its modules: a `torch.distributed.fsdp` ReduceScatter."""
+
+    def __init__(
+        self, owner: FsdpResiduals, index: int, name: str, module: FSDPModule, residual_dtype: torch.dtype | None
+    ) -> None:
+        self.name, self.calls = name, 0
+        self._owner, self._index, self._module, self._dtype = owner, index, module, residual_dtype
+        self.feeds_back = residual_dtype is not None and bool(self._own_parameters())
+        self._residual: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the gradients, or for the sum of this rank's part."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """See `torch.distributed.reduce_scatter_tensor`; the input may be changed."""
+        assert not async_op, "FSDP2 waits by streams"
+        mean = op == dist.ReduceOp.AVG
+        if not mean and op != dist.ReduceOp.SUM:
+            raise ValueError(
+                f"ringstrategy.fsdp sums or averages, got {op}: with set_gradient_divide_factor also call "
+                "set_force_sum_reduction_for_comms(True)"
+            )
+        values = input_tensor.to(sums_dtype(input_tensor.dtype))
+        if mean:
+            values.mul_(1 / group.size())
+        residual = self._residual_for(values)
+        seed = derive_seed(self._index, self.calls)
+        self.calls += 1
+        where = f"in reduce-scatter {self.calls} of module {self.name or 'root'!r}"
+        summand = Summand(values, self._owner.codec_of(input_tensor.dtype), residual, residual, seed)
+        rank = self._owner.scatter_(summand, group, where)
+        output_tensor.copy_(values.chunk(group.size())[rank])
+
+    def _residual_for(self, values: Tensor) -> Tensor | None:
+        if not self.feeds_back:
+            return None
+        residual = self._made(values.device)
+        if residual.numel() != values.numel():
+            raise ValueError(
+                f"module {self.name or 'root'!r} has gradients of {values.numel()} values in this step, and of "
+                f"{residual.numel()} if all its parameters have one: nobody could tell whose residuals are whose. Use "
+                "all parameters in each forward, freeze those that are never used, or pass error_feedback=False"
+            )
+        return residual
+
+    def _made(self, device: torch.device) -> Tensor:
+        if self._residual is None:
+            self._residual = torch.zeros(self._numel(), dtype=self._dtype, device=device)
+        return self._residual
+
+    def _numel(self) -> int:
+        """Of the gradients of all parameters, as FSDP2 pads them."""
+        total = 0
+        for parameter in self._own_parameters():
+            parts = parameter.device_mesh.size(-1)
+            rows, *rest = parameter.shape if parameter.dim() else (1,)
+            sharded_by_rows = any(isinstance(p, Shard) and p.dim == 0 for p in parameter.placements)
+            rows = -(-rows // parts) * parts if sharded_by_rows else rows
+            total += rows * torch.Size(rest).numel()
+        return total
+
+    def _own_parameters(self) -> list[DTensor]:
+        """Those that FSDP2 sums in this module's reduce-scatter."""
+        group = self._module._get_fsdp_state()._fsdp_param_group
+        parameters: list[Any] = [] if group is None else [fsdp_param.sharded_param for fsdp_param in group.fsdp_params]
+        return [parameter for parameter in parameters if parameter.requires_grad]
+
+    def as_tensor(self) -> DTensor:
+        """One row a rank."""
+        parameter = self._own_parameters()[0]
+        mesh, residual = parameter.device_mesh, self._made(parameter.to_local().device)
+        return DTensor.from_local(
+            residual.view(*[1] * mesh.ndim, -1), mesh, [Shard(dim) for dim in range(mesh.ndim)], run_check=False
+        )
+
+    def load(self, saved: DTensor, calls: int) -> None:
+        """Go on with this."""
+        local = saved.to_local().reshape(-1)
+        residual = self._made(local.device)
+        if local.numel() != residual.numel():
+            raise ValueError(
+                f"the saved residual of module {self.name or 'root'!r} has {local.numel()} values for this rank, and "
+                f"{residual.numel()} are needed: load residuals with as many ranks as saved them, or begin without them"
+            )
+        residual.copy_(local)
+        self.calls = calls
+
+
+_open: weakref.WeakSet[FsdpResiduals] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads must not be within torch while the process ends."""
+    for residuals in list(_open):
+        residuals.close()

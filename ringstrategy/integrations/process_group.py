@@ -1,0 +1,306 @@
+"""A process group of torch.distributed whose sums and means of floats travel encoded, over our own collectives.
+
+    import ringstrategy
+    group = dist.new_group(backend="ring_int8")
+    model = DistributedDataParallel(model, process_group=group)
+
+It is for code that takes a process group: torch DDP, FSDP2, HSDP, DeviceMesh, Accelerate, Lightning's `DDPStrategy`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+from torch.futures import Future
+
+from ringstrategy.algorithms import AllReduce
+from ringstrategy.codecs import Cast, Codec, Identity, RandomK, TopK, derive_seed
+from ringstrategy.collectives import Collective, Ring
+from ringstrategy.collectives.base import Summand, mean_, sums_dtype
+from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.names import STRATEGIES
+from ringstrategy.transport.base import Peers, Waitable
+from ringstrategy.transport.connect import connect
+from ringstrategy.transport.futures import Futures, raised
+from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR
+
+_GLOO, _NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
+_SUMS, _SCATTERED, _GATHERED = AllreduceCoalescedOptions(), ReduceScatterOptions(), AllgatherOptions()
+_FEEDBACK = (
+    "A process group does not know whose gradients it sums, so it cannot keep residuals. For error feedback use "
+    "ringstrategy.ddp_hook (torch DDP), ringstrategy.fsdp (FSDP2), or Trainer(strategy=...)"
+)
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """`dist.new_group(backend="ring", pg_options=GroupOptions(...))`, where an algorithm alone does not say enough.
+
+    Args:
+        algorithm: whose codec, collective and `codec_threads` count. Without residuals: see `RingProcessGroup`.
+        exact_below: floats of fewer bytes than this are summed exactly, by gloo or NCCL: losses, metrics, counters,
+            small buckets. Larger: more that is exact, and more bytes.
+    """
+
+    algorithm: AllReduce
+    exact_below: int = 1 << 16
+
+    _timeout = None  # DeviceMesh asks all options for one: the default
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.algorithm, AllReduce):
+            raise TypeError(
+                f"a process group averages by ringstrategy.AllReduce(...), got {self.algorithm!r}. For other "
+                "algorithms use Trainer(strategy=...), Fabric(strategy=...) or ringstrategy.horovod"
+            )
+        if not isinstance(self.algorithm.codec, Codec):
+            raise ValueError(
+                "a process group does not see parameters, so it cannot ask a policy: pass one codec, such as "
+                "AllReduce(BlockInt(8))"
+            )
+        if self.algorithm.error_feedback:
+            raise ValueError(f"error_feedback=True has no place here. {_FEEDBACK}")
+        if isinstance(self.algorithm.codec, TopK | RandomK):
+            raise ValueError(f"{self.algorithm.codec} sends a few values and needs to remember the others. {_FEEDBACK}")
+        if self.algorithm.local is not None or self.algorithm.uneven != "error":
+            raise ValueError("a process group does not see parameters or batches: leave local and uneven as they are")
+        if self.algorithm.on_nonfinite != "propagate":
+            raise ValueError("a process group does not see steps: leave on_nonfinite='propagate'")
+        if type(self.exact_below) is not int or self.exact_below < 0:
+            raise ValueError(f"exact_below is a number of bytes >= 0, got {self.exact_below!r}")
+
+
+def options_of(name: str, given: object) -> GroupOptions:
+    """What `pg_options` means for the backend of this name: nothing, an `AllReduce`, or `GroupOptions`."""
+    if given is None:
+        algorithm = STRATEGIES[name]()
+        assert isinstance(algorithm, AllReduce)
+        return GroupOptions(algorithm)
+    if isinstance(given, GroupOptions):
+        return given
+    if isinstance(given, AllReduce):
+        return GroupOptions(given)
+    raise TypeError(
+        f"pg_options of backend {name!r} is a ringstrategy.AllReduce(...), or GroupOptions to say from which size on "
+        f"it is used; got {given!r}"
+    )
+
+
+class RingProcessGroup(dist.ProcessGroup):
+    """Sums and means of float tensors by an algorithm's codec and collective; all else by gloo, on GPUs by NCCL.
+
+    Of `all_reduce` and `reduce_scatter_tensor` these travel encoded: floats, op SUM or AVG, of at least
+    `GroupOptions.exact_below` bytes. All ranks get the same bits from an `all_reduce`. `reduce_scatter_tensor` is the
+    first half of one: each rank sends (N-1)/N of the encoded values, and what it keeps is summed in full precision.
+    `all_gather_into_tensor` of CPU tensors is the second half, bit for bit. 16-bit floats are summed in float32.
+
+    Codecs keep no residuals here, so what each call loses stays lost. Ranks call collectives in the same order, as
+    with every backend of torch. Exchanges travel over the connections of the group's own gloo, and begin at the
+    first call that needs them; a group then has two threads more than one of gloo.
+
+    Attributes:
+        options: its own.
+        stats: what was encoded, or gathered over the ring, in bytes. Not what gloo and NCCL send.
+    """
+
+    def __init__(
+        self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, options: GroupOptions
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stubs know only what a store makes
+        self.options, self.stats = options, Stats()
+        self._name, self._timeout = name, timeout
+        self._exact: dict[str, Any] = {}  # by type of device: torch's own
+        self._lanes: dict[str, _Lane] = {}  # likewise: ours
+        self._calls = 0  # that were ours, as many on all ranks
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout)
+        self._set_default_backend(_GLOO)
+        self._add(torch.device("cpu"), _GLOO, gloo)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            nccl_options = dist.ProcessGroupNCCL.Options()
+            nccl_options._timeout = timeout
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl/", store), rank, size, nccl_options)
+            self._add(torch.device("cuda"), _NCCL, nccl)
+
+    def _add(self, device: torch.device, kind: dist.ProcessGroup.BackendType, backend: Any) -> None:
+        self._register_backend(device, kind, backend)
+        self._exact[device.type] = backend
+
+    def getBackendName(self) -> str:  # torch's own name
+        """The name that it was made by."""
+        return self._name
+
+    # What is ours
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]  # as torch calls it
+        """See `torch.distributed.all_reduce`."""
+        mean = self._is_ours(tensors, opts.reduceOp)
+        if mean is None:
+            exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
+            return exact
+        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUMS) -> dist.Work:
+        """See `torch.distributed.all_reduce_coalesced`: one sum of all of them."""
+        mean = self._is_ours(tensors, opts.reduceOp)
+        if mean is None:
+            exact: dist.Work = self._torchs(tensors).allreduce_coalesced(tensors, opts)
+            return exact
+        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+
+    def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any) -> dist.Work:
+        """See `torch.distributed.reduce_scatter_tensor`."""
+        mean = self._is_ours([values], opts.reduceOp)
+        if mean is None:
+            exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
+            return exact
+        return self._run("reduce-scatter", [output], lambda lane, seed: lane.scatter_(output, values, mean, seed))
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> dist.Work:
+        """Its name since torch 2.13."""
+        return self._reduce_scatter_base(output, input, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
+        """See `torch.distributed.all_gather_into_tensor`."""
+        ours = input.device.type == "cpu" and input.nbytes >= self.options.exact_below and output.is_contiguous()
+        if not ours or self.size() == 1 or input.dtype != output.dtype:
+            exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
+            return exact
+        return self._run("all-gather", [output], lambda lane, _: lane.gather_(output, input))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
+        """Its name since torch 2.13."""
+        return self._allgather_base(output, input, opts)
+
+    def shutdown(self) -> None:
+        """End the threads; torch calls it when the group is destroyed."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+        for backend in self._exact.values():
+            backend.shutdown()
+
+    # How
+
+    def _is_ours(self, tensors: Sequence[Tensor], op: Any) -> bool | None:
+        """Is it a mean (True) or a sum (False) that travels encoded? None: it is torch's."""
+        mean = op == dist.ReduceOp.AVG  # `in` finds neither
+        floats = all(tensor.is_floating_point() for tensor in tensors)
+        if not floats or not (mean or op == dist.ReduceOp.SUM) or self.size() == 1:
+            return None
+        return mean if sum(tensor.nbytes for tensor in tensors) >= self.options.exact_below else None
+
+    def _torchs(self, tensors: Sequence[Tensor]) -> Any:
+        kind = tensors[0].device.type if tensors else "cpu"
+        if kind not in self._exact:
+            raise ValueError(
+                f"process group {self._name!r} of this process has {' and '.join(self._exact)} tensors only, got one "
+                f"on {kind!r}: move it to the CPU, or install a torch with NCCL"
+            )
+        return self._exact[kind]
+
+    def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, int], None]) -> dist.Work:
+        self._torchs(out)
+        device = out[0].device
+        if device.type not in self._lanes:
+            lane = _Lane(self.options.algorithm, connect(device, self._timeout, self.stats, group=self), device)
+            self._lanes[device.type] = lane
+            _open_lanes.add(lane)
+        lane, seed = self._lanes[device.type], derive_seed(self._calls)
+        self._calls += 1
+        where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
+        return _Work(*lane.futures.submit(lambda: task(lane, seed), where, out))
+
+
+class _Lane:
+    """The peers of a group for one type of device, and the sums that they take."""
+
+    def __init__(self, algorithm: AllReduce, peers: Peers, device: torch.device) -> None:
+        assert isinstance(algorithm.codec, Codec)
+        self._codec: Codec = algorithm.codec
+        self._collective: Collective = algorithm.collective
+        self._peers, self.futures = peers, Futures(peers, device)
+        free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
+        use_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
+        self._codec.warm_up(device)
+
+    def _wire_of(self, dtype: torch.dtype) -> Codec:
+        """Sums of 16-bit values are wider than what is to travel, unless it is encoded."""
+        narrow = self._codec == Identity() and sums_dtype(dtype) != dtype
+        return Cast(dtype) if narrow else self._codec
+
+    def sum_(self, tensors: Sequence[Tensor], mean: bool, seed: int) -> None:
+        """Replace the tensors, of one dtype, by their sums or means."""
+        first = tensors[0]
+        in_place = len(tensors) == 1 and first.is_contiguous() and sums_dtype(first.dtype) == first.dtype
+        if in_place:
+            values = first.view(-1)
+        else:
+            values = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
+        if mean:
+            values.mul_(1 / self._peers.size)
+        mean_(values, self._peers, self._collective, self._wire_of(first.dtype), seed=seed)
+        if not in_place:
+            for tensor, part in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+    def scatter_(self, output: Tensor, values: Tensor, mean: bool, seed: int) -> None:
+        """This rank's chunk of the sums or means becomes `output`; `values` stay as they are."""
+        wide = values.reshape(-1).to(sums_dtype(values.dtype), copy=True)
+        if mean:
+            wide.mul_(1 / self._peers.size)
+        self._collective.scatter_(Summand(wide, self._wire_of(values.dtype), seed=seed), self._peers)
+        output.copy_(wide.chunk(self._peers.size)[self._peers.rank].view(output.shape))
+
+    def gather_(self, output: Tensor, values: Tensor) -> None:
+        """All ranks' values, bit for bit."""
+        flat = output.view(-1)
+        flat.chunk(self._peers.size)[self._peers.rank].copy_(values.reshape(-1))
+        Ring().gather_(flat, self._peers)
+
+    def close(self) -> None:
+        """End the threads."""
+        use_threads(1)
+        self._peers.close()
+        self.futures.close(CLOSE_SECONDS_AFTER_ERROR)
+
+
+class _Work(dist.Work):
+    """An exchange under way."""
+
+    def __init__(self, ticket: Waitable, future: Future[Any]) -> None:
+        super().__init__()
+        self._ticket, self._future = ticket, future
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until it is done (on a GPU: the current stream waits). PeerLostError if a rank is lost."""
+        del timeout  # the group's own counts
+        self._ticket.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        """Has it ended?"""
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        """Its tensors, once it is done."""
+        return self._future.then(raised)
+
+
+_open_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_lanes() -> None:
+    """Threads must not be within torch while the process ends."""
+    for lane in list(_open_lanes):
+        lane.close()
