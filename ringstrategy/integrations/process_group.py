@@ -42,6 +42,21 @@ _FEEDBACK = (
 )
 
 
+def _torchs(name: str) -> Any:
+    """An operation that torch's own backend does, called as `Backend.name`.
+
+    Each operation that torch looks for in a Python class must be one of that class: `ProcessGroup`'s own would call the
+    backend while they hold Python's lock, and gloo's threads need it to free tensors, under a lock that the call needs.
+    """
+
+    def operation(self: RingProcessGroup, *args: Any, **options: Any) -> dist.Work:
+        work: dist.Work = getattr(self._torchs(args), name)(*args, **options)
+        return work
+
+    operation.__name__ = name
+    return operation
+
+
 @dataclass(frozen=True)
 class GroupOptions:
     """`dist.new_group(backend="ring", pg_options=GroupOptions(...))`, where an algorithm alone does not say enough.
@@ -181,6 +196,26 @@ class RingProcessGroup(dist.ProcessGroup):
         """Its name since torch 2.13."""
         return self._allgather_base(output, input, opts)
 
+    # What is torch's
+
+    allgather, broadcast, reduce_scatter = _torchs("allgather"), _torchs("broadcast"), _torchs("reduce_scatter")
+    alltoall_base, all_to_all_single = _torchs("alltoall_base"), _torchs("alltoall_base")
+    send, recv, barrier = _torchs("send"), _torchs("recv"), _torchs("barrier")
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = _SCATTERED
+    ) -> dist.Work:
+        """One after the other."""
+        pairs = zip(outputTensors, inputTensors, strict=True)
+        return _Works([self._reduce_scatter_base(output, values, opts) for output, values in pairs])
+
+    def allgather_into_tensor_coalesced(
+        self, output_lists: list[Tensor], input_list: list[Tensor], opts: Any = _GATHERED
+    ) -> dist.Work:
+        """One after the other."""
+        pairs = zip(output_lists, input_list, strict=True)
+        return _Works([self._allgather_base(output, values, opts) for output, values in pairs])
+
     def shutdown(self) -> None:
         """End the threads; torch calls it when the group is destroyed."""
         for lane in self._lanes.values():
@@ -199,8 +234,11 @@ class RingProcessGroup(dist.ProcessGroup):
             return None
         return mean if sum(tensor.nbytes for tensor in tensors) >= self.options.exact_below else None
 
-    def _torchs(self, tensors: Sequence[Tensor]) -> Any:
-        kind = tensors[0].device.type if tensors else "cpu"
+    def _torchs(self, args: Any) -> Any:
+        """Torch's backend for the first tensor in these, gloo if there is none."""
+        while isinstance(args, list | tuple) and args:
+            args = args[0]
+        kind = args.device.type if isinstance(args, Tensor) else "cpu"
         if kind not in self._exact:
             raise ValueError(
                 f"process group {self._name!r} of this process has {' and '.join(self._exact)} tensors only, got one "
@@ -294,6 +332,22 @@ class _Work(dist.Work):
     def get_future(self) -> Future[Any]:
         """Its tensors, once it is done."""
         return self._future.then(raised)
+
+
+class _Works(dist.Work):
+    """Several of them."""
+
+    def __init__(self, works: list[dist.Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait for each."""
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        """Have all ended?"""
+        return all(work.is_completed() for work in self._works)
 
 
 _open_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()
