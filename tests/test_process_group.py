@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from pool import Pool
 from torch import nn
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
 from ringstrategy import AllReduce, BlockInt, Choco, GroupOptions, PeerLostError, SmallExact, TopK
 from ringstrategy.integrations.backends import BACKENDS
@@ -442,3 +448,72 @@ def _options() -> None:
 
 def test_pg_options_may_be_an_algorithm(ranks: Pool) -> None:
     ranks(1, _options)
+
+
+def test_torch_never_calls_a_backend_for_us() -> None:
+    """It would hold Python's lock, which gloo's threads want while they hold a lock that the call wants."""
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/PyProcessGroup.hpp"
+    text = header.read_text()
+    overridden = set(re.findall(r"WORK_OVERRIDE\(\s*(?://.*\n\s*)?ProcessGroup,[^\n]*\n\s*(\w+),", text))
+    assert {"allgather", "broadcast", "send", "recv", "barrier", "allreduce"} <= overridden
+    either = re.findall(r'get_override\(\s*static_cast<const ProcessGroup\*>\(this\),\s*"(\w+)"', text)
+    missing = {name for name in overridden | set(either) if not callable(vars(RingProcessGroup).get(name))}
+    older = {"all_gather_single_coalesced", "reduce_scatter_single_coalesced"}  # where there is none, the older name is
+    assert missing <= older
+
+
+# Frameworks
+
+
+class Digits(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, inputs: torch.Tensor, index: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(inputs).pow(2).mean()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Sharded(Digits):
+    def configure_model(self) -> None:
+        if not any(isinstance(part, FSDPModule) for part in self.net):
+            _sharded(self.device_mesh["data_parallel"])(self.net)
+
+
+def _lightning(folder: str, name: str, backend: str) -> torch.Tensor:
+    rank = int(os.environ["RANK"])
+    loader = DataLoader(torch.cat([batch(rank, step) for step in range(4)]), batch_size=8)  # type: ignore[arg-type]
+    model, strategy = {
+        "ddp": (Digits(), DDPStrategy(process_group_backend=backend)),
+        "fsdp2": (Sharded(), ModelParallelStrategy(2, 1, process_group_backend=backend)),
+    }[name]
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy,
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
+        plugins=[TorchElasticEnvironment()],
+    )
+    trainer.fit(model, loader)
+    world = dist.group.WORLD
+    assert isinstance(world, RingProcessGroup) == (backend == "ring_int8")
+    assert not isinstance(world, RingProcessGroup) or world.stats.bytes_sent
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_lightnings_own_strategies(ranks: Pool, tmp_path: Path, name: str) -> None:
+    exact, _ = ranks(2, _lightning, str(tmp_path), name, "gloo")
+    zero, one = ranks(2, _lightning, str(tmp_path), name, "ring_int8")
+    assert torch.equal(zero, one)
+    assert 0 < (zero - exact).norm() < 0.02 * (exact - weights(Digits())).norm()
