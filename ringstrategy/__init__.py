@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
+    from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.transport import Peers, Stats
@@ -53,6 +54,7 @@ _HOMES = {
     ),
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
+    "integrations.ddp_hook": ("ddp_hook",),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "transport": ("Peers", "Stats"),
@@ -96,6 +98,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "ddp_hook",
 ]
 
 
