@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
+    from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import fsdp
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
@@ -56,6 +57,7 @@ _HOMES = {
     ),
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
+    "integrations.ddp_hook": ("ddp_hook",),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "integrations.fsdp": ("fsdp",),
@@ -102,6 +104,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "ddp_hook",
     "fsdp",
 ]
 

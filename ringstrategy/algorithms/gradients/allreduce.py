@@ -98,10 +98,11 @@ class AllReduce(Synchronous):
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
         """See `Synchronous.plan`."""
         return plan_buckets(
-            parameters, sparse, self._codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
+            parameters, sparse, self.codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
         )
 
-    def _codec_of(self, name: str, parameter: Parameter) -> Codec:
+    def codec_of(self, name: str, parameter: Parameter) -> Codec:
+        """The codec of the parameter's bucket; TypeError if a policy gives none."""
         if isinstance(self.codec, Codec):
             return self.codec
         codec = self.codec(name, parameter)
