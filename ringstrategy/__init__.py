@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
+    from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
 
 _HOMES = {
@@ -55,6 +56,7 @@ _HOMES = {
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
+    "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
     "transport": ("Peers", "Stats"),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
