@@ -2,8 +2,12 @@
 
 python examples/digits.py            # two processes on this machine
 python examples/digits.py ddp        # the same with torch's DDP
+
+On several hosts, each with two processes:
+torchrun --nnodes=2 --nproc-per-node=2 --node-rank=0 --master-addr=10.0.0.1 --master-port=29500 examples/digits.py
 """
 
+import os
 import sys
 
 import lightning as L
@@ -48,7 +52,8 @@ def main() -> None:
     trainer = L.Trainer(
         strategy=sys.argv[1] if len(sys.argv) > 1 else "ring_int8",
         accelerator="cpu",
-        devices=2,
+        devices=int(os.environ.get("LOCAL_WORLD_SIZE", 2)),  # of this host; torchrun sets both
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         max_epochs=5,
         logger=False,
         enable_checkpointing=False,

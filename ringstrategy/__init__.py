@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.integrations.process_group import GroupOptions
+    from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
 
 _HOMES = {
@@ -62,6 +63,7 @@ _HOMES = {
     "integrations.lightning.strategy": ("RingStrategy",),
     "integrations.fsdp": ("fsdp",),
     "integrations.process_group": ("GroupOptions",),
+    "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
     "transport": ("Peers", "Stats"),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}

@@ -567,7 +567,7 @@ def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
 
 
 def test_missing_packages_are_named(sweep, monkeypatch):
-    monkeypatch.setattr("ringstrategy.app.extras.find_spec", lambda name: None if name == "plotly" else object())
+    monkeypatch.setattr("ringstrategy.extras.find_spec", lambda name: None if name == "plotly" else object())
     with pytest.raises(SystemExit, match=r"needs plotly: in a clone .* pip install '\.\[app\]'"):
         main([str(sweep)])
 

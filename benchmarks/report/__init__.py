@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringstrategy.app.extras import require
+from ringstrategy.extras import require
 
 ROOT = Path(__file__).parents[2]
 

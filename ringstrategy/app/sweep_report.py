@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ringstrategy.app.extras import require
+from ringstrategy.extras import require
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

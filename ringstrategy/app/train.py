@@ -29,9 +29,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ringstrategy.app.extras import require
 from ringstrategy.app.overrides import lengthened, shortened, swept
 from ringstrategy.app.refusals import check_arguments, check_keys, in_words, instantiate_strategy
+from ringstrategy.extras import require
 from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor
 from ringstrategy.integrations.lightning.strategy import RingStrategy
 

@@ -14,10 +14,10 @@ import torch
 
 from ringstrategy.algorithms import Choco, Gossip, PushSum
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.app.extras import require
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text_table import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
+from ringstrategy.extras import require
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.topologies import (
     Complete,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from ringstrategy.app.extras import require
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text_table import text_table
+from ringstrategy.extras import require
 from ringstrategy.topologies import (
     Complete,
     Exponential,

@@ -1,0 +1,237 @@
+"""Other launchers start the ranks: Ray, Spark, submitit, Hydra, torchrun on two hosts.
+
+Each runs its example as a user does, and leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_lab import needs_namespaces
+
+import ringstrategy
+from benchmarks import lab
+
+ROOT = Path(__file__).parents[1]
+_OF_RANKS = {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # left by a fit in a test
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that have it in their environment, which children inherit."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                environment = (process / "environ").read_bytes()
+            except OSError:
+                continue  # it has ended, or is another user's
+            if mark.encode() in environment:
+                found.append(int(process.name))
+    return found
+
+
+def ending(mark: str, seconds: float = 20.0) -> list[int]:
+    """Those of them that have not ended by themselves after that time: daemons see that their master has gone."""
+    end = time.monotonic() + seconds
+    while (left := marked(mark)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def run(command: list[str], cwd: Path, limit: float, environment: Mapping[str, str] | None = None) -> str:
+    """What it and its processes print. It must end well, in time, and leave no process behind."""
+    mark = f"RINGSTRATEGY_TEST={uuid.uuid4().hex}"
+    name, _, value = mark.partition("=")
+    inherited = {key: value for key, value in os.environ.items() if key not in _OF_RANKS}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env={**inherited, **(environment or {}), name: value},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            timeout=limit,
+        )
+    finally:
+        left = ending(mark)
+        for process in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+    assert done.returncode == 0, done.stdout[-20_000:]
+    assert not left, f"processes {left} were left behind:\n{done.stdout[-5_000:]}"
+    return done.stdout
+
+
+def bytes_sent(printed: str) -> list[int]:
+    return [int(sent) for sent in re.findall(r"Stats\(bytes_sent=(\d+)", printed)]
+
+
+# Ray
+
+
+@pytest.fixture
+def ray_strategy() -> Any:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    return ringstrategy.RayRingStrategy
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path) -> None:
+    printed = run(
+        [sys.executable, str(ROOT / "examples/ray_digits.py"), "kill"],
+        tmp_path,
+        220,
+        {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+    )
+    assert "PeerLostError: lost rank 1" in printed
+    resumed = set(re.findall(r"worker (\d) goes on after epoch ([01])\n", printed))
+    assert {worker for worker, _ in resumed} == {"0", "1"}
+    assert len({epoch for _, epoch in resumed}) == 1
+    assert set(re.findall(r"worker (\d) of 2: ", printed)) == {"0", "1"}
+    assert all(sent > 0 for sent in bytes_sent(printed))
+    last = re.search(r"\{'right': ([\d.]+), 'epoch': 3, 'step': 92\}", printed)
+    assert last is not None, printed[-5_000:]
+    assert float(last[1]) > 0.8
+
+
+def test_with_ray_a_rank_saves_in_its_own_folder(ray_strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray's callback uploads what each worker has in a folder of its own, which may be on another host
+    monkeypatch.setattr(ray_strategy, "world_size", 2)
+    monkeypatch.setattr(ray_strategy, "broadcast", lambda self, given: ("/of rank 0/epoch=1.ckpt", "token"))
+    strategy = ray_strategy()
+    for path in ("/of rank 1/epoch=2.ckpt", Path("/of rank 1/epoch=2.ckpt")):
+        assert strategy._path_and_token(path) == ("/of rank 1/epoch=1.ckpt", "token")
+
+
+def test_ray_refuses_what_ray_decides(ray_strategy: Any) -> None:
+    for unknown in ({"on_peer_loss": "shrink"}, {"process_group_backend": "gloo"}, {"start_method": "spawn"}):
+        with pytest.raises(TypeError, match=rf"does not take {next(iter(unknown))}.*FailureConfig\(max_failures=\)"):
+            ray_strategy(**unknown)
+    strategy = ray_strategy(ringstrategy.AllReduce(), timeout=timedelta(seconds=7), broadcast_buffers=False)
+    assert isinstance(strategy, ringstrategy.RingStrategy)
+
+
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(ringstrategy.__dict__, "RayRingStrategy", raising=False)
+    monkeypatch.delitem(sys.modules, "ringstrategy.integrations.ray", raising=False)
+    monkeypatch.setitem(sys.modules, "ray.train.lightning", None)
+    with pytest.raises(ModuleNotFoundError, match=r"RayRingStrategy needs ray.*: in a clone .* install '\.\[ray\]'"):
+        ringstrategy.RayRingStrategy  # noqa: B018
+
+
+# submitit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_submitit_runs_two_tasks(tmp_path: Path) -> None:
+    pytest.importorskip("submitit", reason="the extra `slurm` is not installed")
+    printed = run([sys.executable, str(ROOT / "examples/slurm_digits.py")], tmp_path, 150)
+    trained = re.findall(r"task (\d) of 2: ([\d.]+) right", printed)
+    assert [task for task, _ in trained] == ["0", "1"]
+    assert all(float(right) > 0.8 for _, right in trained)
+    assert all(sent > 0 for sent in bytes_sent(printed))
+
+
+# Spark
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
+@pytest.mark.parametrize("where", [[], ["executors"]], ids=["driver", "executors"])
+def test_spark_runs_two_processes(where: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("pyspark", reason="the extra `spark` is not installed")
+    printed = run([sys.executable, str(ROOT / "examples/spark_digits.py"), *where], tmp_path, 210)
+    trained = re.search(r"rank \d of 2: ([\d.]+) right", printed)
+    assert trained is not None, printed[-5_000:]
+    assert float(trained[1]) > 0.8
+    assert all(sent > 0 for sent in bytes_sent(printed))
+
+
+# Slurm, played by this test: there is none here
+
+SRUN = """#!{python}
+import os, subprocess, sys
+command = sys.argv[1:]
+while command[0].startswith("--"):
+    command.pop(0)
+nodes, tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER_NODE"])
+ranks = [
+    subprocess.Popen(
+        command,
+        env={{
+            **os.environ,
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // tasks),
+            "SLURM_LOCALID": str(rank % tasks),
+        }},
+    )
+    for rank in range(nodes * tasks)
+]
+sys.exit(max(abs(rank.wait()) for rank in ranks))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
+    asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples/slurm.sbatch").read_text(), re.M))
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "2")
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN.format(python=sys.executable))
+    srun.chmod(0o755)
+    environment = {
+        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_JOB_ID": "77",
+        "SLURM_JOB_NAME": asked["job-name"],
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "1",  # the two cores here
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_NODELIST": "localhost",
+    }
+    run(["bash", str(ROOT / "examples/slurm.sbatch"), "trainer.max_epochs=1"], tmp_path, 150, environment)
+    summary = json.loads((tmp_path / "outputs/slurm-77/summary.json").read_text())
+    assert (summary["status"], summary["processes"]) == ("finished", 2)
+    assert summary["bytes_sent"] > 0
+
+
+# torchrun on two hosts
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@needs_namespaces
+def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    with lab.Lab(2, "100mbit") as net:
+        where = [f"--master-addr={net.address(0)}", "--master-port=29500"]
+        script = "cd {}; exec {} > {}.log 2>&1"
+        for host in range(2):
+            command = shlex.join([*torchrun, *where, f"--node-rank={host}", str(ROOT / "examples/digits.py")])
+            net.popen(host, ["bash", "-c", script.format(shlex.quote(str(tmp_path)), command, f"host{host}")])
+        ended = net.wait()
+    printed = [(tmp_path / f"host{host}.log").read_text() for host in range(2)]
+    assert ended == [0, 0], printed
+    assert "GLOBAL_RANK: 1, MEMBER: 2/2" in printed[1]
+    (sent,) = bytes_sent(printed[0])
+    assert sent > 0
