@@ -1,4 +1,8 @@
-"""What the site changes in a page: links that leave docs/ become paths, and words that fences have for tests go."""
+"""What the site changes in a page.
+
+Links that leave docs/ become paths, words that fences have for tests go, and a class is called as users import it, and
+not as the mixin that has its docstring.
+"""
 
 import re
 from typing import Any
@@ -10,6 +14,11 @@ _FENCE = re.compile(r"^```(?P<language>\w+) (no-run|torchrun)$", re.MULTILINE)
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Called by MkDocs with each page's text before it is rendered."""
     return _FENCE.sub(r"```\g<language>", _OUTSIDE.sub(_as_path, markdown))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Called by MkDocs with what a page was rendered to."""
+    return re.sub(r"(?<=>)(\w+)Mixin(?=<)", r"\1", html)
 
 
 def _as_path(link: re.Match[str]) -> str:

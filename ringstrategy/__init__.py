@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import fsdp
-    from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
-    from ringstrategy.integrations.lightning.strategy import RingStrategy
+    from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
     from ringstrategy.integrations.process_group import GroupOptions
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
@@ -59,11 +58,10 @@ _HOMES = {
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.ddp_hook": ("ddp_hook",),
-    "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
-    "integrations.lightning.strategy": ("RingStrategy",),
     "integrations.fsdp": ("fsdp",),
     "integrations.process_group": ("GroupOptions",),
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
+    "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
@@ -116,7 +114,16 @@ def __getattr__(name: str) -> Any:
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    try:
+        home = import_module(_HOME_OF[name])
+    except ModuleNotFoundError as error:
+        if error.name == "lightning":
+            cure = f"pip install lightning, or with pytorch_lightning take ringstrategy.pytorch_lightning.{name}"
+            raise ModuleNotFoundError(
+                f"ringstrategy.{name} is for lightning.pytorch: {cure}", name=error.name
+            ) from error
+        raise
+    value = globals()[name] = getattr(home, name)
     return value
 
 

@@ -26,7 +26,7 @@ from typing import Any
 LIMIT = 60.0  # seconds for one task
 LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
-_IMPORTED = ["ringstrategy.integrations.lightning.strategy", "ringstrategy.names", "pytest"]
+_IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
 _IMPORTED += [
     f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_sparse")
 ]  # with Numba

@@ -85,7 +85,9 @@ def test_named_files_exist(page):
 
 
 def test_the_reference_has_every_public_name():
-    shown = set(re.findall(r"^::: (.+)$", (ROOT / "docs" / "api.md").read_text(), re.M))
+    # a class whose docstring is a mixin's is called by its heading
+    entries = re.findall(r"^::: (.+)$(?:\n    options: {heading: (\w+))?", (ROOT / "docs" / "api.md").read_text(), re.M)
+    shown = {f"ringstrategy.{heading}" if heading else name for name, heading in entries}
     public = {f"ringstrategy.{name}" for name in ringstrategy.__all__ if name != "__version__"}
     assert shown == public | {f"ringstrategy.topologies.{name}" for name in topologies.__all__} | {
         "ringstrategy.session.Session"

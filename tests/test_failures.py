@@ -791,23 +791,3 @@ def _lbfgs_alone() -> None:
 def test_lbfgs_is_refused_unless_it_is_alone(ranks: Pool) -> None:
     assert all("another optimizer" in message for message in ranks(2, _lbfgs))
     ranks(1, _lbfgs_alone)
-
-
-OTHER_LIGHTNING = """
-import pytorch_lightning as pl
-import ringstrategy
-
-for strategy in ("ring", "ring_bf16_spawn", ringstrategy.RingStrategy()):
-    try:
-        pl.Trainer(strategy=strategy, accelerator="cpu", devices=2, barebones=True)
-    except Exception as error:
-        assert "from lightning.pytorch import Trainer" in str(error), error
-        print("refused:", error)
-"""
-
-
-@pytest.mark.slow
-def test_the_other_lightning_is_told_the_right_import(tmp_path: Path) -> None:
-    done = run_script(tmp_path, OTHER_LIGHTNING)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("refused:") == 3

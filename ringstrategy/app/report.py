@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ringstrategy.app.curves import Curves, warm_mean, write_curves
 from ringstrategy.app.curves_png import draw
-from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.integrations.lightning.for_lightning import RingStrategy
 from ringstrategy.transport import Stats
 
 FINAL_METRICS = ("val_accuracy", "val_loss")  # the first that the module logged; else the last training loss

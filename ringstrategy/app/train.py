@@ -32,8 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ringstrategy.app.overrides import lengthened, shortened, swept
 from ringstrategy.app.refusals import check_arguments, check_keys, in_words, instantiate_strategy
 from ringstrategy.extras import require
-from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor
-from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, RingStrategy
 
 JOB_FLAG = "--job"
 INTERRUPT_SECONDS = 10  # for a job to end by itself after Ctrl-C

@@ -11,7 +11,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.extras import missing_extra
-from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.integrations.lightning.for_lightning import RingStrategy
 
 try:
     from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 
-from ringstrategy.integrations.lightning.strategy import RingStrategy
+from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.transport.stats import Stats
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = object
 
 _SAMPLE = 1 << 18  # values by which the consensus distance is estimated: about 1 MB to send
 
 
-class CommunicationMonitor(Callback):
+class CommunicationMonitorMixin(Callback):
     """Log what each step sent, how long it waited, and how far replicas are apart, to the trainer's loggers.
 
     Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
@@ -40,7 +44,7 @@ class CommunicationMonitor(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another strategy."""
-        if not isinstance(trainer.strategy, RingStrategy):
+        if not isinstance(trainer.strategy, RingStrategyMixin):
             raise ValueError(
                 f"CommunicationMonitor reads the statistics of a RingStrategy, but the trainer's strategy is "
                 f"{type(trainer.strategy).__name__}: pass Trainer(strategy='ring')"
@@ -90,12 +94,12 @@ class CommunicationMonitor(Callback):
         self._step_before = trainer.global_step
 
     @staticmethod
-    def _strategy(trainer: Trainer) -> RingStrategy:
-        assert isinstance(trainer.strategy, RingStrategy)
+    def _strategy(trainer: Trainer) -> RingStrategyMixin:
+        assert isinstance(trainer.strategy, RingStrategyMixin)
         return trainer.strategy
 
 
-class ReplicaCheck(Callback):
+class ReplicaCheckMixin(Callback):
     """Every few steps compare the parameters of all ranks, bit for bit; where they differ, stop with an error.
 
     Replicas stay identical by construction. This finds what breaks that from outside: memory that flips bits, or code
@@ -116,10 +120,10 @@ class ReplicaCheck(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another strategy, and gossip."""
         strategy = trainer.strategy
-        if not isinstance(strategy, RingStrategy) or strategy.algorithm.decentralized:
+        if not isinstance(strategy, RingStrategyMixin) or strategy.algorithm.decentralized:
+            other = strategy.algorithm if isinstance(strategy, RingStrategyMixin) else type(strategy).__name__
             raise ValueError(
-                "ReplicaCheck compares replicas that a RingStrategy keeps identical, and with "
-                f"{strategy.algorithm if isinstance(strategy, RingStrategy) else type(strategy).__name__} they differ "
+                f"ReplicaCheck compares replicas that a RingStrategy keeps identical, and with {other} they differ "
                 "or belong to others: leave it out, or pass Trainer(strategy='ring')"
             )
 
@@ -135,7 +139,7 @@ class ReplicaCheck(Callback):
         if now // every == self._checked_at // every:
             return
         self._checked_at = now
-        assert isinstance(trainer.strategy, RingStrategy)
+        assert isinstance(trainer.strategy, RingStrategyMixin)
         session = trainer.strategy.session
         if session is None or trainer.world_size == 1:
             return

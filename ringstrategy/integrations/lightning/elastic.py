@@ -8,22 +8,21 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.loggers.csv_logs import _ExperimentWriter
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.data import _update_dataloader
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.session import Session
 from ringstrategy.transport.members import JOIN, Members, Membership
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _AFTER_STEP, _VALIDATION, _BATCH, _EPOCH_END = range(4)  # in the order in which a rank comes to them
 _NEWCOMER = (-1, -1, -1, _BATCH)
@@ -111,13 +110,24 @@ class Elastic:
 
     Args:
         trainer: of this fit.
+        package: of the trainer.
         strategy: of this trainer.
         members: of the job, or a newcomer's.
         stopping: of this fit.
         waits: go on only with as many ranks as before.
     """
 
-    def __init__(self, trainer: Trainer, strategy: Rank, members: Members, stopping: Stopping, *, waits: bool) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        package: Package,
+        strategy: Rank,
+        members: Members,
+        stopping: Stopping,
+        *,
+        waits: bool,
+    ) -> None:
+        self._package = package
         self._trainer, self._strategy, self._members, self._stopping = trainer, strategy, members, stopping
         self._wanted = strategy.world_size if waits and not strategy.joins else 0
         fit = trainer.fit_loop
@@ -230,7 +240,7 @@ class Elastic:
         if (
             not isinstance(loader, DataLoader)
             or not isinstance(loader.sampler, DistributedSampler)
-            or isinstance(loader.sampler, DistributedSamplerWrapper)
+            or isinstance(loader.sampler, self._package.DistributedSamplerWrapper)
             or not isinstance(loader.batch_size, int)
         ):
             raise ValueError(_CANNOT_SHARE)
@@ -246,7 +256,7 @@ class Elastic:
             done=done * loader.batch_size,
             epoch=epochs.processed,
         )
-        return _update_dataloader(loader, rest)
+        return self._package.update_dataloader(loader, rest)
 
     def _share_out(self) -> None:
         """All ranks draw from what is left of the epoch: its batches that have ended are done."""
@@ -317,8 +327,8 @@ class Elastic:
     def _keep_logs(self) -> None:
         """This rank logs from now on. Lightning's CSVLogger would delete what the lost rank has written."""
         for logger in self._trainer.loggers:
-            if isinstance(logger, CSVLogger):
-                file = Path(logger.log_dir) / _ExperimentWriter.NAME_METRICS_FILE
+            if isinstance(logger, self._package.CSVLogger):
+                file = Path(logger.log_dir) / self._package.ExperimentWriter.NAME_METRICS_FILE
                 if file.exists():
                     file.rename(file.with_stem(f"{file.stem}-until-step-{self._trainer.global_step}"))
 

@@ -13,18 +13,23 @@ import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+    from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+    from lightning.fabric.utilities.types import _PATH
+else:
+    TorchCheckpointIO = object
 
 # some network file systems know no flush of folders
 _NO_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES, errno.EPERM}
@@ -32,7 +37,7 @@ _NO_FLUSH = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 LOG = Log(rank_zero_info, rank_zero_warn)
 
 
-class WholeCheckpointIO(TorchCheckpointIO):
+class WholeCheckpointIOMixin(TorchCheckpointIO):
     """Lightning's format, but a local file is replaced whole or not at all, and is on the disk when a save returns.
 
     Lightning's own writes into the system's temporary folder. If that is another disk, its last step is a copy, and a
@@ -56,14 +61,21 @@ class RankFiles:
     Args:
         checkpoint_io: writes, reads and removes files.
         path: of the checkpoint.
+        package: of the trainer.
         weights_only: as the user wants files loaded.
         storage_options: Lightning's.
     """
 
     def __init__(
-        self, checkpoint_io: CheckpointIO, path: _PATH, *, weights_only: bool | None = None, storage_options: Any = None
+        self,
+        checkpoint_io: CheckpointIO,
+        path: _PATH,
+        package: Package,
+        *,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
     ) -> None:
-        self._io, self._path = checkpoint_io, os.fspath(path)
+        self._io, self._path, self._package = checkpoint_io, os.fspath(path), package
         self._weights_only, self._storage_options = weights_only, storage_options
 
     @property
@@ -83,7 +95,7 @@ class RankFiles:
         # not `name`: a save replaces a link, and not what it points to
         path = f"{self._path}.ringstrategy/{save}/rank_{rank:05d}.pt"
         self._io.save_checkpoint(seal(state), path, storage_options=self._storage_options)
-        finish(self._io)
+        finish(self._io, self._package)
 
     def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
         """See `Files.load`."""
@@ -109,7 +121,7 @@ class RankFiles:
         """See `Files.keep_only`."""
         folder = f"{self._path}.ringstrategy"
         try:
-            entries = get_filesystem(folder).ls(folder, detail=False)
+            entries = _filesystem(folder).ls(folder, detail=False)
         except OSError as error:  # all that matters is saved
             warnings.warn(f"{folder} cannot be read, so old files stay there: {error}", stacklevel=2)
             return
@@ -127,7 +139,7 @@ class RankFiles:
         self._remove(f"{self._path}.ringstrategy")
 
     def _remove(self, path: str) -> None:
-        files = get_filesystem(path)
+        files = _filesystem(path)
         for _ in range(3):
             if not files.exists(path):
                 return
@@ -138,19 +150,23 @@ class RankFiles:
             warnings.warn(f"{self._io} did not remove {path}, which no checkpoint needs any more", stacklevel=2)
 
 
-def finish(checkpoint_io: CheckpointIO) -> None:
+def finish(checkpoint_io: CheckpointIO, package: Package) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
     inner: CheckpointIO | None = checkpoint_io
-    while isinstance(inner, _WrappingCheckpointIO):
-        if isinstance(inner, AsyncCheckpointIO):
+    while isinstance(inner, package.WrappingCheckpointIO):
+        if isinstance(inner, package.AsyncCheckpointIO):
             inner.teardown()  # the next save opens it again
         inner = inner.checkpoint_io
+
+
+def _filesystem(path: str) -> AbstractFileSystem:
+    return url_to_fs(path)[0]
 
 
 def _local(path: _PATH) -> str | None:
     """The absolute path on this host; None if it is elsewhere, such as in a bucket."""
     address = os.fspath(path)
-    return os.path.abspath(get_filesystem(address)._strip_protocol(address)) if _is_local_file_protocol(path) else None
+    return os.path.abspath(_filesystem(address)._strip_protocol(address)) if get_protocol(address) == "file" else None
 
 
 def _write(path: str, content: memoryview) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
 from ringstrategy.session.joined import NO_BATCH
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
+else:
+    _PrefetchDataFetcher = object
 
 _TAKES_ITERATOR = (
     "a training_step that takes a `dataloader_iter` fetches batches by itself, so with uneven='join' no rank could "
@@ -17,7 +22,7 @@ _TAKES_ITERATOR = (
 )
 
 
-class JoinedFetcher(_PrefetchDataFetcher):
+class JoinedFetcherMixin(_PrefetchDataFetcher):
     """Takes the place of a fetcher that has begun. It is `done` when no rank has another batch.
 
     Args:
@@ -36,7 +41,7 @@ class JoinedFetcher(_PrefetchDataFetcher):
         self._has_more = True  # this rank
         self._last: Any = None
 
-    def __iter__(self) -> JoinedFetcher:
+    def __iter__(self) -> JoinedFetcherMixin:
         """An epoch begins."""
         super().__iter__()
         self._begin()
@@ -70,10 +75,15 @@ class Joining:
     Args:
         trainer: of this fit.
         session: of this fit, which `joins`.
+        package: of the trainer.
+        joined_fetcher: for that package.
     """
 
-    def __init__(self, trainer: Trainer, session: Session) -> None:
-        self._trainer, self._session = trainer, session
+    def __init__(
+        self, trainer: Trainer, session: Session, package: Package, joined_fetcher: type[JoinedFetcherMixin]
+    ) -> None:
+        self._trainer, self._session, self._package = trainer, session, package
+        self._joined_fetcher = joined_fetcher
         self._set_up = trainer.fit_loop.setup_data
         trainer.fit_loop.setup_data = self._setup_data  # type: ignore[method-assign]
 
@@ -88,10 +98,10 @@ class Joining:
         fetcher = loop._data_fetcher
         if fetcher is before or fetcher is None:
             return
-        if not isinstance(fetcher, _PrefetchDataFetcher):
+        if not isinstance(fetcher, self._package.PrefetchDataFetcher):
             raise ValueError(_TAKES_ITERATOR)
         self._agree()
-        loop._data_fetcher = JoinedFetcher(fetcher, self._session)
+        loop._data_fetcher = self._joined_fetcher(fetcher, self._session)
 
     def _agree(self) -> None:
         """An epoch is as long as on the rank with most batches, and validation comes at the same one."""

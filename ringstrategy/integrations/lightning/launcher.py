@@ -7,14 +7,17 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from ringstrategy.integrations.lightning.package import Package
 
 if TYPE_CHECKING:
+    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
     from lightning.pytorch import Trainer
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+else:
+    _MultiProcessingLauncher = _SubprocessScriptLauncher = object
 
 
-class BringingLauncher(_MultiProcessingLauncher):
+class BringingLauncherMixin(_MultiProcessingLauncher):
     """Also hands something from local rank 0 to the process that called `fit`.
 
     Args:
@@ -60,9 +63,10 @@ class BringingLauncher(_MultiProcessingLauncher):
         super().update_main_process_results(trainer, extra)
 
 
-class OutlivingLauncher(_SubprocessScriptLauncher):
+class OutlivingLauncherMixin(_SubprocessScriptLauncher):
     """Starts the other ranks of this host as `ddp`, but the end of one does not end all once they train together."""
 
+    package: Package
     _observer: _ChildProcessObserver | None = None
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -70,7 +74,7 @@ class OutlivingLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()
-            self._observer = _ChildProcessObserver(os.getpid(), self.procs)
+            self._observer = self.package.ChildProcessObserver(os.getpid(), self.procs)
             self._observer.start()
         return function(*args, **kwargs)
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, WeightAveraging
 from torch import Tensor
 
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.kernels.sample import same
 from ringstrategy.session import Session
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+else:
+    Callback = object
 
-class Looks(Callback):
+
+class LooksMixin(Callback):
     """The first callback of all: sees parameters before others put something else there, such as a moving average.
 
     Lightning calls the strategy last when validation starts and ends. So the mean is entered at the first batch, when
@@ -24,6 +28,8 @@ class Looks(Callback):
         session: of this fit.
         tell: tells the other ranks why this one goes.
     """
+
+    package: Package
 
     def __init__(self, trainer: Trainer, session: Session, tell: Callable[[BaseException], None]) -> None:
         self._trainer, self._session, self._tell = trainer, session, tell
@@ -88,7 +94,7 @@ class Looks(Callback):
     def replaced(self) -> bool:
         """Has any rank put other values there since?"""
         # an average may have the very values of the parameters, as at first, and is swapped all the same
-        averages = any(isinstance(callback, WeightAveraging) for callback in callbacks(self._trainer))
+        averages = any(isinstance(callback, self.package.WeightAveraging) for callback in callbacks(self._trainer))
         now = self._session.glance()
         mine = averages or not all(same(*pair) for pair in zip(now, self._before, strict=True))
         return self._trainer.strategy.reduce_boolean_decision(mine, all=False)

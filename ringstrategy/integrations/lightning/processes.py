@@ -10,17 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.integrations.lightning import refusals
-from ringstrategy.integrations.lightning.launcher import BringingLauncher, OutlivingLauncher
+from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
@@ -31,20 +27,31 @@ from ringstrategy.transport.reach import address_towards
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins.environments import ClusterEnvironment
+    from lightning.fabric.utilities.types import ReduceOp
     from lightning.pytorch.accelerators import Accelerator
-
+    from lightning.pytorch.strategies import DDPStrategy
+else:
+    DDPStrategy = object
+    ClusterEnvironment = object  # nobody asks for the class of the one that a strategy has
 
 _log = logging.getLogger("ringstrategy")
 
 
-class Processes(DDPStrategy):
-    """How ranks are launched, meet, and part; abstract, for `RingStrategy`.
+class ProcessesMixin(DDPStrategy):
+    """How ranks are launched, meet, and part; abstract, for `RingStrategyMixin`.
 
     Attributes:
+        package: of the trainer.
+        bringing_launcher: for that package.
+        outliving_launcher: for that package.
         session: of the fit that is under way; None outside of one.
         members: of the job, where training goes on after a loss (`on_peer_loss`).
     """
 
+    package: Package
+    bringing_launcher: type[BringingLauncherMixin]
+    outliving_launcher: type[OutlivingLauncherMixin]
     session: Session | None = None
     members: Members | None = None
     on_peer_loss: str = "raise"
@@ -85,9 +92,9 @@ class Processes(DDPStrategy):
         super()._configure_launcher()
         if self.on_peer_loss != "raise":
             assert self.cluster_environment is not None
-            self._launcher = OutlivingLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher = self.outliving_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
         if self._start_method != "popen":
-            self._launcher = BringingLauncher(self, self._start_method, self._outcome, self._take_outcome)
+            self._launcher = self.bringing_launcher(self, self._start_method, self._outcome, self._take_outcome)
 
     def _outcome(self) -> Any:
         """What rank 0's process knows when it ends. It can be pickled."""
@@ -100,7 +107,7 @@ class Processes(DDPStrategy):
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
         assert self.lightning_module is not None
-        refusals.check_callbacks(self.lightning_module.trainer)
+        refusals.check_callbacks(self.lightning_module.trainer, self.package)
         super().setup_environment()
         self._has_met = self._has_told = False
         backend = None if self.world_size == 1 else self._get_process_group_backend()
@@ -129,7 +136,7 @@ class Processes(DDPStrategy):
             os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
             os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
             make = store_of_attempt if has_agent_store() else guarded_store
-            _init_dist_connection(
+            self.package.init_dist_connection(
                 self.cluster_environment,
                 self._get_process_group_backend(),
                 store=make(self.global_rank, self.world_size, start),
@@ -158,7 +165,7 @@ class Processes(DDPStrategy):
 
     def on_regrouping(self) -> None:
         """From now on the processes that Lightning has started outlive each other."""
-        if isinstance(self._launcher, OutlivingLauncher):
+        if isinstance(self._launcher, OutlivingLauncherMixin):
             self._launcher.let_go()
 
     def joined(self, while_waiting: Callable[[], None]) -> Membership:
@@ -185,7 +192,7 @@ class Processes(DDPStrategy):
     def _is_fitting(self) -> bool:
         module = self.lightning_module
         trainer = None if module is None else module._trainer
-        return trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        return trainer is not None and trainer.state.fn == "fit"
 
     # Collectives that stay exact
 
@@ -277,6 +284,12 @@ class Given(ClusterEnvironment):
     def main_port(self) -> int:
         """Nobody needs it."""
         raise NotImplementedError
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """They are given."""
+
+    def teardown(self) -> None:
+        """Nothing to do."""
 
     @staticmethod
     def detect() -> bool:

@@ -7,15 +7,18 @@ import inspect
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BatchSizeFinder
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm, check_family
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
+from ringstrategy.integrations.lightning.package import Package
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 _FROM_DDP = {
     "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
@@ -100,9 +103,10 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def check_callbacks(trainer: Trainer) -> None:
+def check_callbacks(trainer: Trainer, package: Package) -> None:
     """ValueError for a tuner that changes the batch size while several processes train."""
-    if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(callback, package.BatchSizeFinder) for callback in callbacks):
         raise ValueError(
             "BatchSizeFinder works with one process and without a strategy for several: find the size in a run of "
             "its own with Trainer(strategy='auto', devices=1), and train with that size for each process"

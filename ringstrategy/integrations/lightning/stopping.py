@@ -8,17 +8,19 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core.rank_zero import rank_zero_info
 
 from ringstrategy.integrations.lightning.files import finish
+from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
 
 _LOOK_SECONDS = 1.0  # between two looks of rank 0 for what other ranks were asked
 _GO_ON, _TAKE_IN, _REQUEUE, _STOP = range(4)  # a later one counts more
@@ -40,6 +42,7 @@ class Stopping:
 
     Args:
         trainer: of this fit.
+        package: of the trainer.
         session: of this fit, connected.
         naming_lost_peers: entered around the collective.
         newcomers: how many ranks wait to be taken in, as rank 0 sees it.
@@ -48,12 +51,13 @@ class Stopping:
     def __init__(
         self,
         trainer: Trainer,
+        package: Package,
         session: Session,
         naming_lost_peers: Callable[[], AbstractContextManager[None]],
         newcomers: Callable[[], int],
     ) -> None:
         self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
-        self._newcomers = newcomers
+        self._package, self._newcomers = package, newcomers
         self._asked = self._told = _GO_ON
         self._looked_at = 0.0
         self._process = os.getpid()
@@ -99,7 +103,7 @@ class Stopping:
     def check(self) -> None:
         """SIGTERMException if this rank was asked to stop: for one that waits alone, and has nothing to save."""
         if self._asked == _STOP:
-            raise SIGTERMException
+            raise self._package.SIGTERMException
 
     def _on_sigterm(self, signum: Any, frame: Any) -> None:
         if os.getpid() != self._process:  # a child that was forked: it ends, as without a handler
@@ -152,17 +156,17 @@ class Stopping:
         self._asked = _STOP
         paths = []
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_last and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if isinstance(callback, self._package.ModelCheckpoint) and callback.save_last and not trainer.fast_dev_run:  # type: ignore[attr-defined]
                 path = _last_path(trainer, callback)
                 callback.last_model_path = path
                 trainer.save_checkpoint(path)
                 paths.append(path)
-        finish(trainer.strategy.checkpoint_io)
+        finish(trainer.strategy.checkpoint_io, self._package)
         rank_zero_info(
             f"SIGTERM: all ranks stop before step {trainer.global_step}. "
             + (f"Saved {', '.join(paths)}" if paths else "Nothing is saved without ModelCheckpoint(save_last=True)")
         )
-        raise SIGTERMException
+        raise self._package.SIGTERMException
 
 
 def _last_path(trainer: Trainer, callback: ModelCheckpoint) -> str:

@@ -11,13 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, TorchCheckpointIO
-from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins import Precision
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
@@ -28,10 +22,10 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.elastic import Elastic
-from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIO, finish
-from ringstrategy.integrations.lightning.joined import Joining
-from ringstrategy.integrations.lightning.looks import Looks
-from ringstrategy.integrations.lightning.processes import Processes
+from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
+from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin, Joining
+from ringstrategy.integrations.lightning.looks import LooksMixin
+from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
 from ringstrategy.session.state import (
@@ -48,11 +42,19 @@ from ringstrategy.session.state import (
 from ringstrategy.transport.stats import Stats
 
 if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+    from lightning.fabric.utilities.types import _PATH
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+
+_CLASSES = {
+    "lightning.pytorch": "ringstrategy.RingStrategy",
+    "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
+}
 
 
-class RingStrategy(Processes):
+class RingStrategyMixin(ProcessesMixin):
     """Data-parallel training as with `ddp`, but an `Algorithm` of this package does the averaging.
 
     The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
@@ -79,6 +81,9 @@ class RingStrategy(Processes):
     """
 
     strategy_name = "ring"
+    looks: type[LooksMixin]
+    joined_fetcher: type[JoinedFetcherMixin]
+    whole_checkpoint_io: type[WholeCheckpointIOMixin]
 
     def __init__(
         self,
@@ -97,7 +102,7 @@ class RingStrategy(Processes):
         **unknown: Any,
     ) -> None:
         if unknown:
-            raise TypeError(refusals.unknown_arguments(unknown, RingStrategy.__init__))
+            raise TypeError(refusals.unknown_arguments(unknown, RingStrategyMixin.__init__))
         timeout = default_pg_timeout if timeout is None else timeout
         refusals.check_arguments(algorithm, timeout, broadcast_buffers)
         refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, algorithm)
@@ -116,7 +121,7 @@ class RingStrategy(Processes):
         self.left_with_children = False  # residuals, of processes that have ended
         self._broadcast_buffers = broadcast_buffers
         self.on_peer_loss = on_peer_loss
-        self._looks: Looks | None = None  # with the session of several ranks
+        self._looks: LooksMixin | None = None  # with the session of several ranks
         self._elastic: Elastic | None = None  # likewise, if training goes on after a loss
         self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # between two sets of ranks
         self._stopping: Stopping | None = None  # likewise
@@ -128,8 +133,11 @@ class RingStrategy(Processes):
         self._fit_token = ""  # of the fit, for the files that ranks write when an exception ends it
 
     def __repr__(self) -> str:
-        """Names the algorithm and the right import: a `pytorch_lightning` Trainer prints it when it refuses us."""
-        return f"RingStrategy({self.algorithm}), a strategy for `from lightning.pytorch import Trainer`"
+        """Names the algorithm and the right class: a Trainer of the other package prints it when it refuses us."""
+        elsewhere = ", ".join(
+            f"{strategy} for {name}" for name, strategy in _CLASSES.items() if name != self.package.name
+        )
+        return f"RingStrategy({self.algorithm}), which is for {self.package.name} (take {elsewhere})"
 
     def _outcome(self) -> Any:
         has_residuals = isinstance(self.algorithm, GradientAlgorithm) and any(True for _ in self.algorithm.residuals())
@@ -151,11 +159,11 @@ class RingStrategy(Processes):
             self.session.bind(self.optimizers)
             self.session.compare_optimizers()
             if self.world_size > 1:
-                self._looks = Looks(trainer, self.session, self.tell)
-                self._stopping = Stopping(trainer, self.session, self._naming_lost_peers, self.newcomers)
+                self._looks = self.looks(trainer, self.session, self.tell)
+                self._stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
                 if self.members is not None:
                     waits = self.on_peer_loss == "wait"
-                    self._elastic = Elastic(trainer, self, self.members, self._stopping, waits=waits)
+                    self._elastic = Elastic(trainer, self.package, self, self.members, self._stopping, waits=waits)
                     self.on_regrouping()
 
     def configure_ddp(self) -> None:
@@ -179,7 +187,7 @@ class RingStrategy(Processes):
         if self.joins:
             return
         own = None if self._resume is None or self._resume.own is None else copied(module.state_dict())
-        _sync_module_states(module)
+        self.package.sync_module_states(module)
         if own is not None:
             module.load_state_dict(own, strict=False)
         if self._resume is not None:
@@ -205,7 +213,7 @@ class RingStrategy(Processes):
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
         if session.joins:
-            self._joining = Joining(trainer, session)
+            self._joining = Joining(trainer, session, self.package, self.joined_fetcher)
         if self.on_peer_loss != "raise" and session.lifeline is not None:
             session.lifeline.lingers = False
         self._log_news()
@@ -264,7 +272,7 @@ class RingStrategy(Processes):
             if newcomer or not self.algorithm.decentralized:
                 for callback in trainer.checkpoint_callbacks:
                     theirs = packed["checkpoint"].get("callbacks", {}).get(callback.state_key, {})
-                    if isinstance(callback, ModelCheckpoint) and newcomer:
+                    if isinstance(callback, self.package.ModelCheckpoint) and newcomer:
                         callback.dirpath = theirs.get("dirpath", callback.dirpath)
                 connector.restore_datamodule()
                 connector.restore_model()
@@ -406,10 +414,10 @@ class RingStrategy(Processes):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """The user's, or one that writes files whole or not at all."""
-        if self._checkpoint_io is None or type(self._checkpoint_io) is TorchCheckpointIO:
-            self._checkpoint_io = WholeCheckpointIO()
-        elif isinstance(self._checkpoint_io, _WrappingCheckpointIO):
-            self._checkpoint_io.checkpoint_io = WholeCheckpointIO()  # unless it has one already
+        if self._checkpoint_io is None or type(self._checkpoint_io) is self.package.TorchCheckpointIO:
+            self._checkpoint_io = self.whole_checkpoint_io()
+        elif isinstance(self._checkpoint_io, self.package.WrappingCheckpointIO):
+            self._checkpoint_io.checkpoint_io = self.whole_checkpoint_io()  # unless it has one already
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -426,7 +434,7 @@ class RingStrategy(Processes):
         means, self._means = self._means, None
         named = None
         path, token = self._path_and_token(filepath)
-        files = RankFiles(self.checkpoint_io, path, storage_options=storage_options)
+        files = RankFiles(self.checkpoint_io, path, self.package, storage_options=storage_options)
         if "optimizer_states" in checkpoint:
             own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
             state = collect(self, own, files, token) if self.world_size > 1 else self._carried
@@ -442,9 +450,9 @@ class RingStrategy(Processes):
             checkpoint["state_dict"] = averaged(self, checkpoint["state_dict"], means)
 
         def write() -> None:
-            super(RingStrategy, self).save_checkpoint(checkpoint, filepath, storage_options)
+            super(RingStrategyMixin, self).save_checkpoint(checkpoint, filepath, storage_options)
             if named is not None:
-                finish(self.checkpoint_io)
+                finish(self.checkpoint_io, self.package)
 
         if named is None or self.alone:
             write()
@@ -474,7 +482,7 @@ class RingStrategy(Processes):
             self._resumed = f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}"
         if "ringstrategy" not in checkpoint or not self._is_fitting:
             return checkpoint
-        files = RankFiles(self.checkpoint_io, checkpoint_path, weights_only=weights_only)
+        files = RankFiles(self.checkpoint_io, checkpoint_path, self.package, weights_only=weights_only)
         self._resume = found(self, files, checkpoint["ringstrategy"], LOG)
         if self._resume.own is not None:
             checkpoint |= self._resume.own["checkpoint"]
@@ -488,7 +496,7 @@ class RingStrategy(Processes):
         """The residuals beside it too."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:  # of each node: its disk may be its own
-            RankFiles(self.checkpoint_io, filepath).remove()
+            RankFiles(self.checkpoint_io, filepath, self.package).remove()
 
     # The end
 

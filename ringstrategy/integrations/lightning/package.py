@@ -1,0 +1,50 @@
+"""Lightning comes in two packages, `lightning` and `pytorch_lightning`: the same source, but no class in common.
+
+So what derives from Lightning here is a mixin, and `for_lightning.py` and `for_pytorch_lightning.py` put each of them
+before the class of one package. A mixin finds whatever else it needs of Lightning in its `package`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.fabric import plugins as fabric
+    from lightning.fabric.strategies.launchers import subprocess_script
+    from lightning.fabric.utilities import distributed
+    from lightning.pytorch import callbacks, loggers
+    from lightning.pytorch.loggers import csv_logs
+    from lightning.pytorch.loops import fetchers
+    from lightning.pytorch.plugins import io
+    from lightning.pytorch.plugins.io import wrapper
+    from lightning.pytorch.utilities import exceptions
+    from torch.nn import Module
+    from torch.utils.data import DataLoader, Sampler
+
+
+@dataclass(frozen=True)
+class Package:
+    """What this door takes from one of the packages: each field is named as there. The types are those of `lightning`.
+
+    Args:
+        name: as users import it, "lightning.pytorch" or "pytorch_lightning".
+    """
+
+    name: str
+    AsyncCheckpointIO: type[io.AsyncCheckpointIO]
+    BatchSizeFinder: type[callbacks.BatchSizeFinder]
+    CSVLogger: type[loggers.CSVLogger]
+    DistributedSamplerWrapper: type[distributed.DistributedSamplerWrapper]
+    ExperimentWriter: type[csv_logs.ExperimentWriter]
+    ModelCheckpoint: type[callbacks.ModelCheckpoint]
+    SIGTERMException: type[exceptions.SIGTERMException]
+    TorchCheckpointIO: type[fabric.TorchCheckpointIO]
+    WeightAveraging: type[callbacks.WeightAveraging]
+    ChildProcessObserver: type[subprocess_script._ChildProcessObserver]
+    PrefetchDataFetcher: type[fetchers._PrefetchDataFetcher]
+    WrappingCheckpointIO: type[wrapper._WrappingCheckpointIO]
+    init_dist_connection: Callable[..., None]
+    sync_module_states: Callable[[Module], None]
+    update_dataloader: Callable[[DataLoader[Any], Sampler[Any]], DataLoader[Any]]

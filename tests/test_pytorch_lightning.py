@@ -1,0 +1,322 @@
+"""One source serves `lightning.pytorch` and `pytorch_lightning`, in one process: the same names, the same bits."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from pool import Pool
+from test_strategy import rows, run_script
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import ringstrategy
+from ringstrategy import AllReduce, BlockInt
+from ringstrategy.integrations.lightning import stopping
+from ringstrategy.names import STRATEGIES
+
+pytestmark = pytest.mark.timeout(120)
+DOOR = Path(ringstrategy.__file__).parent / "integrations" / "lightning"
+PACKAGES: dict[str, tuple[Any, Any]] = {
+    "lightning.pytorch": (lightning.pytorch, ringstrategy),
+    "pytorch_lightning": (pytorch_lightning, ringstrategy.pytorch_lightning),
+}
+BOTH = list(PACKAGES)
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "ring": lambda ours: "ring",
+    "ring_int8": lambda ours: "ring_int8",
+    "feedback": lambda ours: ours.RingStrategy(AllReduce(BlockInt(4), error_feedback=True, bucket_mb=1e-3)),
+    "gossip": lambda ours: "gossip",
+    "gossip_int8": lambda ours: "gossip_int8",
+}
+
+
+def model_of(pl: ModuleType) -> Any:
+    """A module of that package, born with other weights on every rank."""
+
+    class Net(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(int(os.environ.get("RANK", "0")))
+            self.layers = nn.Sequential(nn.Linear(6, 40), nn.BatchNorm1d(40), nn.Tanh(), nn.Linear(40, 3))
+
+        def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+            return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+
+        def training_step(self, batch: tuple[Tensor, Tensor], _: int) -> Tensor:
+            return self.loss(batch)
+
+        def validation_step(self, batch: tuple[Tensor, Tensor], _: int) -> None:
+            self.log("loss", self.loss(batch), sync_dist=True)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 0.05)
+
+    return Net()
+
+
+def trainer_of(pl: ModuleType, strategy: Any, **options: Any) -> Any:
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "max_epochs": 3, "devices": int(os.environ.get("WORLD_SIZE", "2"))}
+    return pl.Trainer(strategy=strategy, accelerator="cpu", **{**quiet, **options})
+
+
+def fitted(pl: ModuleType, strategy: Any, *, data: Any = None, ckpt_path: str | None = None, **options: Any) -> Any:
+    trainer = trainer_of(pl, strategy, **options)
+    trainer.fit(model_of(pl), rows() if data is None else data, rows(24), ckpt_path=ckpt_path)
+    return trainer
+
+
+def check_same(one: Any, other: Any) -> None:
+    """Trainers of the two packages ended with the same bits, and sent the same bytes; each has classes of its own."""
+    strategies = one.strategy, other.strategy
+    assert [type(strategy).__bases__[-1].__module__.split(".")[0] for strategy in strategies] != ["lightning"] * 2
+    theirs = other.lightning_module.state_dict()
+    for name, value in one.lightning_module.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+    assert one.callback_metrics["loss"] == other.callback_metrics["loss"]
+    assert one.global_step == other.global_step == strategies[1].stats.steps > 0
+    assert strategies[0].stats.bytes_sent == strategies[1].stats.bytes_sent
+    assert one.strategy.world_size == 2
+
+
+def _equal_fits(kind: str, folder: str) -> None:
+    trainers, logged = [], []
+    for name, (pl, ours) in PACKAGES.items():
+        logger = pl.loggers.CSVLogger(folder, name.replace(".", "-"), version=0)
+        callbacks = [ours.CommunicationMonitor(consensus_every_n_steps=4)]
+        if "gossip" in kind:
+            callbacks.append(pl.callbacks.EMAWeightAveraging(decay=0.5))
+        else:
+            callbacks.append(ours.ReplicaCheck(every_n_steps=2))
+        trainer = fitted(pl, KINDS[kind](ours), callbacks=callbacks, logger=logger, log_every_n_steps=1)
+        assert type(trainer.strategy) is ours.RingStrategy
+        trainers.append(trainer)
+        if trainer.is_global_zero:
+            # exchanges of gossip overlap with the steps at which they are counted
+            varies = ("_ms", "bytes_sent") if "gossip" in kind else ("_ms",)
+            with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
+                lines = list(csv.DictReader(file))
+            logged.append([{key: line[key] for key in line if not key.endswith(varies)} for line in lines])
+    check_same(*trainers)
+    if logged:
+        assert logged[0] == logged[1]
+        shown = "communication/consensus_distance" if "gossip" in kind else "communication/bytes_sent"
+        assert sum(float(line[shown] or 0) for line in logged[0]) > 0
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring_int8", "gossip"])
+def test_a_fit_gives_the_same_bits(ranks: Pool, tmp_path: Path, kind: str) -> None:
+    ranks(2, _equal_fits, kind, str(tmp_path))
+
+
+def _resumed(kind: str, saves: str, resumes: str, folder: str) -> None:
+    """As if there had been no break, and no other package."""
+    pl, ours = PACKAGES[saves]
+    saver = pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    whole = fitted(pl, KINDS[kind](ours), callbacks=[saver], enable_checkpointing=True)
+    pl, ours = PACKAGES[resumes]
+    resumed = fitted(pl, KINDS[kind](ours), ckpt_path=str(Path(folder) / "epoch=0.ckpt"))
+    theirs = whole.lightning_module.state_dict()
+    for name, value in resumed.lightning_module.state_dict().items():
+        assert torch.equal(value, theirs[name]), name
+    assert (whole.global_step, resumed.global_step, resumed.strategy.stats.steps) == (18, 18, 12)
+
+
+@pytest.mark.parametrize("kind", ["feedback", "gossip", pytest.param("gossip_int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("saves", "resumes"), [BOTH, BOTH[::-1]])
+def test_each_resumes_from_the_others_checkpoint(
+    ranks: Pool, tmp_path: Path, kind: str, saves: str, resumes: str
+) -> None:
+    ranks(2, _resumed, kind, saves, resumes, str(tmp_path))
+
+
+class Uneven(IterableDataset[Any]):
+    """More batches on rank 0."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(rows(40 - 12 * int(os.environ["RANK"]), batch_size=None).dataset)
+
+
+def _other_ways(folder: str) -> None:
+    """What meets more of Lightning's classes: batches that ranks lack, checkpoints written later, a stop by signal."""
+    trainers = []
+    for pl, ours in PACKAGES.values():
+        joins = ours.RingStrategy(AllReduce(BlockInt(8), uneven="join"))
+        trainers.append(fitted(pl, joins, data=DataLoader(Uneven(), batch_size=4), use_distributed_sampler=False))
+    check_same(*trainers)
+    assert trainers[0].global_step == 3 * 10
+
+    stopping._LOOK_SECONDS = 0.0
+    stopped = []
+    for name, (pl, _) in PACKAGES.items():
+
+        class Signals(pl.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                if (trainer.global_rank, trainer.global_step) == (1, 6):
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        saver = pl.callbacks.ModelCheckpoint(Path(folder) / name, save_last=True, every_n_epochs=10)
+        later = pl.plugins.io.AsyncCheckpointIO()
+        with pytest.raises(import_module(f"{name}.utilities.exceptions").SIGTERMException):
+            fitted(pl, "ring_int8", callbacks=[saver, Signals()], enable_checkpointing=True, plugins=[later])
+        assert type(later.checkpoint_io).__name__ == "WholeCheckpointIO"
+        stopped.append(torch.load(Path(folder) / name / "last.ckpt", weights_only=True))
+    assert 6 <= stopped[0]["global_step"] < 18
+    if stopped[0]["global_step"] == stopped[1]["global_step"]:  # rank 0 notices it at once, or a batch later
+        assert all(
+            torch.equal(value, stopped[1]["state_dict"][name]) for name, value in stopped[0]["state_dict"].items()
+        )
+
+
+def test_uneven_ranks_and_signals(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _other_ways, str(tmp_path))
+
+
+@pytest.mark.parametrize(("given", "to"), [BOTH, BOTH[::-1]])
+def test_the_wrong_strategy_is_an_error_that_names_the_right_one(given: str, to: str) -> None:
+    strategy = PACKAGES[given][1].RingStrategy()
+    right = {
+        "lightning.pytorch": "ringstrategy.RingStrategy",
+        "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
+    }
+    with pytest.raises(ValueError, match=f"is for {given} .take {right[to]} for {to}"):
+        trainer_of(PACKAGES[to][0], strategy)
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_every_name_is_in_the_registry_of_each_package(package: str) -> None:
+    pl, ours = PACKAGES[package]
+    registry = import_module(f"{package}.strategies").StrategyRegistry
+    for name in STRATEGIES:
+        assert type(registry.get(name)) is ours.RingStrategy
+    assert type(trainer_of(pl, "ring_int8_spawn").strategy) is ours.RingStrategy
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_a_batch_size_finder_is_refused(package: str) -> None:
+    pl, ours = PACKAGES[package]
+    with pytest.raises(ValueError, match="BatchSizeFinder works with one process"):
+        trainer_of(pl, ours.RingStrategy(), devices=1, callbacks=[pl.callbacks.BatchSizeFinder()]).fit(
+            model_of(pl), rows()
+        )
+
+
+def test_the_two_files_differ_in_the_packages_name_alone() -> None:
+    ours, theirs = ((DOOR / f"{name}.py").read_text() for name in ("for_lightning", "for_pytorch_lightning"))
+    for name, other in (("lightning.fabric", "lightning_fabric"), ("lightning.pytorch", "pytorch_lightning")):
+        ours = ours.replace(f"from {name}", f"from {other}").replace(f'"{name}"', f'"{other}"')
+    assert ours.partition('"""\n')[2] == theirs.partition('"""\n')[2]
+
+
+ABSENT = """
+import importlib, sys
+absent, names = sys.argv[1].split(), sys.argv[2:]
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name.split(".")[0] in absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent)
+import ringstrategy
+for name in names:
+    importlib.import_module(name)
+"""
+TRAINS = """
+import torch
+from {package}.demos.boring_classes import BoringModel
+from {package} import Trainer
+ours = importlib.import_module({ours!r})
+quiet = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+trainer = Trainer(strategy="ring_int8_fork", max_steps=3, **quiet)
+trainer.fit(BoringModel())
+assert type(trainer.strategy) is ours.RingStrategy
+print("sent", trainer.strategy.stats.bytes_sent)
+"""
+LIGHTNING, PYTORCH_LIGHTNING = ["lightning"], ["pytorch_lightning", "lightning_fabric"]
+
+
+def without(absent: list[str], names: list[str], code: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", ABSENT + code, " ".join(absent), *names]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=100)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", BOTH)
+def test_each_package_trains_without_the_other(package: str) -> None:
+    absent = PYTORCH_LIGHTNING if package == "lightning.pytorch" else LIGHTNING
+    done = without(absent, [], TRAINS.format(package=package, ours=PACKAGES[package][1].__name__))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split("sent")[1]) > 0
+
+
+def test_without_either_the_rest_works() -> None:
+    doors = {path.stem for path in DOOR.glob("*.py")} - {"__init__", "for_lightning", "for_pytorch_lightning"}
+    names = [f"ringstrategy.integrations.lightning.{name}" for name in sorted(doors)]
+    code = "print(ringstrategy.Gossip())\nringstrategy.RingStrategy"
+    done = without([*LIGHTNING, *PYTORCH_LIGHTNING], [*names, "ringstrategy.session"], code)
+    assert done.stdout.startswith("Gossip("), done.stderr
+    assert "take ringstrategy.pytorch_lightning.RingStrategy" in done.stderr.splitlines()[-1]
+
+
+SPAWNS = """
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+import ringstrategy
+from ringstrategy import AllReduce, BlockInt
+
+if __name__ == "__main__":
+    strategy = ringstrategy.pytorch_lightning.RingStrategy(AllReduce(BlockInt(8)), start_method="spawn")
+    callbacks = [ringstrategy.pytorch_lightning.CommunicationMonitor(), ringstrategy.pytorch_lightning.ReplicaCheck(1)]
+    pl.Trainer(strategy=strategy, callbacks=callbacks, accelerator="cpu", devices=2, max_steps=3).fit(BoringModel())
+    assert strategy.stats.bytes_sent > 0
+    print("sent", strategy.stats.bytes_sent)
+"""
+
+
+@pytest.mark.slow
+def test_the_strategy_and_the_callbacks_can_be_pickled(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SPAWNS)
+    assert done.returncode == 0, done.stderr
+    assert "sent" in done.stdout
+
+
+SHRINKS = """
+import os, signal
+import pytorch_lightning as pl
+from pytorch_lightning.demos.boring_classes import BoringModel
+from pytorch_lightning.loggers import CSVLogger
+import ringstrategy
+
+class Dies(pl.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if (trainer.world_size, trainer.global_rank, trainer.global_step) == (3, 1, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+strategy = ringstrategy.pytorch_lightning.RingStrategy(ringstrategy.Gossip(overlap=False), on_peer_loss="shrink")
+quiet = dict(enable_checkpointing=False, enable_progress_bar=False, logger=CSVLogger("logs"), log_every_n_steps=1)
+trainer = pl.Trainer(strategy=strategy, callbacks=[Dies()], accelerator="cpu", devices=3, max_epochs=1, **quiet)
+trainer.fit(BoringModel())
+print("went on:", trainer.world_size)
+"""
+
+
+@pytest.mark.slow
+def test_survivors_go_on(tmp_path: Path) -> None:
+    done = run_script(tmp_path, SHRINKS)
+    assert done.returncode == 0, done.stderr
+    assert "went on: 2" in done.stdout
