@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
-    from ringstrategy.integrations.fsdp import fsdp
+    from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
     from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
-    from ringstrategy.integrations.process_group import GroupOptions
+    from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
 
@@ -58,8 +58,8 @@ _HOMES = {
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.ddp_hook": ("ddp_hook",),
-    "integrations.fsdp": ("fsdp",),
-    "integrations.process_group": ("GroupOptions",),
+    "integrations.fsdp": ("FsdpResiduals", "fsdp"),
+    "integrations.process_group": ("GroupOptions", "RingProcessGroup"),
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
@@ -79,6 +79,7 @@ __all__ = [
     "Collective",
     "CommunicationMonitor",
     "Direct",
+    "FsdpResiduals",
     "Gaussian",
     "Gossip",
     "GradientAlgorithm",
@@ -96,6 +97,7 @@ __all__ = [
     "RandomK",
     "ReplicaCheck",
     "Ring",
+    "RingProcessGroup",
     "RingStrategy",
     "Rotated",
     "Sign",
