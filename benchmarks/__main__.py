@@ -11,6 +11,7 @@ from pathlib import Path
 _NAMES = (
     *(
         "training",
+        "doors",
         "collectives",
         "codecs",
         "overhead",
