@@ -60,6 +60,26 @@ def test_ranks_of_a_group_average_among_themselves(ranks: Pool) -> None:
             assert 0 < (two[name + round_] - exact).abs().max() < 0.05
 
 
+def _in_pairs() -> list[torch.Tensor]:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    pairs = [dist.new_group(pair, backend="gloo") for pair in ([0, 1], [2, 3])]
+    found = []
+    for _ in range(8):
+        peers = connect(CPU, TIMEOUT, group=pairs[dist.get_rank() // 2])
+        found.append(_mean(peers))
+        peers.close()
+    return found
+
+
+def test_groups_without_a_common_rank_connect_at_once(ranks: Pool) -> None:
+    results = ranks(4, _in_pairs)
+    for first in (0, 2):
+        exact = (data(first).double() + data(first + 1)) / 2
+        for mine, theirs in zip(results[first], results[first + 1], strict=True):
+            assert torch.equal(mine, theirs)
+            assert 0 < (mine - exact).abs().max() < 0.05
+
+
 def _beside_its_own_collectives() -> list[torch.Tensor]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     group = dist.new_group(backend="gloo")
