@@ -68,6 +68,7 @@ def _in_pairs() -> list[torch.Tensor]:
         peers = connect(CPU, TIMEOUT, group=pairs[dist.get_rank() // 2])
         found.append(_mean(peers))
         peers.close()
+    dist.barrier()  # rank 0 has the store
     return found
 
 
