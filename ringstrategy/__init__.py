@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
+    from ringstrategy.integrations.lightning.fabric import RingFabricStrategy, consensus
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.transport import Peers, Stats
 
@@ -54,6 +55,7 @@ _HOMES = {
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
+    "integrations.lightning.fabric": ("RingFabricStrategy", "consensus"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "transport": ("Peers", "Stats"),
 }
@@ -88,6 +90,7 @@ __all__ = [
     "RandomK",
     "ReplicaCheck",
     "Ring",
+    "RingFabricStrategy",
     "RingStrategy",
     "Rotated",
     "Sign",
@@ -96,6 +99,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "consensus",
 ]
 
 

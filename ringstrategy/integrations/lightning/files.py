@@ -18,10 +18,8 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol, get_filesystem
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
@@ -105,7 +103,7 @@ class RankFiles:
         except Exception as error:
             raise ValueError(f"{path} is damaged ({_cause(error)})") from error
 
-    def keep_only(self, save: str) -> None:
+    def keep_only(self, *saves: str) -> None:
         """See `Files.keep_only`."""
         folder = f"{self._path}.ringstrategy"
         try:
@@ -115,7 +113,7 @@ class RankFiles:
             return
         for entry in entries:
             name = os.path.basename(os.fspath(entry).rstrip("/"))
-            if name != save:
+            if name not in saves:
                 self._remove(f"{folder}/{name}")
 
     def discard(self, save: str) -> None:
@@ -140,6 +138,9 @@ class RankFiles:
 
 def finish(checkpoint_io: CheckpointIO) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
+    from lightning.pytorch.plugins.io import AsyncCheckpointIO
+    from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+
     inner: CheckpointIO | None = checkpoint_io
     while isinstance(inner, _WrappingCheckpointIO):
         if isinstance(inner, AsyncCheckpointIO):

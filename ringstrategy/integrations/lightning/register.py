@@ -1,13 +1,13 @@
-"""Make the names known to Lightning: `import ringstrategy`, then `Trainer(strategy="ring")`.
+"""Make the names known to Lightning: `import ringstrategy`, then `Trainer(strategy="ring")`, or `Fabric` likewise.
 
 Importing this imports neither Lightning nor torch. If Lightning is not imported yet, the names are registered when it
-is; the strategy itself is imported when a Trainer asks for one of them.
+is; the strategy itself is imported when a Trainer or a Fabric asks for one of them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -16,16 +16,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from ringstrategy.integrations.lightning.fabric import RingFabricStrategy
     from ringstrategy.integrations.lightning.strategy import RingStrategy
 
 StartMethod = Literal["popen", "spawn", "fork"]
 START_METHODS: dict[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_OURS, _OTHER = "lightning.pytorch.strategies", "pytorch_lightning.strategies"
+_OURS, _OTHER, _FABRIC = "lightning.pytorch.strategies", "pytorch_lightning.strategies", "lightning.fabric.strategies"
+_REGISTRIES = {_OURS: "StrategyRegistry", _OTHER: "StrategyRegistry", _FABRIC: "STRATEGY_REGISTRY"}
 
 
 def register() -> None:
-    """Make every name known to `lightning.pytorch.Trainer`, now or once it is imported; again is harmless."""
-    for name in (_OURS, _OTHER):
+    """Make every name known to Lightning's `Trainer` and `Fabric`, now or once it is imported; again is harmless."""
+    for name in _REGISTRIES:
         if name in sys.modules:
             _register_with(import_module(name))  # waits until another thread has imported it
     # by name, since a package that is imported anew has another class
@@ -42,7 +44,7 @@ class _Awaited(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in (_OURS, _OTHER) or fullname in self._asking:
+        if fullname not in _REGISTRIES or fullname in self._asking:
             return None
         self._asking.add(fullname)
         try:
@@ -73,15 +75,17 @@ class _Registers(Loader):
 
 
 def _register_with(module: ModuleType) -> None:
-    if not hasattr(module, "StrategyRegistry"):
+    registry = getattr(module, _REGISTRIES[module.__name__], None)
+    if registry is None:
         raise ImportError(f"ringstrategy cannot be imported while {module.__name__} is: import it before or after")
     from ringstrategy.names import STRATEGIES
 
+    makes: dict[str, Callable[..., Any]] = {_OURS: _strategy, _OTHER: _wrong_lightning, _FABRIC: _fabric_strategy}
     for name, algorithm in STRATEGIES.items():
         for suffix, start_method in START_METHODS.items():
-            module.StrategyRegistry.register(
+            registry.register(
                 name + suffix,
-                partial(_strategy, name, start_method) if module.__name__ == _OURS else _wrong_lightning,
+                partial(makes[module.__name__], name, start_method),
                 description=f"{algorithm()}, processes started by {start_method}",
                 override=True,
             )
@@ -94,7 +98,14 @@ def _strategy(name: str, start_method: StartMethod) -> RingStrategy:
     return RingStrategy(STRATEGIES[name](), start_method=start_method)
 
 
-def _wrong_lightning(**_: Any) -> Any:
+def _fabric_strategy(name: str, start_method: StartMethod) -> RingFabricStrategy:
+    from ringstrategy.integrations.lightning.fabric import RingFabricStrategy
+    from ringstrategy.names import STRATEGIES
+
+    return RingFabricStrategy(STRATEGIES[name](), start_method=start_method)
+
+
+def _wrong_lightning(*_: Any) -> Any:
     raise TypeError(
         "ringstrategy is for the package `lightning`; this Trainer is from `pytorch_lightning`, a second copy of it "
         "with other classes: use `from lightning.pytorch import Trainer` (and LightningModule, callbacks, ...)"

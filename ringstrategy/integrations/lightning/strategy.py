@@ -97,7 +97,7 @@ class RingStrategy(Processes):
         **unknown: Any,
     ) -> None:
         if unknown:
-            raise TypeError(refusals.unknown_arguments(unknown, RingStrategy.__init__))
+            raise TypeError(refusals.unknown_arguments(unknown, RingStrategy))
         timeout = default_pg_timeout if timeout is None else timeout
         refusals.check_arguments(algorithm, timeout, broadcast_buffers)
         refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, algorithm)
