@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import TracebackType
@@ -166,11 +166,6 @@ class RingFabricStrategy(DDPStrategy):
     # Launching
 
     def _configure_launcher(self) -> None:
-        if self._launcher is not None:
-            raise ValueError(
-                "this RingFabricStrategy belongs to another Fabric already: make one for each, "
-                "RingFabricStrategy(...). They may share the algorithm, which is copied"
-            )
         for device in self.parallel_devices or []:
             refusals.check_device(device)
         super()._configure_launcher()
@@ -500,7 +495,8 @@ class RingFabricStrategy(DDPStrategy):
             for model in models:
                 ends.callback(model.session.close)
             for model in models if not self._has_told else ():
-                ends.callback(model.session.settle)
+                with suppress(PeerLostError):  # nobody waits for this exchange any more
+                    model.session.settle()
 
     def teardown(self) -> None:
         """`close`, and whatever Fabric tears down."""
