@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     )
     from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
+    from ringstrategy.integrations.lightning.fabric import consensus
+    from ringstrategy.integrations.lightning.for_fabric import RingFabricStrategy
     from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
     from ringstrategy.transport import Peers, Stats
 
@@ -52,6 +54,8 @@ _HOMES = {
     ),
     "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
+    "integrations.lightning.fabric": ("consensus",),
+    "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
 }
@@ -86,6 +90,7 @@ __all__ = [
     "RandomK",
     "ReplicaCheck",
     "Ring",
+    "RingFabricStrategy",
     "RingStrategy",
     "Rotated",
     "Sign",
@@ -94,6 +99,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "consensus",
 ]
 
 
@@ -106,10 +112,9 @@ def __getattr__(name: str) -> Any:
         home = import_module(_HOME_OF[name])
     except ModuleNotFoundError as error:
         if error.name == "lightning":
-            cure = f"pip install lightning, or with pytorch_lightning take ringstrategy.pytorch_lightning.{name}"
-            raise ModuleNotFoundError(
-                f"ringstrategy.{name} is for lightning.pytorch: {cure}", name=error.name
-            ) from error
+            other = "lightning_fabric" if name == "RingFabricStrategy" else "pytorch_lightning"
+            cure = f"pip install lightning, or with {other} take ringstrategy.{other}.{name}"
+            raise ModuleNotFoundError(f"ringstrategy.{name} is for lightning: {cure}", name=error.name) from error
         raise
     value = globals()[name] = getattr(home, name)
     return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -20,7 +21,6 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
 
@@ -61,21 +61,14 @@ class RankFiles:
     Args:
         checkpoint_io: writes, reads and removes files.
         path: of the checkpoint.
-        package: of the trainer.
         weights_only: as the user wants files loaded.
         storage_options: Lightning's.
     """
 
     def __init__(
-        self,
-        checkpoint_io: CheckpointIO,
-        path: _PATH,
-        package: Package,
-        *,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
+        self, checkpoint_io: CheckpointIO, path: _PATH, *, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        self._io, self._path, self._package = checkpoint_io, os.fspath(path), package
+        self._io, self._path = checkpoint_io, os.fspath(path)
         self._weights_only, self._storage_options = weights_only, storage_options
 
     @property
@@ -95,7 +88,7 @@ class RankFiles:
         # not `name`: a save replaces a link, and not what it points to
         path = f"{self._path}.ringstrategy/{save}/rank_{rank:05d}.pt"
         self._io.save_checkpoint(seal(state), path, storage_options=self._storage_options)
-        finish(self._io, self._package)
+        finish(self._io)
 
     def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
         """See `Files.load`."""
@@ -117,7 +110,7 @@ class RankFiles:
         except Exception as error:
             raise ValueError(f"{path} is damaged ({_cause(error)})") from error
 
-    def keep_only(self, save: str) -> None:
+    def keep_only(self, *saves: str) -> None:
         """See `Files.keep_only`."""
         folder = f"{self._path}.ringstrategy"
         try:
@@ -127,7 +120,7 @@ class RankFiles:
             return
         for entry in entries:
             name = os.path.basename(os.fspath(entry).rstrip("/"))
-            if name != save:
+            if name not in saves:
                 self._remove(f"{folder}/{name}")
 
     def discard(self, save: str) -> None:
@@ -150,13 +143,19 @@ class RankFiles:
             warnings.warn(f"{self._io} did not remove {path}, which no checkpoint needs any more", stacklevel=2)
 
 
-def finish(checkpoint_io: CheckpointIO, package: Package) -> None:
+def finish(checkpoint_io: CheckpointIO) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
-    inner: CheckpointIO | None = checkpoint_io
-    while isinstance(inner, package.WrappingCheckpointIO):
-        if isinstance(inner, package.AsyncCheckpointIO):
+    inner: Any = checkpoint_io
+    while isinstance(inner, _imported("wrapper", "_WrappingCheckpointIO")):
+        if isinstance(inner, _imported("async_plugin", "AsyncCheckpointIO")):
             inner.teardown()  # the next save opens it again
         inner = inner.checkpoint_io
+
+
+def _imported(module: str, name: str) -> tuple[Any, ...]:
+    """The classes of that name in both of Lightning's packages, as far as they are imported."""
+    modules = (sys.modules.get(f"{root}.plugins.io.{module}") for root in ("lightning.pytorch", "pytorch_lightning"))
+    return tuple(getattr(module, name) for module in modules if module is not None)
 
 
 def _filesystem(path: str) -> AbstractFileSystem:
