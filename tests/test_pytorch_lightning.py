@@ -10,10 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import lightning.fabric
@@ -30,6 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import ringstrategy
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.integrations.lightning import stopping
+from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
@@ -296,6 +298,43 @@ def test_a_batch_size_finder_is_refused(package: str) -> None:
         trainer_of(pl, ours.RingStrategy(), devices=1, callbacks=[pl.callbacks.BatchSizeFinder()]).fit(
             model_of(pl), rows()
         )
+
+
+@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("averages", [False, True])
+def test_an_average_counts_as_swapped_even_if_it_is_equal(package: str, averages: bool) -> None:
+    pl, ours = PACKAGES[package]
+    callbacks = [pl.callbacks.EMAWeightAveraging()] if averages else []
+    trainer = trainer_of(pl, ours.RingStrategy(), devices=1, callbacks=callbacks)
+    session: Any = SimpleNamespace(glance=list)  # no parameters, so none has changed
+    assert ours.RingStrategy.looks(trainer, session, lambda error: None).replaced() is averages
+
+
+@pytest.mark.parametrize("package", CLASSES)
+def test_files_are_written_whole(package: str) -> None:
+    root, _ = (PACKAGES | FABRICS)[package]
+    io = import_module(
+        {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}.get(package, package)
+    )
+    make = root.Trainer if package in PACKAGES else root.Fabric
+    strategy = make(accelerator="cpu", devices=2, strategy="ring", plugins=[io.plugins.TorchCheckpointIO()]).strategy
+    assert isinstance(strategy.checkpoint_io, WholeCheckpointIOMixin)
+    assert isinstance(strategy.checkpoint_io, io.plugins.CheckpointIO)
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Path) -> None:
+    plugins = import_module(f"{package}.plugins")
+
+    class Slow(plugins.TorchCheckpointIO):  # type: ignore[name-defined, misc]
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            time.sleep(0.2)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    later = plugins.AsyncCheckpointIO(Slow())
+    later.save_checkpoint({"step": 1}, tmp_path / "saved.ckpt")
+    finish(later)
+    assert (tmp_path / "saved.ckpt").exists()
 
 
 @pytest.mark.parametrize(
