@@ -510,3 +510,111 @@ def test_survivors_name_the_rank_that_was_lost(ranks: Pool, name: str, how: str,
         assert failure is None, failure
         assert told.startswith("1: lost rank 1")
         assert re.search(said, told), told
+
+
+class WithMethod(nn.Module):
+    """Its statistics change in a method that is not its forward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = net(seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(inputs), targets)
+
+
+def _by_method(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = WithMethod(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        model.mark_forward_method("loss")
+        for inputs, targets in batches(3):
+            fabric.backward(model.loss(inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+
+def _compiled(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        optimizer = momentum(model)
+        model, optimizer = fabric.setup(torch.compile(model, backend="eager"), optimizer)
+        train(fabric, model, optimizer, batches(4), every=2)
+        with consensus(model):
+            return values(model)
+
+
+@pytest.mark.parametrize("task", [_by_method, pytest.param(_compiled, marks=pytest.mark.slow)])
+def test_marked_methods_and_compiled_models_train_as_with_ddp(ranks: Pool, task: Callable[..., Any]) -> None:
+    for ours, theirs in zip(ranks(2, task, "ring"), ranks(2, task, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _validates(strategy: Any) -> list[Tensor]:
+    """Two epochs, each with an evaluation; with rank 0's statistics."""
+    outputs = []
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        for epoch in range(2):
+            model.train()
+            train(fabric, model, optimizer, batches(2, first=2 * epoch))
+            model.eval()
+            with torch.no_grad():
+                outputs += [model(inputs) for inputs, _ in batches(2)]
+        return [*outputs, *values(model)]
+
+
+def test_an_evaluation_is_that_of_ddp(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks(2, _validates, "ring"), ranks(2, _validates, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _steps_by_closure(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        for inputs, targets in batches(3):
+
+            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(inputs), targets)
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        with consensus(model):
+            return values(model)
+
+
+def test_closures_step_as_with_ddp(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks(2, _steps_by_closure, "ring"), ranks(2, _steps_by_closure, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    means = ranks(2, _steps_by_closure, "gossip")
+    assert all(map(torch.equal, *[[value for value in mean if value.is_floating_point()] for mean in means]))
+
+
+def _grows(strategy: Any) -> list[Tensor]:
+    """A layer unfreezes, and another one joins."""
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model[0].requires_grad_(False)
+        ring, optimizer = fabric.setup(model, momentum(model))
+        train(fabric, ring, optimizer, batches(2))
+        model[0].requires_grad_(True)
+        model.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": model[4].parameters()})
+        train(fabric, ring, optimizer, batches(3))
+        assert model[0].weight.grad is None
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_layers_may_unfreeze_and_join(ranks: Pool) -> None:
+    one, other = ranks(2, _grows, "ring_int8")
+    assert len(one) == 8
+    assert all(map(torch.equal, one, other))
+    assert not torch.equal(one[0], net()[0].weight)

@@ -23,6 +23,7 @@ from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessi
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.types import _PATH, ReduceOp, _Stateful
+from lightning.fabric.wrappers import _unwrap_objects, is_wrapped
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
@@ -510,30 +511,22 @@ def consensus(model: Module) -> Generator[None, None, None]:
     """Within, a model that `fabric.setup` returned holds the mean of all ranks; then each rank gets its own back.
 
     With gossip ranks have different parameters, and validate, or export, their mean. All ranks enter. Where replicas
-    are equal, nothing happens.
+    are equal, under another strategy too, nothing happens.
 
     Raises:
-        TypeError: the model was not set up with one of this package's strategies.
+        TypeError: Fabric has not set up this model.
     """
-    session = _ring_of(model).session
+    if not is_wrapped(model):
+        raise TypeError(
+            f"consensus needs the model that fabric.setup returned, and this {type(model).__name__} is not set up: "
+            "call model, optimizer = fabric.setup(model, optimizer) first"
+        )
+    ring = _unwrap_objects(model)
     with ExitStack() as within:
-        with session.collective("the mean of all ranks"):
-            within.enter_context(session.consensus())
+        if isinstance(ring, RingModule):
+            with ring.session.collective("the mean of all ranks"):
+                within.enter_context(ring.session.consensus())
         yield
-
-
-def _ring_of(model: Module) -> RingModule:
-    inner: Any = model
-    while not isinstance(inner, RingModule):
-        # torch.compile's wrapper, or Fabric's, which passes on to the model what it is asked for and lacks
-        parts = inner.__dict__.get("_modules", {}) if isinstance(inner, Module) else {}
-        inner = parts.get("_orig_mod", parts.get("_forward_module"))
-        if inner is None:
-            raise TypeError(
-                f"consensus needs a model that was set up with Fabric(strategy='ring...' or 'gossip...'), got "
-                f"{type(model).__name__}: call model, optimizer = fabric.setup(model, optimizer) first"
-            )
-    return inner
 
 
 class _NoSync(_BackwardSyncControl):
