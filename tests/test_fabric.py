@@ -326,9 +326,12 @@ def _several_resume(family: str, path: str) -> None:
         state = start(fabric, 0)
         go_on(fabric, state, batches(3))
         fabric.save(path, state)
+        saved = values(state["head"])
         through = go_on(fabric, state, batches(3, first=3))
     with fabric_with(algorithm()) as fabric:
         state = start(fabric, 5)
+        fabric.load(path, {"head": state["head"]})
+        assert all(map(torch.equal, values(state["head"]), saved))
         fabric.load(path, state)
         assert state["rank"] == (fabric.global_rank if algorithm().decentralized else 0)
         assert all(map(torch.equal, go_on(fabric, state, batches(3, first=3)), through))
@@ -342,20 +345,22 @@ def test_several_models_go_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: s
 # Precision
 
 
+def train_scaled(fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """As `train`, and a scaler skips steps that are not finite."""
+    for inputs, targets in data:
+        output = model(inputs)
+        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _in_precision(strategy: Any, precision: str) -> list[Tensor]:
-    plugins = []
-    if precision == "16-mixed":  # Fabric has no scaler for a CPU by itself
-        plugins = [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2))]
+    plugins = [_scaled(2.0**26)] if precision == "16-mixed" else []
     with fabric_with(strategy, plugins=plugins, precision=None if plugins else precision) as fabric:
         model = net()
         model, optimizer = fabric.setup(model, momentum(model))
-        train_scaled = batches(14 if plugins else 4)  # the first steps overflow, and are skipped
-        for inputs, targets in train_scaled:
-            loss = F.mse_loss(model(inputs), targets.to(torch.bfloat16) if precision == "bf16-true" else targets)
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-            optimizer.step()
-            optimizer.zero_grad()
+        train_scaled(fabric, model, optimizer, batches(14 if plugins else 4))  # the first steps overflow
         return values(model)
 
 
@@ -369,6 +374,47 @@ def test_precisions_are_those_of_ddp(ranks: Pool, precision: str) -> None:
     assert not torch.equal(ours[0][0].double(), start[0].double())
     lossy = ranks(2, _in_precision, "ring_int8", precision)
     assert torch.equal(lossy[0][0], lossy[1][0])
+
+
+def _scaled(scale: float) -> MixedPrecision:
+    """Fabric has no scaler for a CPU by itself."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+
+
+def _skips_on_one_rank() -> tuple[list[Tensor], int]:
+    with fabric_with("gossip", plugins=[_scaled(1.0 if os.environ["RANK"] == "0" else 2.0**26)]) as fabric:
+        model = net()
+        model, optimizer = fabric.setup(model, momentum(model))
+        train_scaled(fabric, model, optimizer, batches(6))
+        steps = fabric.strategy.stats.steps
+        with consensus(model):
+            return [value for value in values(model) if value.is_floating_point()], steps
+
+
+def test_gossip_goes_on_where_a_scaler_skips_a_step(ranks: Pool) -> None:
+    (one, steps), (other, others) = ranks(2, _skips_on_one_rank)
+    assert steps == others == 6
+    assert all(map(torch.equal, one, other))
+
+
+def _resumes_scaled(path: str) -> float:
+    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(2.0**16)]) as fabric:
+        state = _started(fabric, 0) | {"precision": fabric.strategy.precision}
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5))
+        fabric.save(path, state)
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
+        through = values(state["model"])
+    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(1.0)]) as fabric:
+        state = _started(fabric, 5) | {"precision": fabric.strategy.precision}
+        fabric.load(path, state)
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
+        assert all(map(torch.equal, values(state["model"]), through))
+    saved = torch.load(path, weights_only=True)["ringstrategy"]["model"]["residual_sum"]
+    return max(float(value.abs().max()) for value in saved.values())
+
+
+def test_residuals_are_saved_without_the_loss_scale(ranks: Pool, tmp_path: Path) -> None:
+    assert all(0 < largest < 1 for largest in ranks(2, _resumes_scaled, str(tmp_path / "run.ckpt")))
 
 
 # Fabric's other calls, and one process
@@ -587,6 +633,8 @@ def _steps_by_closure(strategy: Any) -> list[Tensor]:
                 return loss
 
             optimizer.step(closure)
+        if isinstance(fabric.strategy, RingFabricStrategy):
+            assert fabric.strategy.stats.steps == 3
         with consensus(model):
             return values(model)
 

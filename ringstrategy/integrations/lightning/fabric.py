@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -57,7 +57,6 @@ class RingModule(Module):
         super().__init__()
         self.module, self.session = module, session
         self.optimizers: list[Optimizer] = []  # that step any of its parameters
-        self.in_step = False  # a closure's forward is no new batch
         self._batches = 0
         self._between = True  # two batches
         self._prepare = torch.compiler.disable(self._before_forward)
@@ -69,7 +68,7 @@ class RingModule(Module):
 
     def _before_forward(self) -> None:
         trains = torch.is_grad_enabled()
-        if trains and not self.in_step:
+        if trains:
             self.begin_batch()
         self.session.send_buffers(between=not trains and not self.module.training)
 
@@ -284,10 +283,9 @@ class RingFabricStrategy(DDPStrategy):
                 if closure is None:
                     model.session.check_step(optimizer)
                 else:
-                    model.begin_batch()
+                    model.begin_batch()  # else the closure's forward would, within the step
                 steps.callback(model.end_batch)
                 steps.enter_context(model.session.stepping(optimizer, self._loss_scale))
-                steps.enter_context(_within_step(model))
             return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
@@ -578,15 +576,6 @@ class _Ranks:
 
     def reduce(self, tensor: Tensor, *, reduce_op: str) -> Tensor:
         return self._strategy.all_reduce(tensor, reduce_op=reduce_op)
-
-
-@contextmanager
-def _within_step(model: RingModule) -> Iterator[None]:
-    model.in_step = True
-    try:
-        yield
-    finally:
-        model.in_step = False
 
 
 def _checked(closure: Callable[[], Any], models: list[RingModule], optimizer: Optimizer) -> Callable[[], Any]:
