@@ -326,9 +326,12 @@ def _several_resume(family: str, path: str) -> None:
         state = start(fabric, 0)
         go_on(fabric, state, batches(3))
         fabric.save(path, state)
+        saved = values(state["head"])
         through = go_on(fabric, state, batches(3, first=3))
     with fabric_with(algorithm()) as fabric:
         state = start(fabric, 5)
+        fabric.load(path, {"head": state["head"]})
+        assert all(map(torch.equal, values(state["head"]), saved))
         fabric.load(path, state)
         assert state["rank"] == (fabric.global_rank if algorithm().decentralized else 0)
         assert all(map(torch.equal, go_on(fabric, state, batches(3, first=3)), through))
@@ -342,20 +345,22 @@ def test_several_models_go_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: s
 # Precision
 
 
+def train_scaled(fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """As `train`, and a scaler skips steps that are not finite."""
+    for inputs, targets in data:
+        output = model(inputs)
+        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _in_precision(strategy: Any, precision: str) -> list[Tensor]:
-    plugins = []
-    if precision == "16-mixed":  # Fabric has no scaler for a CPU by itself
-        plugins = [MixedPrecision(precision, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2))]
+    plugins = [_scaled(2.0**26)] if precision == "16-mixed" else []
     with fabric_with(strategy, plugins=plugins, precision=None if plugins else precision) as fabric:
         model = net()
         model, optimizer = fabric.setup(model, momentum(model))
-        train_scaled = batches(14 if plugins else 4)  # the first steps overflow, and are skipped
-        for inputs, targets in train_scaled:
-            loss = F.mse_loss(model(inputs), targets.to(torch.bfloat16) if precision == "bf16-true" else targets)
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-            optimizer.step()
-            optimizer.zero_grad()
+        train_scaled(fabric, model, optimizer, batches(14 if plugins else 4))  # the first steps overflow
         return values(model)
 
 
@@ -369,6 +374,47 @@ def test_precisions_are_those_of_ddp(ranks: Pool, precision: str) -> None:
     assert not torch.equal(ours[0][0].double(), start[0].double())
     lossy = ranks(2, _in_precision, "ring_int8", precision)
     assert torch.equal(lossy[0][0], lossy[1][0])
+
+
+def _scaled(scale: float) -> MixedPrecision:
+    """Fabric has no scaler for a CPU by itself."""
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
+
+
+def _skips_on_one_rank() -> tuple[list[Tensor], int]:
+    with fabric_with("gossip", plugins=[_scaled(1.0 if os.environ["RANK"] == "0" else 2.0**26)]) as fabric:
+        model = net()
+        model, optimizer = fabric.setup(model, momentum(model))
+        train_scaled(fabric, model, optimizer, batches(6))
+        steps = fabric.strategy.stats.steps
+        with consensus(model):
+            return [value for value in values(model) if value.is_floating_point()], steps
+
+
+def test_gossip_goes_on_where_a_scaler_skips_a_step(ranks: Pool) -> None:
+    (one, steps), (other, others) = ranks(2, _skips_on_one_rank)
+    assert steps == others == 6
+    assert all(map(torch.equal, one, other))
+
+
+def _resumes_scaled(path: str) -> float:
+    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(2.0**16)]) as fabric:
+        state = _started(fabric, 0) | {"precision": fabric.strategy.precision}
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5))
+        fabric.save(path, state)
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
+        through = values(state["model"])
+    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(1.0)]) as fabric:
+        state = _started(fabric, 5) | {"precision": fabric.strategy.precision}
+        fabric.load(path, state)
+        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
+        assert all(map(torch.equal, values(state["model"]), through))
+    saved = torch.load(path, weights_only=True)["ringstrategy"]["model"]["residual_sum"]
+    return max(float(value.abs().max()) for value in saved.values())
+
+
+def test_residuals_are_saved_without_the_loss_scale(ranks: Pool, tmp_path: Path) -> None:
+    assert all(0 < largest < 1 for largest in ranks(2, _resumes_scaled, str(tmp_path / "run.ckpt")))
 
 
 # Fabric's other calls, and one process
@@ -510,3 +556,113 @@ def test_survivors_name_the_rank_that_was_lost(ranks: Pool, name: str, how: str,
         assert failure is None, failure
         assert told.startswith("1: lost rank 1")
         assert re.search(said, told), told
+
+
+class WithMethod(nn.Module):
+    """Its statistics change in a method that is not its forward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = net(seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(inputs), targets)
+
+
+def _by_method(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = WithMethod(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        model.mark_forward_method("loss")
+        for inputs, targets in batches(3):
+            fabric.backward(model.loss(inputs, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        return values(model)
+
+
+def _compiled(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        optimizer = momentum(model)
+        model, optimizer = fabric.setup(torch.compile(model, backend="eager"), optimizer)
+        train(fabric, model, optimizer, batches(4), every=2)
+        with consensus(model):
+            return values(model)
+
+
+@pytest.mark.parametrize("task", [_by_method, pytest.param(_compiled, marks=pytest.mark.slow)])
+def test_marked_methods_and_compiled_models_train_as_with_ddp(ranks: Pool, task: Callable[..., Any]) -> None:
+    for ours, theirs in zip(ranks(2, task, "ring"), ranks(2, task, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _validates(strategy: Any) -> list[Tensor]:
+    """Two epochs, each with an evaluation; with rank 0's statistics."""
+    outputs = []
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        for epoch in range(2):
+            model.train()
+            train(fabric, model, optimizer, batches(2, first=2 * epoch))
+            model.eval()
+            with torch.no_grad():
+                outputs += [model(inputs) for inputs, _ in batches(2)]
+        return [*outputs, *values(model)]
+
+
+def test_an_evaluation_is_that_of_ddp(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks(2, _validates, "ring"), ranks(2, _validates, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _steps_by_closure(strategy: Any) -> list[Tensor]:
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model, optimizer = fabric.setup(model, momentum(model))
+        for inputs, targets in batches(3):
+
+            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+                optimizer.zero_grad()
+                loss = F.mse_loss(model(inputs), targets)
+                fabric.backward(loss)
+                return loss
+
+            optimizer.step(closure)
+        if isinstance(fabric.strategy, RingFabricStrategy):
+            assert fabric.strategy.stats.steps == 3
+        with consensus(model):
+            return values(model)
+
+
+def test_closures_step_as_with_ddp(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks(2, _steps_by_closure, "ring"), ranks(2, _steps_by_closure, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    means = ranks(2, _steps_by_closure, "gossip")
+    assert all(map(torch.equal, *[[value for value in mean if value.is_floating_point()] for mean in means]))
+
+
+def _grows(strategy: Any) -> list[Tensor]:
+    """A layer unfreezes, and another one joins."""
+    with fabric_with(strategy) as fabric:
+        model = net(fabric.global_rank)
+        model[0].requires_grad_(False)
+        ring, optimizer = fabric.setup(model, momentum(model))
+        train(fabric, ring, optimizer, batches(2))
+        model[0].requires_grad_(True)
+        model.append(nn.Linear(3, 3))
+        optimizer.add_param_group({"params": model[4].parameters()})
+        train(fabric, ring, optimizer, batches(3))
+        assert model[0].weight.grad is None
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def test_layers_may_unfreeze_and_join(ranks: Pool) -> None:
+    one, other = ranks(2, _grows, "ring_int8")
+    assert len(one) == 8
+    assert all(map(torch.equal, one, other))
+    assert not torch.equal(one[0], net()[0].weight)

@@ -8,7 +8,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -30,7 +30,7 @@ from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
-from ringstrategy.integrations.lightning.package import FabricPackage, whose
+from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, whose
 from ringstrategy.session import Session
 from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.session.state import collect, found, restore, written_by_all
@@ -63,7 +63,6 @@ class RingModule(Module):
         super().__init__()
         self.module, self.session = module, session
         self.optimizers: list[Optimizer] = []  # that step any of its parameters
-        self.in_step = False  # a closure's forward is no new batch
         self._batches = 0
         self._between = True  # two batches
         self._prepare = torch.compiler.disable(self._before_forward)
@@ -75,7 +74,7 @@ class RingModule(Module):
 
     def _before_forward(self) -> None:
         trains = torch.is_grad_enabled()
-        if trains and not self.in_step:
+        if trains:
             self.begin_batch()
         self.session.send_buffers(between=not trains and not self.module.training)
 
@@ -295,10 +294,9 @@ class RingFabricStrategyMixin(DDPStrategy):
                 if closure is None:
                     model.session.check_step(optimizer)
                 else:
-                    model.begin_batch()
+                    model.begin_batch()  # else the closure's forward would, within the step
                 steps.callback(model.end_batch)
                 steps.enter_context(model.session.stepping(optimizer, self._loss_scale))
-                steps.enter_context(_within_step(model))
             return super().optimizer_step(optimizer, **kwargs)
 
     def clip_gradients_norm(self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
@@ -522,30 +520,23 @@ def consensus(model: Module) -> Generator[None, None, None]:
     """Within, a model that `fabric.setup` returned holds the mean of all ranks; then each rank gets its own back.
 
     With gossip ranks have different parameters, and validate, or export, their mean. All ranks enter. Where replicas
-    are equal, nothing happens.
+    are equal, under another strategy too, nothing happens.
 
     Raises:
-        TypeError: the model was not set up with one of this package's strategies.
+        TypeError: Fabric has not set up this model.
     """
-    session = _ring_of(model).session
+    wrappers = [module for module in imported(FABRICS, "wrappers") if module.is_wrapped(model)]
+    if not wrappers:
+        raise TypeError(
+            f"consensus needs the model that fabric.setup returned, and this {type(model).__name__} is not set up: "
+            "call model, optimizer = fabric.setup(model, optimizer) first"
+        )
+    ring = wrappers[0]._unwrap_objects(model)
     with ExitStack() as within:
-        with session.collective("the mean of all ranks"):
-            within.enter_context(session.consensus())
+        if isinstance(ring, RingModule):
+            with ring.session.collective("the mean of all ranks"):
+                within.enter_context(ring.session.consensus())
         yield
-
-
-def _ring_of(model: Module) -> RingModule:
-    inner: Any = model
-    while not isinstance(inner, RingModule):
-        # torch.compile's wrapper, or Fabric's, which passes on to the model what it is asked for and lacks
-        parts = inner.__dict__.get("_modules", {}) if isinstance(inner, Module) else {}
-        inner = parts.get("_orig_mod", parts.get("_forward_module"))
-        if inner is None:
-            raise TypeError(
-                f"consensus needs a model that was set up with Fabric(strategy='ring...' or 'gossip...'), got "
-                f"{type(model).__name__}: call model, optimizer = fabric.setup(model, optimizer) first"
-            )
-    return inner
 
 
 class _NoSync(_BackwardSyncControl):
@@ -597,15 +588,6 @@ class _Ranks:
 
     def reduce(self, tensor: Tensor, *, reduce_op: str) -> Tensor:
         return self._strategy.all_reduce(tensor, reduce_op=reduce_op)
-
-
-@contextmanager
-def _within_step(model: RingModule) -> Iterator[None]:
-    model.in_step = True
-    try:
-        yield
-    finally:
-        model.in_step = False
 
 
 def _checked(closure: Callable[[], Any], models: list[RingModule], optimizer: Optimizer) -> Callable[[], Any]:

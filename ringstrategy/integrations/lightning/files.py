@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from ringstrategy.integrations.lightning.package import TRAINERS, imported
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
 
@@ -145,17 +145,13 @@ class RankFiles:
 
 def finish(checkpoint_io: CheckpointIO) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
+    wrapping = tuple(module._WrappingCheckpointIO for module in imported(TRAINERS, "plugins.io.wrapper"))
+    writing_later = tuple(module.AsyncCheckpointIO for module in imported(TRAINERS, "plugins.io.async_plugin"))
     inner: Any = checkpoint_io
-    while isinstance(inner, _imported("wrapper", "_WrappingCheckpointIO")):
-        if isinstance(inner, _imported("async_plugin", "AsyncCheckpointIO")):
+    while isinstance(inner, wrapping):
+        if isinstance(inner, writing_later):
             inner.teardown()  # the next save opens it again
         inner = inner.checkpoint_io
-
-
-def _imported(module: str, name: str) -> tuple[Any, ...]:
-    """The classes of that name in both of Lightning's packages, as far as they are imported."""
-    modules = (sys.modules.get(f"{root}.plugins.io.{module}") for root in ("lightning.pytorch", "pytorch_lightning"))
-    return tuple(getattr(module, name) for module in modules if module is not None)
 
 
 def _filesystem(path: str) -> AbstractFileSystem:

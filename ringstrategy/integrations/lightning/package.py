@@ -7,8 +7,10 @@ Lightning in its `package`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Sampler
 
 
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")
+
 _STRATEGIES = {
     "lightning.pytorch": "ringstrategy.RingStrategy",
     "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
@@ -36,6 +41,11 @@ def whose(name: str) -> str:
     """Of the strategy for this package: which class is for which other one."""
     others = ", ".join(f"{strategy} for {other}" for other, strategy in _STRATEGIES.items() if other != name)
     return f"which is for {name} (take {others})"
+
+
+def imported(roots: Iterable[str], name: str) -> list[ModuleType]:
+    """The modules of that name in these packages, as far as they are imported: nothing has classes of the others."""
+    return [sys.modules[f"{root}.{name}"] for root in roots if f"{root}.{name}" in sys.modules]
 
 
 @dataclass(frozen=True)
