@@ -2,7 +2,6 @@
 
 python examples/fabric_digits.py            # two processes on this machine
 python examples/fabric_digits.py gossip     # ranks with parameters of their own, and their mean
-python examples/fabric_digits.py ddp        # the same with torch's DDP
 """
 
 import sys

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -666,3 +668,98 @@ def test_layers_may_unfreeze_and_join(ranks: Pool) -> None:
     assert len(one) == 8
     assert all(map(torch.equal, one, other))
     assert not torch.equal(one[0], net()[0].weight)
+
+
+# Another number of ranks, and processes that Fabric starts itself
+
+
+def _saves_for_others(family: str, path: str) -> None:
+    with fabric_with(FAMILIES[family]()) as fabric:
+        state = _started(fabric, 0)
+        train(fabric, state["model"], state["optimizer"], batches(3))
+        fabric.save(path, state)
+
+
+def _loads_from_others(family: str, path: str) -> tuple[Tensor, Tensor]:
+    with fabric_with(FAMILIES[family]()) as fabric:
+        state = _started(fabric, 5)
+        fabric.load(path, state)
+        (algorithm,) = (model.session.algorithm for model in fabric.strategy._models)
+        held = algorithm.residuals() if isinstance(algorithm, AllReduce) else ()
+        residuals = [value.double().flatten() for _, value in sorted(held, key=lambda pair: pair[0])]
+        loaded = parameters(state["model"])
+        train(fabric, state["model"], state["optimizer"], batches(2))
+        return loaded, torch.cat(residuals) if residuals else torch.zeros(1)
+
+
+@pytest.mark.parametrize("family", ["feedback", "gossip"])
+def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: str) -> None:
+    path = str(tmp_path / "run.ckpt")
+    ranks(2, _saves_for_others, family, path)
+    loaded = ranks(3, _loads_from_others, family, path)
+    checkpoint = torch.load(path, weights_only=True)
+    flat = torch.cat([checkpoint["model"][name].double().flatten() for name, _ in net().named_parameters()])
+    assert all(torch.equal(mine, flat) for mine, _ in loaded)
+    if family == "feedback":
+        total = checkpoint["ringstrategy"]["model"]["residual_sum"]
+        expected = torch.cat([total[name].double().flatten() for name in sorted(total)])
+        assert expected.any()
+        torch.testing.assert_close(torch.stack([mine for _, mine in loaded]).sum(0), expected, rtol=1e-6, atol=1e-9)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from lightning.fabric import Fabric
+import ringstrategy
+
+def train(fabric, fails):
+    torch.manual_seed(fabric.global_rank)
+    model = nn.Linear(8, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(6):
+        if fails and fabric.global_rank == 1 and step == 3:
+            raise KeyError("no such sample")
+        optimizer.zero_grad()
+        fabric.backward(model(torch.randn(4, 8)).square().mean())
+        optimizer.step()
+    with ringstrategy.consensus(model):
+        rows = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return rows.tolist(), fabric.strategy.stats
+
+if __name__ == "__main__":
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
+    (one, other), stats = fabric.launch(train, sys.argv[2] == "fails")
+    assert one == other and stats.steps == 6 and stats.bytes_sent > 0
+    fabric.print("trained")
+"""
+
+
+def _started_by_fabric(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    inherited = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {name: value for name, value in os.environ.items() if name not in inherited}
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring_int8", "ring_int8_spawn", "gossip_notebook"])
+def test_fabric_starts_the_processes(tmp_path: Path, name: str) -> None:
+    done = _started_by_fabric(tmp_path, name, "trains")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trained" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring_int8", "ring_int8_spawn"])
+def test_an_exception_of_one_rank_reaches_the_others(tmp_path: Path, name: str) -> None:
+    done = _started_by_fabric(tmp_path, name, "fails")
+    assert done.returncode != 0
+    assert "KeyError: 'no such sample'" in done.stderr
+    if name == "ring_int8":  # torch ends the others at once that it has spawned
+        assert "lost rank 1" in done.stderr
+        assert "it stopped with KeyError: 'no such sample'" in done.stderr
