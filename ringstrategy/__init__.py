@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
+    from ringstrategy.integrations.lightning.fabric import consensus
+    from ringstrategy.integrations.lightning.for_fabric import RingFabricStrategy
     from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
@@ -61,6 +63,8 @@ _HOMES = {
     "integrations.fsdp": ("FsdpResiduals", "fsdp"),
     "integrations.process_group": ("GroupOptions", "RingProcessGroup"),
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
+    "integrations.lightning.fabric": ("consensus",),
+    "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
 }
@@ -97,6 +101,7 @@ __all__ = [
     "RandomK",
     "ReplicaCheck",
     "Ring",
+    "RingFabricStrategy",
     "RingProcessGroup",
     "RingStrategy",
     "Rotated",
@@ -106,6 +111,7 @@ __all__ = [
     "TopK",
     "TwoShot",
     "__version__",
+    "consensus",
     "ddp_hook",
     "fsdp",
 ]
@@ -120,10 +126,9 @@ def __getattr__(name: str) -> Any:
         home = import_module(_HOME_OF[name])
     except ModuleNotFoundError as error:
         if error.name == "lightning":
-            cure = f"pip install lightning, or with pytorch_lightning take ringstrategy.pytorch_lightning.{name}"
-            raise ModuleNotFoundError(
-                f"ringstrategy.{name} is for lightning.pytorch: {cure}", name=error.name
-            ) from error
+            other = "lightning_fabric" if name == "RingFabricStrategy" else "pytorch_lightning"
+            cure = f"pip install lightning, or with {other} take ringstrategy.{other}.{name}"
+            raise ModuleNotFoundError(f"ringstrategy.{name} is for lightning: {cure}", name=error.name) from error
         raise
     value = globals()[name] = getattr(home, name)
     return value

@@ -31,7 +31,7 @@ from torch import Tensor
 from ringstrategy import Gossip, PlanMismatchError, RingStrategy
 from ringstrategy.integrations.lightning import files
 from ringstrategy.integrations.lightning.files import RankFiles
-from ringstrategy.integrations.lightning.for_lightning import PACKAGE, WholeCheckpointIO
+from ringstrategy.integrations.lightning.for_lightning import WholeCheckpointIO
 from ringstrategy.session.sealed import seal
 from ringstrategy.topologies import Star
 
@@ -361,7 +361,7 @@ def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
     checkpoint_io, state = WholeCheckpointIO(), {"save": "x", "rank": 0, "residuals": {"w": torch.arange(9.0)}}
-    beside = RankFiles(checkpoint_io, tmp_path / "saved.ckpt", PACKAGE)
+    beside = RankFiles(checkpoint_io, tmp_path / "saved.ckpt")
     beside.save(state, "x", 0)
     file = Path(beside.name("x", 0))
     content, draw, unnoticed = file.read_bytes(), random.Random(0), 0

@@ -1,4 +1,7 @@
-"""One source serves `lightning.pytorch` and `pytorch_lightning`, in one process: the same names, the same bits."""
+"""One source serves both packages of Lightning, in one process: the same names, the same bits.
+
+That is `lightning.pytorch` and `pytorch_lightning`, and for Fabric `lightning.fabric` and `lightning_fabric`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import lightning.fabric
 import lightning.pytorch
+import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
@@ -25,6 +31,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import ringstrategy
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.integrations.lightning import stopping
+from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish
+from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,6 +42,17 @@ PACKAGES: dict[str, tuple[Any, Any]] = {
     "pytorch_lightning": (pytorch_lightning, ringstrategy.pytorch_lightning),
 }
 BOTH = list(PACKAGES)
+FABRICS: dict[str, tuple[Any, Any]] = {
+    "lightning.fabric": (lightning.fabric, ringstrategy),
+    "lightning_fabric": (lightning_fabric, ringstrategy.lightning_fabric),
+}
+BOTH_FABRICS = list(FABRICS)
+CLASSES = {
+    "lightning.pytorch": "RingStrategy",
+    "pytorch_lightning": "RingStrategy",
+    "lightning.fabric": "RingFabricStrategy",
+    "lightning_fabric": "RingFabricStrategy",
+}
 KINDS: dict[str, Callable[[Any], Any]] = {
     "ring": lambda ours: "ring",
     "ring_int8": lambda ours: "ring_int8",
@@ -185,24 +204,91 @@ def test_uneven_ranks_and_signals(ranks: Pool, tmp_path: Path) -> None:
     ranks(2, _other_ways, str(tmp_path))
 
 
-@pytest.mark.parametrize(("given", "to"), [BOTH, BOTH[::-1]])
+class Loop:
+    """A training loop of one package's Fabric, with a fixed order of batches.
+
+    Args:
+        name: of the package.
+        strategy: of the names.
+    """
+
+    def __init__(self, name: str, strategy: str) -> None:
+        package, self.ours = FABRICS[name]
+        self.fabric = package.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        self.fabric.launch()
+        assert type(self.fabric.strategy) is self.ours.RingFabricStrategy
+        torch.manual_seed(self.fabric.global_rank)
+        model = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3))
+        self.model, self.optimizer = self.fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.05))
+        self.state = {"model": self.model, "optimizer": self.optimizer}
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * step + self.fabric.global_rank))
+            self.optimizer.zero_grad()
+            with self.fabric.no_backward_sync(self.model, enabled=True):
+                self.fabric.backward(nn.functional.mse_loss(self.model(x[:4]), x[:4, :3].sin()))
+            self.fabric.backward(nn.functional.mse_loss(self.model(x[4:]), x[4:, :3].sin()))
+            self.optimizer.step()
+
+    def end(self) -> dict[str, Tensor]:
+        """Parameters of this rank, and their mean under gossip."""
+        found = {name: value.clone() for name, value in self.model.state_dict().items()}
+        with self.ours.consensus(self.model):
+            found |= {f"mean {name}": value.clone() for name, value in self.model.state_dict().items()}
+        assert self.fabric.strategy.stats.bytes_sent > 0
+        self.fabric.strategy.close()
+        return found
+
+
+def _fabrics(kind: str, saves: str, resumes: str, folder: str) -> None:
+    """One package trains and saves half-way; the other does the same, and goes on from what the first has saved."""
+    path = str(Path(folder) / "saved.ckpt")
+    first, second, resumed = (Loop(name, kind) for name in (saves, resumes, resumes))
+    first.train(range(4))
+    first.fabric.save(path, first.state)
+    first.train(range(4, 8))
+    second.train(range(8))
+    resumed.fabric.load(path, resumed.state)
+    resumed.train(range(4, 8))
+    expected = first.end()
+    for other in (second.end(), resumed.end()):
+        for name, value in expected.items():
+            assert torch.equal(other[name], value), name
+
+
+@pytest.mark.parametrize("kind", ["ring", "ring_int4", "gossip"])
+@pytest.mark.parametrize(("saves", "resumes"), [BOTH_FABRICS, BOTH_FABRICS[::-1]])
+def test_fabrics_give_the_same_bits_and_read_each_others_checkpoints(
+    ranks: Pool, tmp_path: Path, kind: str, saves: str, resumes: str
+) -> None:
+    ranks(2, _fabrics, kind, saves, resumes, str(tmp_path))
+
+
+@pytest.mark.parametrize("to", CLASSES)
+@pytest.mark.parametrize("given", CLASSES)
 def test_the_wrong_strategy_is_an_error_that_names_the_right_one(given: str, to: str) -> None:
-    strategy = PACKAGES[given][1].RingStrategy()
-    right = {
-        "lightning.pytorch": "ringstrategy.RingStrategy",
-        "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
-    }
-    with pytest.raises(ValueError, match=f"is for {given} .take {right[to]} for {to}"):
-        trainer_of(PACKAGES[to][0], strategy)
+    packages = PACKAGES | FABRICS
+    strategy = getattr(packages[given][1], CLASSES[given])()
+    package, ours = packages[to]
+    make = package.Trainer if to in PACKAGES else package.Fabric
+    if given == to:
+        assert make(accelerator="cpu", devices=2, strategy=strategy).strategy is strategy
+        return
+    with pytest.raises(ValueError, match=f"is for {given} .take.*{ours.__name__}.{CLASSES[to]} for {to}[,)]"):
+        make(accelerator="cpu", devices=2, strategy=strategy)
 
 
-@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("package", CLASSES)
 def test_every_name_is_in_the_registry_of_each_package(package: str) -> None:
-    pl, ours = PACKAGES[package]
-    registry = import_module(f"{package}.strategies").StrategyRegistry
+    strategies = import_module(f"{package}.strategies")
+    registry = strategies.StrategyRegistry if package in PACKAGES else strategies.STRATEGY_REGISTRY
+    ours = getattr((PACKAGES | FABRICS)[package][1], CLASSES[package])
     for name in STRATEGIES:
-        assert type(registry.get(name)) is ours.RingStrategy
-    assert type(trainer_of(pl, "ring_int8_spawn").strategy) is ours.RingStrategy
+        for suffix, start_method in START_METHODS.items():
+            strategy = registry.get(name + suffix)
+            assert type(strategy) is ours
+            assert strategy._start_method == start_method
 
 
 @pytest.mark.parametrize("package", BOTH)
@@ -214,10 +300,50 @@ def test_a_batch_size_finder_is_refused(package: str) -> None:
         )
 
 
-def test_the_two_files_differ_in_the_packages_name_alone() -> None:
-    ours, theirs = ((DOOR / f"{name}.py").read_text() for name in ("for_lightning", "for_pytorch_lightning"))
-    for name, other in (("lightning.fabric", "lightning_fabric"), ("lightning.pytorch", "pytorch_lightning")):
-        ours = ours.replace(f"from {name}", f"from {other}").replace(f'"{name}"', f'"{other}"')
+@pytest.mark.parametrize("package", BOTH)
+@pytest.mark.parametrize("averages", [False, True])
+def test_an_average_counts_as_swapped_even_if_it_is_equal(package: str, averages: bool) -> None:
+    pl, ours = PACKAGES[package]
+    callbacks = [pl.callbacks.EMAWeightAveraging()] if averages else []
+    trainer = trainer_of(pl, ours.RingStrategy(), devices=1, callbacks=callbacks)
+    session: Any = SimpleNamespace(glance=list)  # no parameters, so none has changed
+    assert ours.RingStrategy.looks(trainer, session, lambda error: None).replaced() is averages
+
+
+@pytest.mark.parametrize("package", CLASSES)
+def test_files_are_written_whole(package: str) -> None:
+    root, _ = (PACKAGES | FABRICS)[package]
+    io = import_module(
+        {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}.get(package, package)
+    )
+    make = root.Trainer if package in PACKAGES else root.Fabric
+    strategy = make(accelerator="cpu", devices=2, strategy="ring", plugins=[io.plugins.TorchCheckpointIO()]).strategy
+    assert isinstance(strategy.checkpoint_io, WholeCheckpointIOMixin)
+    assert isinstance(strategy.checkpoint_io, io.plugins.CheckpointIO)
+
+
+@pytest.mark.parametrize("package", BOTH)
+def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Path) -> None:
+    plugins = import_module(f"{package}.plugins")
+
+    class Slow(plugins.TorchCheckpointIO):  # type: ignore[name-defined, misc]
+        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+            time.sleep(0.2)
+            super().save_checkpoint(checkpoint, path, storage_options)
+
+    later = plugins.AsyncCheckpointIO(Slow())
+    later.save_checkpoint({"step": 1}, tmp_path / "saved.ckpt")
+    finish(later)
+    assert (tmp_path / "saved.ckpt").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("for_lightning", "for_pytorch_lightning"), ("for_fabric", "for_lightning_fabric")]
+)
+def test_two_files_differ_in_the_packages_name_alone(name: str, other: str) -> None:
+    ours, theirs = ((DOOR / f"{each}.py").read_text() for each in (name, other))
+    for root, its in (("lightning.fabric", "lightning_fabric"), ("lightning.pytorch", "pytorch_lightning")):
+        ours = ours.replace(f"from {root}", f"from {its}").replace(f'"{root}"', f'"{its}"')
     assert ours.partition('"""\n')[2] == theirs.partition('"""\n')[2]
 
 
@@ -247,6 +373,20 @@ trainer.fit(BoringModel())
 assert type(trainer.strategy) is ours.RingStrategy
 print("sent", trainer.strategy.stats.bytes_sent)
 """
+FABRIC_TRAINS = """
+import torch
+from lightning_fabric import Fabric
+
+def train(fabric):
+    model = torch.nn.Linear(3, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
+    fabric.backward(model(torch.ones(4, 3)).sum())
+    optimizer.step()
+    assert fabric.strategy.stats.bytes_sent > 0
+    return type(fabric.strategy).__module__
+
+print(Fabric(strategy="ring_int8_fork", accelerator="cpu", devices=2).launch(train))
+"""
 LIGHTNING, PYTORCH_LIGHTNING = ["lightning"], ["pytorch_lightning", "lightning_fabric"]
 
 
@@ -264,8 +404,14 @@ def test_each_package_trains_without_the_other(package: str) -> None:
     assert int(done.stdout.split("sent")[1]) > 0
 
 
+@pytest.mark.slow
+def test_fabric_trains_without_any_trainer() -> None:
+    done = without(["lightning", "pytorch_lightning"], [], FABRIC_TRAINS)
+    assert done.stdout.strip().endswith("for_lightning_fabric"), done.stderr
+
+
 def test_without_either_the_rest_works() -> None:
-    doors = {path.stem for path in DOOR.glob("*.py")} - {"__init__", "for_lightning", "for_pytorch_lightning"}
+    doors = {path.stem for path in DOOR.glob("*.py") if not path.stem.startswith(("for_", "__"))}
     names = [f"ringstrategy.integrations.lightning.{name}" for name in sorted(doors)]
     code = "print(ringstrategy.Gossip())\nringstrategy.RingStrategy"
     done = without([*LIGHTNING, *PYTORCH_LIGHTNING], [*names, "ringstrategy.session"], code)

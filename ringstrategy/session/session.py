@@ -526,6 +526,19 @@ class Session:
 
     # Errors
 
+    @contextmanager
+    def collective(self, what: str) -> Generator[None, None, None]:
+        """Around a collective that is no part of training: as `naming_lost_peers`, and all ranks learn where they wait.
+
+        All ranks call it, after as many batches. A rank that trains on meanwhile is an error on all.
+
+        Args:
+            what: the collective, for messages.
+        """
+        lifeline = self.lifeline
+        with nullcontext() if lifeline is None else lifeline.elsewhere(what), self.naming_lost_peers():
+            yield
+
     @property
     def lifeline(self) -> Lifeline | None:
         """This rank's line to the store, while peers are connected."""

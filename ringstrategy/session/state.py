@@ -75,8 +75,8 @@ class Files(Protocol):
         ValueError, which names the file, if it is damaged or cannot be read.
         """
 
-    def keep_only(self, save: str) -> None:
-        """Remove the other sets: a checkpoint that names this one has replaced theirs."""
+    def keep_only(self, *saves: str) -> None:
+        """Remove the other sets: a checkpoint that names these has replaced theirs."""
 
     def discard(self, save: str) -> None:
         """Remove this set, which no checkpoint names."""

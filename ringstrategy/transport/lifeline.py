@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -32,6 +33,7 @@ GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to
 _GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
 _POLL_SECONDS = 0.02
+_REMEMBERED = 100  # places outside training; ranks differ by few of them, for they meet at each
 _WITNESS = "lost touch"
 _GENERATION = "ringstrategy/generation"
 _BETWEEN = "its next batch"
@@ -100,7 +102,8 @@ class Lifeline:
         self._outlasts_until: float | None = None
         self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
-        self._milestones: list[_Place] = []
+        self._outside = 0  # how often this rank was outside training
+        self._milestones: deque[_Place] = deque(maxlen=_REMEMBERED)  # the last of these places
         self._place: _Place | None = None  # where this rank is, unless within a batch
         self._doubted_at: float | None = None  # since when another rank seems to wait elsewhere
         self._asked_at = 0.0  # last
@@ -313,11 +316,16 @@ class Lifeline:
         with self._lock:
             self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
             self._milestones.append(self._place)
+            self._outside += 1
+
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        """Within, all ranks compare the parameters that joined or left the model; at the beginning of a batch."""
+        return self.elsewhere(_CHANGE)
 
     @contextlib.contextmanager
-    def changing(self) -> Generator[None, None, None]:
-        """Within, all ranks compare the parameters that joined or left the model; at the beginning of a batch."""
-        self.leave_training(_CHANGE)
+    def elsewhere(self, what: str) -> Generator[None, None, None]:
+        """Within, this rank is at `what`, as after `leave_training`; then it trains on."""
+        self.leave_training(what)
         try:
             yield
         finally:
@@ -373,7 +381,7 @@ class Lifeline:
                 self._publish(rank, f"it went on to {theirs}, and {differs}{advice}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
         with self._lock:
-            place, milestones = self._place, len(self._milestones)
+            place, milestones = self._place, self._outside
         if place is not None:
             key = "between" if place.what == _BETWEEN else "elsewhere"
             mine = place.written(self._rank, milestones)
@@ -390,8 +398,10 @@ class Lifeline:
         if theirs.what == _BETWEEN:
             # after as many batches or more, the other rank had begun fewer exchanges
             return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
-        if count <= len(self._milestones):
-            mine = self._milestones[count - 1]
+        if count <= self._outside:
+            if self._outside - count >= len(self._milestones):
+                return None  # long ago
+            mine = self._milestones[count - 1 - self._outside]
             return None if mine == theirs else f"rank {self._ranks[self._rank]} went on to {mine}"
         if theirs.what == _CHANGE and self._batches == theirs.batches:
             return f"the model of rank {self._ranks[self._rank]}, at the same batch, did not change: {_SAME_MODEL}"

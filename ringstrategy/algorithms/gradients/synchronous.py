@@ -32,9 +32,13 @@ from ringstrategy.transport.base import Peers, Waitable, Word
 _PATIENCE = 20
 _UNKNOWN = (
     "a backward that the strategy does not know of made it. Call self.manual_backward(loss) instead of "
-    "loss.backward(), or zero_grad() before this step if that gradient was not meant for it"
+    "loss.backward() (with Fabric: fabric.backward(loss, model=model), with the model of this optimizer), or "
+    "zero_grad() before this step if that gradient was not meant for it"
 )
-_ACCUMULATED = "it only accumulated, under block_backward_sync(). Do the last backward before a step outside of that"
+_ACCUMULATED = (
+    "it only accumulated, under block_backward_sync() or no_backward_sync(). Do the last backward before a step "
+    "outside of that"
+)
 
 
 class Synchronous(GradientAlgorithm):
@@ -258,7 +262,7 @@ class Synchronous(GradientAlgorithm):
         self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, divisor, most)
         self._warm_up(joining, self._pass.agreed)
         if self.find_unused_parameters and loss is not None:
-            used = _reachable(loss)
+            used = reachable(loss)
             for parameter in self._bucket_of:
                 if parameter not in used:
                     self._pass.ready(parameter, self._bucket_of[parameter])
@@ -543,7 +547,7 @@ def _accumulator(parameter: Parameter) -> Node:
     return node
 
 
-def _reachable(loss: Tensor) -> set[Tensor]:
+def reachable(loss: Tensor) -> set[Tensor]:
     """The leaves that `loss` depends on."""
     leaves: set[Tensor] = set()
     seen: set[Any] = set()

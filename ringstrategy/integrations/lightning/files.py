@@ -20,7 +20,7 @@ from fsspec.core import url_to_fs
 from fsspec.utils import get_protocol
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
-from ringstrategy.integrations.lightning.package import Package
+from ringstrategy.integrations.lightning.package import TRAINERS, imported
 from ringstrategy.session.sealed import is_sealed, seal, unseal
 from ringstrategy.session.state import Log
 
@@ -61,21 +61,14 @@ class RankFiles:
     Args:
         checkpoint_io: writes, reads and removes files.
         path: of the checkpoint.
-        package: of the trainer.
         weights_only: as the user wants files loaded.
         storage_options: Lightning's.
     """
 
     def __init__(
-        self,
-        checkpoint_io: CheckpointIO,
-        path: _PATH,
-        package: Package,
-        *,
-        weights_only: bool | None = None,
-        storage_options: Any = None,
+        self, checkpoint_io: CheckpointIO, path: _PATH, *, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        self._io, self._path, self._package = checkpoint_io, os.fspath(path), package
+        self._io, self._path = checkpoint_io, os.fspath(path)
         self._weights_only, self._storage_options = weights_only, storage_options
 
     @property
@@ -95,7 +88,7 @@ class RankFiles:
         # not `name`: a save replaces a link, and not what it points to
         path = f"{self._path}.ringstrategy/{save}/rank_{rank:05d}.pt"
         self._io.save_checkpoint(seal(state), path, storage_options=self._storage_options)
-        finish(self._io, self._package)
+        finish(self._io)
 
     def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
         """See `Files.load`."""
@@ -117,7 +110,7 @@ class RankFiles:
         except Exception as error:
             raise ValueError(f"{path} is damaged ({_cause(error)})") from error
 
-    def keep_only(self, save: str) -> None:
+    def keep_only(self, *saves: str) -> None:
         """See `Files.keep_only`."""
         folder = f"{self._path}.ringstrategy"
         try:
@@ -127,7 +120,7 @@ class RankFiles:
             return
         for entry in entries:
             name = os.path.basename(os.fspath(entry).rstrip("/"))
-            if name != save:
+            if name not in saves:
                 self._remove(f"{folder}/{name}")
 
     def discard(self, save: str) -> None:
@@ -150,11 +143,13 @@ class RankFiles:
             warnings.warn(f"{self._io} did not remove {path}, which no checkpoint needs any more", stacklevel=2)
 
 
-def finish(checkpoint_io: CheckpointIO, package: Package) -> None:
+def finish(checkpoint_io: CheckpointIO) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
-    inner: CheckpointIO | None = checkpoint_io
-    while isinstance(inner, package.WrappingCheckpointIO):
-        if isinstance(inner, package.AsyncCheckpointIO):
+    wrapping = tuple(module._WrappingCheckpointIO for module in imported(TRAINERS, "plugins.io.wrapper"))
+    writing_later = tuple(module.AsyncCheckpointIO for module in imported(TRAINERS, "plugins.io.async_plugin"))
+    inner: Any = checkpoint_io
+    while isinstance(inner, wrapping):
+        if isinstance(inner, writing_later):
             inner.teardown()  # the next save opens it again
         inner = inner.checkpoint_io
 

@@ -10,7 +10,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
 from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -27,7 +26,6 @@ from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 
 PACKAGE = Package(
     name="lightning.pytorch",
-    AsyncCheckpointIO=AsyncCheckpointIO,
     BatchSizeFinder=BatchSizeFinder,
     CSVLogger=CSVLogger,
     DistributedSamplerWrapper=DistributedSamplerWrapper,

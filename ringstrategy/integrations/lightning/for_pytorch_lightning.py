@@ -10,7 +10,6 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
 from pytorch_lightning.overrides.distributed import _sync_module_states
-from pytorch_lightning.plugins.io import AsyncCheckpointIO
 from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
@@ -27,7 +26,6 @@ from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 
 PACKAGE = Package(
     name="pytorch_lightning",
-    AsyncCheckpointIO=AsyncCheckpointIO,
     BatchSizeFinder=BatchSizeFinder,
     CSVLogger=CSVLogger,
     DistributedSamplerWrapper=DistributedSamplerWrapper,

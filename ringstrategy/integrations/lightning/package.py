@@ -1,13 +1,16 @@
 """Lightning comes in two packages, `lightning` and `pytorch_lightning`: the same source, but no class in common.
 
-So what derives from Lightning here is a mixin, and `for_lightning.py` and `for_pytorch_lightning.py` put each of them
-before the class of one package. A mixin finds whatever else it needs of Lightning in its `package`.
+The same is true of Fabric, in `lightning.fabric` and `lightning_fabric`. So what derives from Lightning here is a
+mixin, and each `for_....py` puts the mixins before the classes of one package. A mixin finds whatever else it needs of
+Lightning in its `package`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,23 +20,57 @@ if TYPE_CHECKING:
     from lightning.pytorch import callbacks, loggers
     from lightning.pytorch.loggers import csv_logs
     from lightning.pytorch.loops import fetchers
-    from lightning.pytorch.plugins import io
     from lightning.pytorch.plugins.io import wrapper
     from lightning.pytorch.utilities import exceptions
     from torch.nn import Module
     from torch.utils.data import DataLoader, Sampler
 
 
+TRAINERS = ("lightning.pytorch", "pytorch_lightning")
+FABRICS = ("lightning.fabric", "lightning_fabric")
+
+_STRATEGIES = {
+    "lightning.pytorch": "ringstrategy.RingStrategy",
+    "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
+    "lightning.fabric": "ringstrategy.RingFabricStrategy",
+    "lightning_fabric": "ringstrategy.lightning_fabric.RingFabricStrategy",
+}
+
+
+def whose(name: str) -> str:
+    """Of the strategy for this package: which class is for which other one."""
+    others = ", ".join(f"{strategy} for {other}" for other, strategy in _STRATEGIES.items() if other != name)
+    return f"which is for {name} (take {others})"
+
+
+def imported(roots: Iterable[str], name: str) -> list[ModuleType]:
+    """The modules of that name in these packages, as far as they are imported: nothing has classes of the others."""
+    return [sys.modules[f"{root}.{name}"] for root in roots if f"{root}.{name}" in sys.modules]
+
+
+@dataclass(frozen=True)
+class FabricPackage:
+    """What the Fabric door takes from one of the packages: each field is named as there. The types are `lightning`'s.
+
+    Args:
+        name: as users import it, "lightning.fabric" or "lightning_fabric".
+    """
+
+    name: str
+    TorchCheckpointIO: type[fabric.TorchCheckpointIO]
+    init_dist_connection: Callable[..., None]
+    validate_keys_for_strict_loading: Callable[..., None]
+
+
 @dataclass(frozen=True)
 class Package:
-    """What this door takes from one of the packages: each field is named as there. The types are those of `lightning`.
+    """What the Trainer's door takes from one of the packages: likewise.
 
     Args:
         name: as users import it, "lightning.pytorch" or "pytorch_lightning".
     """
 
     name: str
-    AsyncCheckpointIO: type[io.AsyncCheckpointIO]
     BatchSizeFinder: type[callbacks.BatchSizeFinder]
     CSVLogger: type[loggers.CSVLogger]
     DistributedSamplerWrapper: type[distributed.DistributedSamplerWrapper]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Callable
@@ -11,20 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
+from ringstrategy.integrations.lightning.meeting import disconnect_at_exit, meet, stay_connected_at_exit
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
-from ringstrategy.transport.exposure import guarded_store
 from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
 from ringstrategy.transport.members import JOIN, Members, Membership
 from ringstrategy.transport.reach import address_towards
-from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -121,8 +118,7 @@ class ProcessesMixin(DDPStrategy):
         if self.world_size > 1 and not self.joins:
             self._run = announce(self.global_rank)
             claim_gpu(self.root_device, self.global_rank, this_host(), first_of_run(self._run))
-        atexit.unregister(_disconnect)
-        atexit.register(_disconnect)
+        disconnect_at_exit()
 
     def setup_distributed(self) -> None:
         """As `ddp`; but ranks may start later than `timeout`, and torchrun may restart them."""
@@ -131,20 +127,8 @@ class ProcessesMixin(DDPStrategy):
         self.set_world_ranks()
         if self.joins:
             return  # before its first batch
-        if not dist.is_initialized() and self.world_size > 1:
-            start = max(self._timeout, default_pg_timeout)
-            os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
-            os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
-            make = store_of_attempt if has_agent_store() else guarded_store
-            self.package.init_dist_connection(
-                self.cluster_environment,
-                self._get_process_group_backend(),
-                store=make(self.global_rank, self.world_size, start),
-                timeout=start,
-                device_id=None if self.root_device.type == "cpu" else self.root_device,
-            )
-            dist.distributed_c10d._set_pg_timeout(self._timeout, dist.group.WORLD)
-            dist.distributed_c10d._get_default_store().set_timeout(self._timeout)
+        backend, connect = self._get_process_group_backend(), self.package.init_dist_connection
+        meet(self.cluster_environment, backend, self.root_device, self._timeout, connect)
         super().setup_distributed()
 
     # Other ranks than before
@@ -238,7 +222,7 @@ class ProcessesMixin(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one goes; no collective."""
         super().on_exception(exception)
-        atexit.unregister(_disconnect)  # it would wait for peers that may not come
+        stay_connected_at_exit()
         self.tell(exception)
 
     def tell(self, exception: BaseException) -> None:
@@ -317,9 +301,3 @@ class Given(ClusterEnvironment):
     def node_rank(self) -> int:
         """The one that it was started with."""
         return self._node_rank
-
-
-def _disconnect() -> None:
-    """Without it gloo's threads may abort a process that ends right after a collective."""
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _FROM_DDP = {
-    "ddp_comm_hook": "here a codec does that, RingStrategy(AllReduce(codec=...))",
-    "ddp_comm_state": "here a codec does that, RingStrategy(AllReduce(codec=...))",
-    "ddp_comm_wrapper": "here a codec does that, RingStrategy(AllReduce(codec=...))",
-    "bucket_cap_mb": "here it is RingStrategy(AllReduce(bucket_mb=...))",
+    "ddp_comm_hook": "here a codec does that, {name}(AllReduce(codec=...))",
+    "ddp_comm_state": "here a codec does that, {name}(AllReduce(codec=...))",
+    "ddp_comm_wrapper": "here a codec does that, {name}(AllReduce(codec=...))",
+    "bucket_cap_mb": "here it is {name}(AllReduce(bucket_mb=...))",
     "gradient_as_bucket_view": "leave it out, gradients always are views of the buckets",
     "static_graph": "leave it out, nothing here depends on the graph",
-    "model_averaging_period": "here it is RingStrategy(Gossip(interval=...))",
+    "model_averaging_period": "here it is {name}(Gossip(interval=...))",
 }
 
 _UNWRAPPED = {  # what only a module that torch DDP wraps has
@@ -76,29 +76,45 @@ def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: 
         )
 
 
-def unknown_arguments(unknown: Iterable[str], init: Callable[..., None]) -> str:
-    """What to write instead of arguments that `init` of `RingStrategy` does not take."""
+def check_for_fabric(algorithm: Algorithm | None) -> None:
+    """ValueError for what needs a loop that knows its epochs and its last batch: Fabric's is the user's."""
+    if getattr(algorithm, "uneven", "error") == "join":
+        raise ValueError(
+            "uneven='join' needs to see each batch before the loop does, and Fabric's loop is yours: leave uneven at "
+            "'error' and give all ranks the same number of batches, as the sampler of fabric.setup_dataloaders does, "
+            "or train with a Trainer or a plain Session (docs/torch.md), which join"
+        )
+    if getattr(algorithm, "unit", "step") == "epoch":
+        raise ValueError(
+            "unit='epoch' needs to know when an epoch ends, and Fabric's loop is yours: count the interval in steps, "
+            "interval=<steps of an epoch>, unit='step'"
+        )
+
+
+def unknown_arguments(unknown: Iterable[str], strategy: type) -> str:
+    """What to write instead of arguments that this class of strategies does not take."""
+    init: Callable[..., None] = strategy.__init__  # type: ignore[misc]
     own = [name for name in inspect.signature(init).parameters if name not in ("self", "unknown")]
     inner = [name for name in inspect.signature(AllReduce.__init__).parameters if name != "self"]
     hints = []
     for name in unknown:
         if name in inner:
-            hints.append(f"{name!r} belongs to the algorithm: RingStrategy(AllReduce({name}=...))")
+            hints.append(f"{name!r} belongs to the algorithm: {strategy.__name__}(AllReduce({name}=...))")
         elif name in _FROM_DDP:
-            hints.append(f"{name!r} is torch DDP's: {_FROM_DDP[name]}")
+            hints.append(f"{name!r} is torch DDP's: {_FROM_DDP[name].format(name=strategy.__name__)}")
         else:
             close = difflib.get_close_matches(name, own, 1)
             hints.append(f"{name!r} is unknown" + (f", did you mean {close[0]!r}?" if close else ""))
-    return f"RingStrategy: {'; '.join(hints)}. It takes {', '.join(own)}"
+    return f"{strategy.__name__}: {'; '.join(hints)}. It takes {', '.join(own)}"
 
 
 def check_device(device: torch.device) -> None:
     """ValueError unless the package runs on it."""
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"RingStrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'")
+        raise ValueError(f"ringstrategy runs on CPUs and CUDA GPUs, not on {device.type}: pass accelerator='cpu'")
     if device.type == "cuda" and find_spec("triton") is None:
         raise ValueError(
-            "on GPUs RingStrategy needs triton, which torch's CUDA builds bring along, and it is not installed "
+            "on GPUs ringstrategy needs triton, which torch's CUDA builds bring along, and it is not installed "
             "here: python -m pip install triton"
         )
 

@@ -1,7 +1,8 @@
-"""Make the names known to Lightning: `import ringstrategy`, then `Trainer(strategy="ring")`.
+"""Make the names known to Lightning: `import ringstrategy`, then `Trainer(strategy="ring")`, or `Fabric` likewise.
 
 Importing this imports neither Lightning nor torch. If Lightning is not imported yet, the names are registered when it
-is; the strategy itself is imported when a Trainer asks for one of them. This holds for both of Lightning's packages.
+is; the strategy itself is imported when a Trainer or a Fabric asks for one of them. This holds for both of Lightning's
+packages.
 """
 
 from __future__ import annotations
@@ -9,44 +10,44 @@ from __future__ import annotations
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from ringstrategy.integrations.imported import when_imported
 
-if TYPE_CHECKING:
-    from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
-
 StartMethod = Literal["popen", "spawn", "fork"]
 START_METHODS: dict[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
-_CLASSES = {  # by the module that holds a package's registry
-    "lightning.pytorch.strategies": "ringstrategy.integrations.lightning.for_lightning",
-    "pytorch_lightning.strategies": "ringstrategy.integrations.lightning.for_pytorch_lightning",
+_REGISTRIES = {  # by its module: its name there, and the class that the names make
+    "lightning.pytorch.strategies": ("StrategyRegistry", "for_lightning", "RingStrategy"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "for_pytorch_lightning", "RingStrategy"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "for_fabric", "RingFabricStrategy"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "for_lightning_fabric", "RingFabricStrategy"),
 }
 
 
 def register() -> None:
-    """Make every name known to the Trainers of both packages, now or once they are imported; again is harmless."""
-    for name in _CLASSES:
+    """Make every name known to each package's `Trainer` or `Fabric`, now or once it is imported; again is harmless."""
+    for name in _REGISTRIES:
         when_imported(name, _register_with)
 
 
 def _register_with(module: ModuleType) -> None:
-    if not hasattr(module, "StrategyRegistry"):
+    registry, home, kind = _REGISTRIES[module.__name__]
+    if not hasattr(module, registry):
         raise ImportError(f"ringstrategy cannot be imported while {module.__name__} is: import it before or after")
     from ringstrategy.names import STRATEGIES
 
     for name, algorithm in STRATEGIES.items():
         for suffix, start_method in START_METHODS.items():
-            module.StrategyRegistry.register(
+            getattr(module, registry).register(
                 name + suffix,
-                partial(_strategy, _CLASSES[module.__name__], name, start_method),
+                partial(_strategy, home, kind, name, start_method),
                 description=f"{algorithm()}, processes started by {start_method}",
                 override=True,
             )
 
 
-def _strategy(module: str, name: str, start_method: StartMethod) -> RingStrategyMixin:
+def _strategy(home: str, kind: str, name: str, start_method: StartMethod) -> Any:
     from ringstrategy.names import STRATEGIES
 
-    strategy: RingStrategyMixin = import_module(module).RingStrategy(STRATEGIES[name](), start_method=start_method)
-    return strategy
+    make = getattr(import_module(f"ringstrategy.integrations.lightning.{home}"), kind)
+    return make(STRATEGIES[name](), start_method=start_method)

@@ -161,7 +161,7 @@ class Stopping:
                 callback.last_model_path = path
                 trainer.save_checkpoint(path)
                 paths.append(path)
-        finish(trainer.strategy.checkpoint_io, self._package)
+        finish(trainer.strategy.checkpoint_io)
         rank_zero_info(
             f"SIGTERM: all ranks stop before step {trainer.global_step}. "
             + (f"Saved {', '.join(paths)}" if paths else "Nothing is saved without ModelCheckpoint(save_last=True)")

@@ -25,6 +25,7 @@ from ringstrategy.integrations.lightning.elastic import Elastic
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin, Joining
 from ringstrategy.integrations.lightning.looks import LooksMixin
+from ringstrategy.integrations.lightning.package import whose
 from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
@@ -47,11 +48,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
-
-_CLASSES = {
-    "lightning.pytorch": "ringstrategy.RingStrategy",
-    "pytorch_lightning": "ringstrategy.pytorch_lightning.RingStrategy",
-}
 
 
 class RingStrategyMixin(ProcessesMixin):
@@ -102,7 +98,7 @@ class RingStrategyMixin(ProcessesMixin):
         **unknown: Any,
     ) -> None:
         if unknown:
-            raise TypeError(refusals.unknown_arguments(unknown, RingStrategyMixin.__init__))
+            raise TypeError(refusals.unknown_arguments(unknown, type(self)))
         timeout = default_pg_timeout if timeout is None else timeout
         refusals.check_arguments(algorithm, timeout, broadcast_buffers)
         refusals.check_on_peer_loss(on_peer_loss, process_group_backend, start_method, algorithm)
@@ -133,11 +129,8 @@ class RingStrategyMixin(ProcessesMixin):
         self._fit_token = ""  # of the fit, for the files that ranks write when an exception ends it
 
     def __repr__(self) -> str:
-        """Names the algorithm and the right class: a Trainer of the other package prints it when it refuses us."""
-        elsewhere = ", ".join(
-            f"{strategy} for {name}" for name, strategy in _CLASSES.items() if name != self.package.name
-        )
-        return f"RingStrategy({self.algorithm}), which is for {self.package.name} (take {elsewhere})"
+        """Names the algorithm and the right class: the Trainer of another package prints it when it refuses us."""
+        return f"RingStrategy({self.algorithm}), {whose(self.package.name)}"
 
     def _outcome(self) -> Any:
         has_residuals = isinstance(self.algorithm, GradientAlgorithm) and any(True for _ in self.algorithm.residuals())
@@ -434,7 +427,7 @@ class RingStrategyMixin(ProcessesMixin):
         means, self._means = self._means, None
         named = None
         path, token = self._path_and_token(filepath)
-        files = RankFiles(self.checkpoint_io, path, self.package, storage_options=storage_options)
+        files = RankFiles(self.checkpoint_io, path, storage_options=storage_options)
         if "optimizer_states" in checkpoint:
             own = of_this_rank(checkpoint, means) if self.algorithm.decentralized else None
             state = collect(self, own, files, token) if self.world_size > 1 else self._carried
@@ -452,7 +445,7 @@ class RingStrategyMixin(ProcessesMixin):
         def write() -> None:
             super(RingStrategyMixin, self).save_checkpoint(checkpoint, filepath, storage_options)
             if named is not None:
-                finish(self.checkpoint_io, self.package)
+                finish(self.checkpoint_io)
 
         if named is None or self.alone:
             write()
@@ -482,7 +475,7 @@ class RingStrategyMixin(ProcessesMixin):
             self._resumed = f"step {checkpoint.get('global_step')} of epoch {checkpoint.get('epoch')}"
         if "ringstrategy" not in checkpoint or not self._is_fitting:
             return checkpoint
-        files = RankFiles(self.checkpoint_io, checkpoint_path, self.package, weights_only=weights_only)
+        files = RankFiles(self.checkpoint_io, checkpoint_path, weights_only=weights_only)
         self._resume = found(self, files, checkpoint["ringstrategy"], LOG)
         if self._resume.own is not None:
             checkpoint |= self._resume.own["checkpoint"]
@@ -496,7 +489,7 @@ class RingStrategyMixin(ProcessesMixin):
         """The residuals beside it too."""
         super().remove_checkpoint(filepath)
         if self.local_rank == 0:  # of each node: its disk may be its own
-            RankFiles(self.checkpoint_io, filepath, self.package).remove()
+            RankFiles(self.checkpoint_io, filepath).remove()
 
     # The end
 
