@@ -29,8 +29,17 @@ from ringstrategy.integrations.horovod.operations import (
     reducescatter_async,
     synchronize,
 )
+from ringstrategy.integrations.horovod.optimizer import DistributedOptimizer
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ringstrategy.integrations.horovod.values import (
+    allgather_object,
+    average_gradients,
+    average_metrics,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from ringstrategy.integrations.horovod.world import (
     add_process_set,
     ccl_built,
@@ -62,6 +71,7 @@ __all__ = [
     "Adasum",
     "Average",
     "Compression",
+    "DistributedOptimizer",
     "Max",
     "Min",
     "ProcessSet",
@@ -71,17 +81,23 @@ __all__ = [
     "add_process_set",
     "allgather",
     "allgather_async",
+    "allgather_object",
     "allreduce",
     "allreduce_",
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
+    "average_gradients",
+    "average_metrics",
     "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
     "ccl_built",
     "cross_rank",
     "cross_size",

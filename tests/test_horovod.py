@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from torch import Tensor
+from torch import Tensor, nn
 
 import ringstrategy
 import ringstrategy.horovod as hvd
@@ -379,3 +381,477 @@ def _alone() -> None:
 
 def test_one_process_needs_no_launcher(ranks: Pool) -> None:
     ranks(1, _alone)
+
+
+# Optimizers
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    return data(rank, 8, 6, seed=10 + step), data(rank, 8, 3, seed=50 + step)
+
+
+def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+    inputs, targets = batch(rank, step)
+    loss: Tensor = nn.functional.mse_loss(model(inputs), targets)
+    return loss
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def twin(
+    size: int, steps: int, *, passes: int = 1, factor: float = 1.0, clip: float | None = None
+) -> dict[str, Tensor]:
+    """One process that computes the gradients of all ranks."""
+    model = network()
+    optimizer = momentum(model)
+    for step in range(steps):
+        optimizer.zero_grad()
+        for each in range(passes):
+            for rank in range(size):
+                (loss_of(model, rank, step * passes + each) * factor / size).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def same_everywhere(model: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, hvd.broadcast(value, 0)), name
+
+
+def check_twin(model: nn.Module, expected: dict[str, Tensor], bound: float = 1e-5) -> None:
+    same_everywhere(model)
+    for name, value in model.named_parameters():
+        close(value.detach(), expected[name], bound)
+
+
+def _trains() -> None:
+    with horovod() as rank:
+        size = hvd.size()
+
+        def begin(optimizer_of: Any = momentum, **how: Any) -> tuple[nn.Sequential, Any]:
+            model = network(seed=rank)
+            optimizer = optimizer_of(model)
+            wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **how)
+            assert wrapped is optimizer
+            assert type(wrapped).__name__ == "SGD"
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            return model, wrapped
+
+        # as a script has it
+        model, optimizer = begin()
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            scheduler.step()
+        check_twin(model, twin(size, 4))
+        assert optimizer.session.stats.bytes_sent > 0
+        assert optimizer.session.stats.steps == 4
+
+        model, optimizer = begin(op=hvd.Sum)
+        for step in range(3):
+            optimizer.zero_grad()
+            (0.1 * loss_of(model, rank, step)).backward()
+            optimizer.step()
+        check_twin(model, twin(size, 3, factor=0.1 * size))
+
+        # passes add up on each rank, and then travel once
+        model, optimizer = begin(backward_passes_per_step=2)
+        for step in range(3):
+            optimizer.zero_grad()
+            for each in range(2):
+                loss_of(model, rank, 2 * step + each).backward()
+            optimizer.step()
+        check_twin(model, twin(size, 3, passes=2))
+        assert optimizer.session.stats.steps == 3
+
+        # clipping
+        model, optimizer = begin()
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        check_twin(model, twin(size, 3, clip=0.3))
+
+        # a step with a closure, and one after synchronize()
+        model, optimizer = begin()
+
+        def closure(step: int = 0) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        close(optimizer.step(closure), loss_of(network(), rank, 0).detach())
+        closure(1)
+        optimizer.synchronize()
+        with pytest.warns(UserWarning, match="skip_synchronize"):
+            optimizer.step()
+        check_twin(model, twin(size, 2))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_script_trains_as_one_process_with_all_data(ranks: Pool, size: int) -> None:
+    ranks(size, _trains)
+
+
+def _worked_example() -> None:
+    """The numbers of Horovod's example, to 1e-5."""
+    with horovod() as rank:
+        model = nn.Linear(2, 3)
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 1.0 - rank)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1.0), model.named_parameters())
+        inputs = torch.from_numpy(np.random.RandomState(rank).random_sample((4, 2)).astype(np.float32))
+        local = torch.autograd.grad(model(inputs).sum(), model.weight)[0]
+        close(local, torch.tensor([(2.0128188, 2.7977395), (0.75015247, 1.4605565)][rank]).expand(3, 2))
+        mean = torch.tensor((1.3814857, 2.129148)).expand(3, 2)
+        close(hvd.average_gradients([local, None])[0], mean)  # type: ignore[arg-type]
+        model(inputs).sum().backward()
+        optimizer.synchronize()
+        close(model.weight.grad, mean)  # type: ignore[arg-type]
+        close(model.bias.grad, torch.full((3,), 4.0))  # type: ignore[arg-type]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        after = [torch.tensor(rows).expand(3, 2) for rows in ((-0.3814857, -1.129148), (-1.3814857, -2.129148))]
+        close(model.weight, after[rank])
+        close(model.bias, torch.full((3,), -3.0 - rank))
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        close(model.weight, after[0])
+        close(model.bias, torch.full((3,), -3.0))
+
+
+def test_the_worked_example_has_its_numbers(ranks: Pool) -> None:
+    ranks(2, _worked_example)
+
+
+def _overlaps() -> None:
+    with horovod() as rank:
+        model = network()
+        algorithm = ringstrategy.AllReduce(bucket_mb=1e-4)
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
+        sent = []
+        first = model[0].weight
+        assert isinstance(first, nn.Parameter)
+
+        def last_gradient(gradient: Tensor) -> None:
+            deadline = time.monotonic() + 20  # the others send theirs meanwhile
+            while not optimizer.session.stats.bytes_received and time.monotonic() < deadline:
+                time.sleep(0.01)
+            sent.append(optimizer.session.stats.bytes_received)
+
+        first.register_hook(last_gradient)
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+        assert sent[0] > 0
+
+
+def test_buckets_travel_while_backward_goes_on(ranks: Pool) -> None:
+    ranks(2, _overlaps)
+
+
+def _feeds_back() -> None:
+    """With a rate of 1: what was stepped and the residuals are the exact sum of the mean gradients."""
+    with horovod() as rank:
+        size = hvd.size()
+        model = nn.Linear(200, 9, bias=False)
+        nn.init.zeros_(model.weight)
+        algorithm = ringstrategy.AllReduce(ringstrategy.BlockInt(4), error_feedback=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 1.0), model.named_parameters(), algorithm=algorithm
+        )
+        exact = torch.zeros(9, 200, dtype=torch.float64)
+        for step in range(5):
+            optimizer.zero_grad()
+            (model.weight * data(rank, 9, 200, seed=step)).sum().backward()
+            optimizer.step()
+            exact += everyones(size, 9, 200, seed=step).mean(0)
+        same_everywhere(model)
+        residuals = optimizer.session.state_dict()["residuals"]
+        assert residuals["weight"].any()
+        total = hvd.allreduce(residuals["weight"], op=hvd.Sum)
+        close(total - model.weight.detach(), exact)
+        assert (model.weight + exact).abs().max() > 1e-3
+
+        # a run that goes on from it
+        again = nn.Linear(200, 9, bias=False)
+        resumed = hvd.DistributedOptimizer(
+            torch.optim.SGD(again.parameters(), 1.0),
+            again.named_parameters(),
+            algorithm=ringstrategy.AllReduce(ringstrategy.BlockInt(4), error_feedback=True),
+        )
+        again.load_state_dict(model.state_dict())
+        resumed.session.load_state_dict(optimizer.session.state_dict())
+        for one, its_optimizer in ((model, optimizer), (again, resumed)):
+            its_optimizer.zero_grad()
+            (one.weight * data(rank, 9, 200, seed=9)).sum().backward()
+            its_optimizer.step()
+        assert torch.equal(model.weight, again.weight)
+
+
+def test_residuals_keep_what_a_codec_lost(ranks: Pool) -> None:
+    ranks(3, _feeds_back)
+
+
+def _other_algorithms() -> None:
+    with horovod() as rank:
+        for algorithm in ("gossip", "ring_powersgd", "ring_int8"):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
+            for step in range(5):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                if algorithm == "gossip":  # each rank's gradients are its own
+                    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            with optimizer.session.consensus():
+                same_everywhere(model)
+            weights = hvd.allgather(model[0].weight.detach()[None])  # type: ignore[operator]
+            assert torch.equal(weights[0], weights[1]) == (algorithm != "gossip")
+            assert optimizer.session.stats.bytes_sent > 0
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            momentum(model), model.named_parameters(), compression=hvd.Compression.fp16
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+        check_twin(model, twin(hvd.size(), 3), 1e-3)
+
+
+def test_an_optimizer_takes_any_algorithm(ranks: Pool) -> None:
+    ranks(3, _other_algorithms)
+
+
+def _scales() -> None:
+    with horovod() as rank:
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = hvd.DistributedOptimizer(
+            momentum(model),
+            model.named_parameters(),
+            scaler=scaler,
+            algorithm=ringstrategy.AllReduce(ringstrategy.BlockInt(8), error_feedback=True),
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, rank, step) * (float("inf") if step == 1 and rank == 1 else 1)).backward()
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 100.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0**9  # one step was skipped, on all ranks
+        same_everywhere(model)
+        single = network()
+        own = momentum(single)
+        for step in (0, 2, 3):
+            own.zero_grad()
+            for r in range(hvd.size()):
+                (loss_of(single, r, step) / hvd.size()).backward()
+            own.step()
+        check_twin(model, dict(single.named_parameters()), 0.02)
+        residual = optimizer.session.state_dict()["residuals"]["2.weight"]
+        assert 0 < residual.abs().max() < 0.1  # in the units of unscaled gradients
+
+
+def test_a_loss_scaler_steps_and_skips_alike_on_all_ranks(ranks: Pool) -> None:
+    ranks(2, _scales)
+
+
+class Bag(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.EmbeddingBag(50, 4, sparse=True, mode="sum")
+        self.head = nn.Linear(4, 2)
+        self.gate = nn.Parameter(torch.ones(2))  # nobody uses it
+
+    def forward(self, index: Tensor) -> Tensor:
+        result: Tensor = self.head(self.rows(index))
+        return result
+
+
+def _kinds_of_parameters() -> None:
+    with horovod() as rank:
+        size = hvd.size()
+        index = [torch.tensor([[r, 7, 3 * r + 1]]) for r in range(size)]
+        for how in ({"sparse_as_dense": True}, {"sparse": ["rows.weight"]}):
+            torch.manual_seed(1)
+            model, single = Bag(), Bag()
+            single.load_state_dict(model.state_dict())
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD(model.parameters(), 0.5, weight_decay=0.0), model.named_parameters(), **how
+            )
+            own = torch.optim.SGD(single.parameters(), 0.5)
+            for _ in range(2):
+                for one, its_optimizer, members in ((model, optimizer, [rank]), (single, own, [*range(size)])):
+                    its_optimizer.zero_grad()
+                    for r in members:
+                        (one(index[r]).square().sum() / len(members)).backward()
+                    its_optimizer.step()
+            check_twin(model, dict(single.named_parameters()))
+            assert model.gate.grad is None  # unused by all
+        model = Bag()
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
+        with pytest.raises(
+            ValueError, match=r"rows.weight is sparse: pass sparse_as_dense=True, or sparse=\['rows.weight'"
+        ):
+            model(index[rank]).sum().backward()
+
+        # local, unused on some ranks, frozen for a while, added later
+        for mark in ("argument", "method"):
+            model, head = network(), nn.Linear(3, 1)
+            nn.init.constant_(head.weight, 0.5)
+            names = [*model.named_parameters(), *head.named_parameters(prefix="head")]
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([parameter for _, parameter in names], 0.1),
+                names,
+                local=["head.weight"] if mark == "argument" else None,
+            )
+            if mark == "method":
+                optimizer.register_local_var(head.weight)
+            model[0].weight.requires_grad_(False)
+            for step in range(3):
+                optimizer.zero_grad()
+                hidden = model(batch(rank, step)[0])
+                (head(hidden) if step else hidden).sum().backward()
+                if step == 1:
+                    assert head.bias.grad is not None
+                    optimizer.synchronize()
+                    assert torch.equal(head.bias.grad, hvd.broadcast(head.bias.grad, 0))
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                    model[0].weight.requires_grad_(True)
+                else:
+                    optimizer.step()
+            same_everywhere(model)
+            weights = hvd.allgather(head.weight.detach())
+            assert not torch.equal(weights[0], weights[1])
+            later = nn.Linear(2, 2)
+            optimizer.add_param_group({"params": later.parameters()})
+            same_everywhere(later)
+            before = later.weight.detach().clone()
+            optimizer.zero_grad()
+            (later(data(rank, 4, 2)).sum() + model(batch(rank, 9)[0]).sum()).backward()
+            optimizer.step()
+            close(later.weight, before - 0.1 * everyones(size, 4, 2).sum(1).mean(0).expand(2, 2).float())
+            same_everywhere(later)
+
+
+def test_sparse_local_frozen_and_new_parameters(ranks: Pool) -> None:
+    ranks(2, _kinds_of_parameters)
+
+
+def _refuses() -> None:
+    with horovod() as rank:
+        model = network()
+        pairs = [*model.named_parameters()]
+        for kind, message, call in (
+            (ValueError, r"not model.parameters\(\)", lambda: (momentum(model), model.parameters())),
+            (ValueError, r"\['0.weight'\] twice", lambda: (momentum(model), pairs + pairs[:1])),
+            (
+                ValueError,
+                r"lacks 1 of .*\(3,\) \(parameter 5 of group 0",
+                lambda: (momentum(model), pairs[:-1]),
+            ),
+            (ValueError, "LBFGS", lambda: (torch.optim.LBFGS(model.parameters()), pairs)),
+        ):
+            with pytest.raises(kind, match=message):
+                hvd.DistributedOptimizer(*call())
+        for how, message in (
+            ({"op": hvd.Adasum}, "Adasum is not there"),
+            ({"op": hvd.Max}, "the Average or the Sum"),
+            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "gradient_predivide_factor is for op=hvd.Average"),
+            ({"compression": CODECS["int8"], "algorithm": "ring"}, "not both"),
+            ({"algorithm": "rings"}, "one of ring, ring_fp16"),
+            ({"algorithm": "gossip", "op": hvd.Sum}, "sums no gradients"),
+            ({"local": ["0.wait"]}, "a list of names of the optimizer's parameters"),
+            ({"sparse": ["0.wait"]}, r"names \['0.wait'\], which no parameter"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                hvd.DistributedOptimizer(momentum(model), pairs, **how)  # type: ignore[arg-type]
+
+        optimizer = hvd.DistributedOptimizer(momentum(model), pairs)
+        with pytest.raises(ValueError, match="wrap it once"):
+            hvd.DistributedOptimizer(optimizer, pairs)
+        loss_of(model, rank, 0).backward()
+        with pytest.raises(RuntimeError, match=r"zero_grad\(\) came after backward\(\) and before step"):
+            optimizer.zero_grad()
+        with (
+            pytest.raises(RuntimeError, match=r"call optimizer.synchronize\(\) before"),
+            optimizer.skip_synchronize(),
+        ):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="more than backward_passes_per_step=1 times"):
+            loss_of(model, rank, 0).backward()
+
+        for change in (
+            lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+            lambda model: model[2].weight.grad.mul_(2),
+            lambda model: setattr(model[2].weight, "grad", torch.zeros(30, 40)),
+        ):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+            loss_of(model, rank, 0).backward()
+            change(model)  # type: ignore[no-untyped-call]
+            with pytest.raises(
+                RuntimeError, match=r"changed between backward\(\) and .* call optimizer.synchronize\(\)"
+            ):
+                optimizer.step()
+        hvd.tell(RuntimeError("the end of a test"))  # exchanges that were begun do not end
+
+
+def test_what_would_go_wrong_gets_the_cure(ranks: Pool) -> None:
+    ranks(2, _refuses)
+
+
+def _gives() -> None:
+    with horovod() as rank:
+        model = network(seed=rank)
+        optimizer = torch.optim.Adam(model.parameters(), 0.1 * (rank + 1))
+        if rank == 1:
+            loss_of(model, rank, 0).backward()
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        assert optimizer.param_groups[0]["lr"] == 0.2
+        moment = optimizer.state[model[0].weight]["exp_avg"]
+        assert torch.equal(moment, hvd.broadcast(moment, 1))
+        assert moment.any()
+        norm = nn.BatchNorm1d(3)
+        norm.num_batches_tracked += rank
+        hvd.broadcast_parameters(norm.state_dict(), root_rank=1)
+        assert norm.num_batches_tracked == 1
+        hvd.broadcast_parameters(model.named_parameters(), root_rank=1)
+        check_twin(model, dict(model.named_parameters()), 0)
+        assert hvd.broadcast_object({"epoch": rank, "name": "x" * 1000 * rank}, 1) == {"epoch": 1, "name": "x" * 1000}
+        assert hvd.broadcast_object(None) is None
+        assert hvd.allgather_object(["a" * rank, rank]) == [["a" * r, r] for r in range(hvd.size())]
+        assert hvd.average_metrics({"loss": rank, "right": torch.tensor(0.5)}) == {
+            "loss": (hvd.size() - 1) / 2,
+            "right": 0.5,
+        }
+        with pytest.raises(ValueError, match=r"not model.parameters\(\)"):
+            hvd.broadcast_parameters(model.parameters(), 0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"one of the ranks \[0, 1\], got 7"):
+            hvd.broadcast_object(1, 7)
+        with pytest.raises(ringstrategy.PlanMismatchError, match="broadcast_parameters"):
+            hvd.broadcast_parameters({f"name{rank}": torch.ones(2)}, 0)
+
+
+def test_state_and_objects_of_one_rank_go_to_all(ranks: Pool) -> None:
+    ranks(2, _gives)

@@ -164,7 +164,7 @@ def _reduce(
         return result(into)
 
     said = f"{how}, {', '.join(map(_shown, tensors))}"
-    return _submit("allreduce", name, said, None, tensors, members, run)
+    return submit("allreduce", name, said, None, tensors, members, run)
 
 
 def reducescatter_async(
@@ -192,7 +192,7 @@ def reducescatter_async(
         own = how.scatter_(chunks.view(members.size, -1), members)
         return own.view(chunks.shape[1:])[: rows[members.rank]].clone()
 
-    return _submit("reducescatter", name, f"{how}, {_shown(tensor)}", None, [tensor], members, run)
+    return submit("reducescatter", name, f"{how}, {_shown(tensor)}", None, [tensor], members, run)
 
 
 def shares(rows: int, size: int) -> list[int]:
@@ -212,7 +212,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
     def run(lengths: list[int]) -> Tensor:
         return torch.cat(members.gather(tensor, lengths))
 
-    return _submit("allgather", name, _shown(tensor, rows=False), len(tensor), [tensor], members, run)
+    return submit("allgather", name, _shown(tensor, rows=False), len(tensor), [tensor], members, run)
 
 
 def broadcast_async(
@@ -238,15 +238,21 @@ def broadcast_(
 
 def _broadcast(tensor: Tensor, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet) -> Handle:
     members = process_set.members
-    if root_rank not in members.ranks:
-        raise ValueError(f"root_rank is one of the ranks {members.ranks}, got {root_rank}")
+    check_root(root_rank, members)
 
     def run(said: list[Any]) -> Tensor:
         values = tensor.clone(memory_format=torch.contiguous_format)
         members.broadcast_(values, root_rank)
         return tensor.copy_(values) if in_place else values
 
-    return _submit("broadcast", name, f"from rank {root_rank}, {_shown(tensor)}", None, [tensor], members, run)
+    said = f"from rank {root_rank}, {_shown(tensor)}"
+    return submit("broadcast", name, said, None, [tensor], members, run)
+
+
+def check_root(root_rank: int, members: Members) -> None:
+    """ValueError unless it is one of the ranks."""
+    if root_rank not in members.ranks:
+        raise ValueError(f"root_rank is one of the ranks {members.ranks}, got {root_rank}")
 
 
 def alltoall_async(
@@ -264,7 +270,7 @@ def alltoall_async(
         arrived = members.all_to_all(tensor.contiguous(), leaving, arriving)
         return arrived if splits is None else (arrived, torch.tensor(arriving, dtype=torch.int32))
 
-    return _submit("alltoall", name, _shown(tensor, rows=False), leaving, [tensor], members, run)
+    return submit("alltoall", name, _shown(tensor, rows=False), leaving, [tensor], members, run)
 
 
 def splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
@@ -286,16 +292,16 @@ def splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when all ranks have called it."""
-    _submit("barrier", None, "", None, [], process_set.members, lambda said: None).wait()
+    submit("barrier", None, "", None, [], process_set.members, lambda said: None).wait()
 
 
 # What all have in common
 
 
-def _submit(
+def submit(
     kind: str, name: str | None, same: str, own: Any, tensors: Sequence[Tensor], members: Members, run: Run
 ) -> Handle:
-    """Begin an operation. On GPUs it waits for what is queued so far, and ends when the device has done it."""
+    """Begin an operation, see `Operation`. On GPUs it begins after what is queued, and ends when it is done."""
     for tensor in tensors:
         members.check_device(tensor.device)
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
