@@ -3,6 +3,11 @@
 import ringstrategy.horovod as hvd      # was: import horovod.torch as hvd
 """
 
+from importlib import import_module
+from typing import Any
+
+from ringstrategy.integrations.horovod import elastic
+from ringstrategy.integrations.horovod.batch_norm import SyncBatchNorm
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.differentiable import (
     allgather,
@@ -12,6 +17,7 @@ from ringstrategy.integrations.horovod.differentiable import (
     grouped_allreduce,
     reducescatter,
 )
+from ringstrategy.integrations.horovod.joining import join
 from ringstrategy.integrations.horovod.operations import (
     allgather_async,
     allreduce_,
@@ -32,6 +38,7 @@ from ringstrategy.integrations.horovod.operations import (
 from ringstrategy.integrations.horovod.optimizer import DistributedOptimizer
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ringstrategy.integrations.horovod.schedules import LearningRateWarmup
 from ringstrategy.integrations.horovod.values import (
     allgather_object,
     average_gradients,
@@ -72,12 +79,14 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "LearningRateWarmup",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -103,6 +112,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -113,6 +123,7 @@ __all__ = [
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "mpi_built",
@@ -131,3 +142,9 @@ __all__ = [
     "synchronize",
     "tell",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "callbacks":  # only they need Lightning
+        return import_module("ringstrategy.integrations.horovod.callbacks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

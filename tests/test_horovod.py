@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
 import ringstrategy.horovod as hvd
@@ -276,7 +282,7 @@ def test_ranks_that_differ_are_told_how(ranks: Pool) -> None:
 
 
 def _waits_in_vain() -> str:
-    with mock.patch.object(named, "_LOOK", timedelta(seconds=0.2)), horovod() as rank:
+    with mock.patch.object(named, "_LOOK_SECONDS", 0.2), horovod() as rank:
         first = ("loss", "accuracy")[rank]
         with pytest.raises(ringstrategy.PlanMismatchError) as raised:
             hvd.allreduce(torch.ones(1), name=first)  # and then `second`
@@ -855,3 +861,327 @@ def _gives() -> None:
 
 def test_state_and_objects_of_one_rank_go_to_all(ranks: Pool) -> None:
     ranks(2, _gives)
+
+
+# Process sets
+
+
+def _in_sets() -> None:
+    first = hvd.ProcessSet([0, 1])
+    with pytest.raises(ValueError, match=r"is not in use: call hvd.add_process_set"):
+        first.rank()
+    with horovod(process_sets=[first]) as rank:
+        second = hvd.add_process_set([2, 1])
+        assert (first.process_set_id, second.process_set_id, second.ranks) == (1, 2, [1, 2])
+        assert second.size() == 2
+        assert (hvd.global_process_set.size(), hvd.global_process_set.rank()) == (3, rank)
+        for ranks in ([1, 2], [0, 7], [0, 1, 2]):
+            with pytest.raises(ValueError, match=r"is in use already|ranks that there are not"):
+                hvd.add_process_set(ranks)
+        for process_set, members in ((first, [0, 1]), (second, [1, 2])):
+            assert process_set.included() == (rank in members)
+            if rank not in members:
+                with pytest.raises(ValueError, match=r"this rank is not in .*if process_set.included\(\)"):
+                    hvd.allreduce(torch.ones(1), process_set=process_set)
+                continue
+            assert process_set.rank() == members.index(rank)
+            exact = torch.stack([data(r, 5).double() for r in members])
+            close(hvd.allreduce(data(rank, 5), process_set=process_set), exact.mean(0))
+            close(hvd.broadcast(data(rank, 5), members[1], process_set=process_set), data(members[1], 5), 0)
+            assert hvd.allgather(torch.tensor([rank]), process_set=process_set).tolist() == members
+            assert hvd.allgather_object(rank, process_set=process_set) == members
+            model = network(seed=rank)
+            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
+            hvd.broadcast_parameters(model.state_dict(), members[0], process_set=process_set)
+            hvd.broadcast_optimizer_state(optimizer, members[0], process_set=process_set)
+            single = network(seed=members[0])
+            own = momentum(single)
+            for step in range(2):
+                for one, its_optimizer, whose in ((model, optimizer, [rank]), (single, own, members)):
+                    its_optimizer.zero_grad()
+                    for r in whose:
+                        (loss_of(one, r, step) / len(whose)).backward()
+                    its_optimizer.step()
+            for mine, expected in zip(model.parameters(), single.parameters(), strict=True):
+                close(mine, expected)
+                assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
+            with pytest.raises(ValueError, match=r"hvd.ProcessSet\(.*, optimizers=2\)"):
+                hvd.DistributedOptimizer(momentum(single), single.named_parameters(), process_set=process_set)
+        assert hvd.remove_process_set(second)
+        assert not hvd.remove_process_set(second)
+        assert not hvd.remove_process_set(hvd.global_process_set)
+        third = hvd.add_process_set(second)
+        if third.included():
+            hvd.barrier(third)
+
+
+def test_operations_and_optimizers_of_some_ranks(ranks: Pool) -> None:
+    ranks(3, _in_sets)
+
+
+# Uneven data
+
+
+def _joins() -> None:
+    with horovod() as rank:
+        size, batches = hvd.size(), [2, 5, 3]
+        model = network()
+        algorithm = ringstrategy.AllReduce(ringstrategy.BlockInt(8), error_feedback=True, uneven="join")
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        for step in range(batches[rank]):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.step()
+            scheduler.step()
+        assert hvd.join() == 1
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**5)
+        assert optimizer.session.stats.steps == 5
+        single = network()
+        own = momentum(single)
+        its_scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
+        for step in range(5):
+            own.zero_grad()
+            members = [r for r in range(size) if step < batches[r]]
+            for r in members:
+                (loss_of(single, r, step) / len(members)).backward()
+            own.step()
+            its_scheduler.step()
+        check_twin(model, dict(single.named_parameters()), 0.02)
+        optimizer.zero_grad()  # and on, with all
+        loss_of(model, rank, 7).backward()
+        optimizer.step()
+        same_everywhere(model)
+        assert hvd.join() in range(size)
+        other = network()
+        hvd.DistributedOptimizer(
+            momentum(other), other.named_parameters(), algorithm=ringstrategy.AllReduce(uneven="join")
+        )
+        with pytest.raises(ValueError, match="2 optimizers have uneven='join'"):
+            hvd.join()
+        with pytest.raises(ValueError, match="uneven='join' is for gradients"):
+            hvd.DistributedOptimizer(
+                momentum(other), other.named_parameters(), algorithm=ringstrategy.Gossip(uneven="join")
+            )
+
+
+def test_ranks_without_data_wait_for_the_others(ranks: Pool) -> None:
+    ranks(3, _joins)
+
+
+# Batch norm, schedules
+
+
+def _normalizes() -> None:
+    with horovod() as rank:
+        size = hvd.size()
+        for shape, momentum_of in (((5,), 0.1), ((5, 3), None)):
+            inputs = [3 + data(r, 4 + r, *shape) for r in range(size)]
+            weights = [data(r, 4 + r, *shape, seed=3) for r in range(size)]
+            ours = hvd.SyncBatchNorm(5, momentum=momentum_of)
+            theirs = nn.BatchNorm1d(5, momentum=momentum_of).double()
+            nn.init.normal_(ours.weight, generator=torch.Generator().manual_seed(0))
+            theirs.load_state_dict(ours.state_dict())
+            for _ in range(2):
+                ours.zero_grad()
+                theirs.zero_grad()
+                mine = inputs[rank].clone().requires_grad_()
+                (ours(mine) * weights[rank]).sum().backward()
+                whole = torch.cat(inputs).double().requires_grad_()
+                result = theirs(whole)
+                (result * torch.cat(weights)).sum().backward()
+                rows = [len(each) for each in inputs]
+                assert mine.grad is not None
+                assert whole.grad is not None
+                close(mine.grad, whole.grad.split(rows)[rank])
+                for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                    assert one.grad is not None
+                    assert other.grad is not None
+                    close(hvd.allreduce(one.grad, op=hvd.Sum), other.grad, 1e-4)
+            for name, value in theirs.state_dict().items():
+                close(ours.state_dict()[name], value)
+            ours.eval()
+            theirs.eval()
+            close(ours(inputs[rank]), theirs(inputs[rank].double()))
+
+
+def test_batch_norm_has_the_statistics_of_all_ranks(ranks: Pool) -> None:
+    ranks(3, _normalizes)
+
+
+def test_a_rate_grows_to_that_of_all_ranks() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.8)
+    schedule = hvd.LearningRateWarmup(optimizer, steps=3, size=4)
+    rates = []
+    for _ in range(5):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
+    with pytest.raises(ValueError, match="steps and size are whole numbers >= 1"):
+        hvd.LearningRateWarmup(optimizer, steps=0, size=4)
+
+
+class Rates(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.rates: list[float] = []
+
+    def training_step(self, rows: list[Tensor], index: int) -> Tensor:
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        loss: Tensor = self.layer(rows[0]).sum()
+        return loss
+
+    def validation_step(self, rows: list[Tensor], index: int) -> None:
+        self.log("rank", float(self.global_rank))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.8)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def _in_lightning() -> tuple[list[float], float]:
+    dist.init_process_group("gloo")
+    model = Rates()
+    loader = DataLoader(TensorDataset(torch.ones(10, 1)), 1)
+    trainer = L.Trainer(
+        strategy="ring",
+        accelerator="cpu",
+        devices=2,
+        max_epochs=1,
+        limit_val_batches=1,
+        callbacks=[hvd.callbacks.LearningRateWarmupCallback(2), hvd.callbacks.MetricAverageCallback()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model, loader, loader)
+    return model.rates, float(trainer.callback_metrics["rank"])
+
+
+def test_lightning_callbacks_warm_up_and_average(ranks: Pool) -> None:
+    for rates, rank in ranks(2, _in_lightning):
+        assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.05])  # the schedule goes on beside the warm-up
+        assert rank == 0.5
+    with pytest.raises(ValueError, match="a whole number of optimizer steps >= 1"):
+        hvd.callbacks.LearningRateWarmupCallback(0)
+
+
+# Elastic training
+
+
+def _commits(folder: Path) -> None:
+    with horovod() as rank:
+        size = hvd.size()
+        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)  # type: ignore[arg-type]
+        shared = hvd.allgather_object(list(sampler))
+        assert set().union(*shared) == set(range(11))
+        assert {len(part) for part in shared} == {len(sampler)} == {-(-11 // size)}
+        model = network(seed=rank)
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        path = folder / f"node{rank}"  # as on a disk of its own
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, path=path)
+
+        @hvd.elastic.run
+        def train(state: Any, until: int) -> None:
+            for epoch in range(state.epoch, until):
+                optimizer.zero_grad()
+                loss_of(model, rank, epoch).backward()
+                optimizer.step()
+                state.sampler.record_batch(0, 2)
+                state.epoch = epoch + 1
+                state.commit()
+
+        train(state, 2)
+        same_everywhere(model)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        done = set().union(*(part[:2] for part in shared))
+        state.epoch = 7
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        state.restore()
+        assert state.epoch == 2
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        assert set().union(*hvd.allgather_object(list(sampler))) == set(range(11)) - done
+
+    # all processes start again; the node of rank 1 is another one, and has no file
+    with horovod() as rank:
+        if rank == 1:
+            assert not path.exists()  # only the first process of a node writes
+        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)  # type: ignore[arg-type]
+        model = network(seed=5)
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, path=path)
+        called = []
+        state.register_reset_callbacks([lambda: called.append(state.epoch)])
+        seen = hvd.elastic.run(lambda state: (state.epoch, len(sampler)))(state)
+        assert seen == (2, -(-(11 - len(done)) // size))
+        assert called == [2]
+        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+        assert optimizer.state[model[0].weight]["momentum_buffer"].any()
+        hvd.barrier()
+        if rank == 0:
+            path.write_bytes(path.read_bytes()[:-100] + bytes(100))
+        if rank == 0:
+            with pytest.raises(ValueError, match=r"node0 is damaged: .* Delete it"):
+                state.resume()
+
+
+def test_a_restart_goes_on_from_the_newest_commit(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _commits, tmp_path)
+
+
+ELASTIC = """
+import os, signal, torch
+import ringstrategy.horovod as hvd
+hvd.init()
+model = torch.nn.Linear(3, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
+
+@hvd.elastic.run
+def train(state):
+    print(f"rank {hvd.rank()} begins at {state.epoch}", flush=True)
+    for state.epoch in range(state.epoch, 6):
+        if state.epoch == 3 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+        state.commit()
+    print(f"rank {hvd.rank()} ends with {model.bias.item():.4f}, {state._path} is there", flush=True)
+
+torch.manual_seed(0)
+torch.nn.init.zeros_(model.bias)
+train(state)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_from_the_last_commit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(ELASTIC)
+    done = torchrun(2, script, "--max-restarts=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in range(2):
+        assert done.stdout.count(f"rank {rank} begins at 0") == 1
+        assert done.stdout.count(f"rank {rank} begins at 2") == 1  # the epoch of the last commit
+        # steps 0, 1, 2, and again 2 to 5, of -0.2 each
+        ends = re.search(rf"rank {rank} ends with -1.4000, (.*) is there", done.stdout)
+        assert ends is not None
+        assert not Path(ends[1]).exists()
+
+
+def torchrun(size: int, script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", "--rdzv-backend=c10d"]
+    launcher += ["--rdzv-endpoint=localhost:0", *arguments, str(script)]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    return subprocess.run(
+        launcher, capture_output=True, text=True, check=False, timeout=100, env=environment, cwd=script.parent
+    )
+
+
+LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}

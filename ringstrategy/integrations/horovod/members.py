@@ -50,6 +50,7 @@ class Members:
         generation = base.add(f"{which}/{self.rank}", 1)  # the same on all of them
         store = dist.PrefixStore(f"{which}/{generation}", base)
         lifeline = self._peers["cpu"].lifeline if self.size > 1 else None
+        self._store = store
         self.operations = NamedOperations(store, self.rank, self.ranks, lifeline, timeout)
 
     def check_device(self, device: torch.device) -> None:
@@ -60,6 +61,10 @@ class Members:
                 "Move it to the CPU, or let hvd.init() make the process group (with GPUs it takes gloo and NCCL): do "
                 "not call torch.distributed.init_process_group before, or name both there, 'cpu:gloo,cuda:nccl'"
             )
+
+    def ticket(self, queue: str) -> int:
+        """How many members have asked for one in this queue, this one included."""
+        return int(self._store.add(f"ticket/{queue}", 1))
 
     # Within an operation, on its thread, in the order of all ranks
 

@@ -10,7 +10,6 @@ can go on: an error on each of them tells who waits for what.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
@@ -24,11 +23,14 @@ import torch.distributed as dist
 
 from ringstrategy.errors import PlanMismatchError
 from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.store import poll_seconds
 from ringstrategy.transport.worker import Worker
 
-_LOOK = timedelta(seconds=1)
+_LOOK_SECONDS = 1.0
+_SHORTEST_PAUSE = 0.0002
 _LOOKS_FOR_DEADLOCK = 3
 _WARNING_SECONDS = 60.0
+_NOTHING = "nothing"  # is no key, and nothing that is said
 _TOGETHER = 64  # places whose keys are deleted at once
 _CLOSE_SECONDS = 5.0
 
@@ -87,7 +89,7 @@ class NamedOperations:
     """Of some ranks, as one of them sees them.
 
     Args:
-        store: of these ranks alone. It is used by two threads, each over a connection of its own.
+        store: of these ranks alone.
         rank: this one, among them.
         ranks: as all ranks count them.
         lifeline: to hear of ranks that are lost; None for one rank.
@@ -98,7 +100,7 @@ class NamedOperations:
         self, store: dist.Store, rank: int, ranks: Sequence[int], lifeline: Lifeline | None, timeout: timedelta
     ) -> None:
         self._rank, self._ranks, self._lifeline, self._timeout = rank, ranks, lifeline, timeout
-        self._announcing, self._ordered, self._asking = (_connection(store) for _ in range(3))
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch may wait on the default one
         self._used: dict[str, int] = {}  # how often, by name
         self._changed = threading.Condition()
         self._pending: dict[str, tuple[Operation, Handle]] = {}  # by key
@@ -130,7 +132,7 @@ class NamedOperations:
 
     def _announce(self, key: str, operation: Operation) -> None:
         try:
-            size, store = len(self._ranks), self._announcing
+            size, store = len(self._ranks), self._store
             store.append(f"said/{key}", json.dumps([self._rank, operation.same, operation.own]) + "\n")  # type: ignore[attr-defined]
             if store.add(f"count/{key}", 1) < size:
                 return
@@ -159,16 +161,18 @@ class NamedOperations:
 
     def _next(self, place: int) -> tuple[str, str] | None:
         """The operation at this place, once there is one; None at the end."""
-        key = f"order/{place}"
+        key, pause = f"order/{place}", _SHORTEST_PAUSE
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closing)
                 if self._closing:
                     return None
-            with contextlib.suppress(dist.DistStoreError):  # in vain so far
-                self._ordered.wait([key], _LOOK)
-                name, said = json.loads(self._ordered.get(key))
+            # torch logs each wait of its own that ends in vain
+            if self._store.check([key]):
+                name, said = json.loads(self._store.get(key))
                 return name, said
+            time.sleep(pause)
+            pause = min(2 * pause, poll_seconds(len(self._ranks)))
 
     def _run(self, key: str, said: list[tuple[int, str, Any]]) -> None:
         operation, handle = self._pending[key]
@@ -189,10 +193,10 @@ class NamedOperations:
 
     def _forget(self, place: int) -> None:
         """Of these ranks the last to come here deletes the keys that all have read."""
-        if self._ordered.add(f"read/{place}", 1) == len(self._ranks):
+        if self._store.add(f"read/{place}", 1) == len(self._ranks):
             for done in range(place - _TOGETHER + 1, place + 1):
-                self._ordered.delete_key(f"order/{done}")
-            self._ordered.delete_key(f"read/{place}")
+                self._store.delete_key(f"order/{done}")
+            self._store.delete_key(f"read/{place}")
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -207,11 +211,11 @@ class NamedOperations:
     def wait(self, event: threading.Event, key: str, name: str) -> None:
         """Until the operation has ended; look around meanwhile."""
         begin, warned, vain, noted = time.monotonic(), False, 0, False
-        while not event.wait(_LOOK.total_seconds()):
+        while not event.wait(_LOOK_SECONDS):
             lost = None if self._lifeline is None else self._lifeline.news(f"in {name!r}")
             if lost is not None:
                 raise lost
-            self._asking.set(f"waits/{self._rank}", key)
+            self._store.set(f"waits/{self._rank}", key)
             noted = True
             absent = self._absent(key)
             vain = vain + 1 if absent and self._all_in_vain() else 0
@@ -225,20 +229,25 @@ class NamedOperations:
                     stacklevel=3,
                 )
         if noted:
-            self._asking.delete_key(f"waits/{self._rank}")
+            self._store.delete_key(f"waits/{self._rank}")
 
     def _absent(self, key: str) -> list[int]:
         """Those of these ranks that have not announced it; none if all have."""
-        if not self._asking.check([f"said/{key}"]):
+        said = self._read(f"said/{key}")
+        if said is None:
             return []
-        lines = self._asking.get(f"said/{key}").decode().splitlines()
-        there = {json.loads(line)[0] for line in lines}
+        there = {json.loads(line)[0] for line in said.splitlines()}
         return [rank for rank in range(len(self._ranks)) if rank not in there]
 
     def _waiting(self) -> dict[int, str]:
         """What each rank that waits waits for: keys."""
-        notes = {rank: f"waits/{rank}" for rank in range(len(self._ranks))}
-        return {rank: self._asking.get(note).decode() for rank, note in notes.items() if self._asking.check([note])}
+        notes = {rank: self._read(f"waits/{rank}") for rank in range(len(self._ranks))}
+        return {rank: note for rank, note in notes.items() if note is not None}
+
+    def _read(self, key: str) -> str | None:
+        """None if it is not there; `get` would wait for it."""
+        found = str(self._store.compare_set(key, _NOTHING, _NOTHING).decode())
+        return None if found == _NOTHING else found
 
     def _all_in_vain(self) -> bool:
         """An old note does no harm: what it names has been announced by all."""
@@ -269,12 +278,6 @@ class NamedOperations:
         self._announcer.close(_CLOSE_SECONDS)
         self._runner.join(_CLOSE_SECONDS)
         self._fail(ValueError("hvd.shutdown() came before the operation had ended"))
-
-
-def _connection(store: dist.Store) -> dist.Store:
-    """One of its own: a call that waits keeps others on its connection waiting."""
-    own: dist.Store = store.clone()  # type: ignore[attr-defined]
-    return own
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
@@ -101,9 +100,7 @@ def DistributedOptimizer(  # Horovod's name
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
-    group = None
-    if process_set is not global_process_set:
-        group = dist.new_group(members.ranks, timeout=world().timeout, use_local_synchronization=True)
+    group = process_set.group_of_an_optimizer()
     module = _Named(named, frozenset() if sparse_as_dense else frozenset(sparse))
     exchange = _Exchange(
         optimizer,
@@ -125,7 +122,7 @@ def DistributedOptimizer(  # Horovod's name
     optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
     optimizer._exchange = exchange  # type: ignore[attr-defined]
     exchange.open(next(iter(devices), torch.device("cpu")))
-    world().sessions.append(exchange.session)
+    world().optimizers.append(optimizer)
     return optimizer
 
 
@@ -181,6 +178,8 @@ def _algorithm(algorithm: Algorithm | str | None, compression: object, op: Reduc
         algorithm = STRATEGIES[algorithm]()
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), got {algorithm!r}")
+    if algorithm.uneven == "join" and isinstance(algorithm, ParameterAlgorithm):
+        raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
     if op is Sum and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and sums no gradients: leave out op=hvd.Sum")
     return algorithm
@@ -318,10 +317,27 @@ class _Exchange:
             return
         self._is_open = True
         self._watch()
-        self.session.begin_batch(f"in step {self._steps}", [self.optimizer], first=False, later_epoch=False)
         if self.session.joins:
             self.session.next_batch(True, True)
+        self._begin_batch()
         self.session.before_backward(scale=self._loss_scale())
+
+    def _begin_batch(self, *, first: bool = False) -> None:
+        # ranks that have joined step no scheduler: then rates cannot be compared
+        optimizers = [] if self.session.joins else [self.optimizer]
+        self.session.begin_batch(f"in step {self._steps}", optimizers, first=first, later_epoch=False)
+
+    def idle(self) -> None:
+        """Take part in the exchanges of the others, without data, until no rank has any."""
+        while self.session.next_batch(False, False):
+            self._begin_batch()
+            self.session.before_backward(scale=self._loss_scale())
+            self.session.after_backward()
+            self.session.after_step(self.optimizer)  # residuals: the others step what they delivered
+            self.session.end_batch(None)
+            self._steps += 1
+        for parameter in self.module.named.values():
+            parameter.grad = None
 
     def _loss_scale(self) -> Tensor | None:
         """On the device, without waiting for it; not changed when the scaler's own is."""
@@ -420,7 +436,7 @@ class _Exchange:
         i = len(self.optimizer.param_groups) - 1
         self.module.named |= {f"added.{i}.{j}": parameter for j, parameter in enumerate(group["params"])}
         self._watch()
-        self.session.begin_batch(f"in step {self._steps}", [self.optimizer], first=True, later_epoch=False)
+        self._begin_batch(first=True)
         self.session.end_batch(None)
 
     def make_local(self, parameter: Parameter) -> None:
@@ -463,6 +479,14 @@ class Distributed(Optimizer):
     def register_local_var(self, parameter: Parameter) -> None:
         """This parameter is never averaged. All ranks call it, before the first backward."""
         self._exchange.make_local(parameter)
+
+    def named(self) -> dict[str, Parameter]:
+        """Its parameters, by the names that ranks compare."""
+        return dict(self._exchange.module.named)
+
+    def idle(self) -> None:
+        """What `hvd.join` does on a rank without data."""
+        self._exchange.idle()
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. RuntimeError while gradients are exchanged."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from ringstrategy.integrations.horovod.members import Members
 
 NOT_INITIALIZED = "Horovod has not been initialized; call hvd.init() first, on every rank"
@@ -14,24 +16,41 @@ class ProcessSet:
 
     Args:
         ranks: of all ranks. None: all of them.
+        optimizers: how many a `DistributedOptimizer(process_set=...)` may make of it, each over connections of its own.
 
     Attributes:
         ranks: in rising order; None before it is in use, if they are all.
         process_set_id: 0 for all ranks; None while it is not in use.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, ranks: Sequence[int] | None = None, *, optimizers: int = 1) -> None:
+        self.optimizers = optimizers
         self.ranks = None if ranks is None else sorted(set(ranks))
         self.process_set_id: int | None = None
         self._members: Members | None = None
+        self._groups: list[dist.ProcessGroup] = []
 
     def __repr__(self) -> str:
         """As Horovod shows it."""
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
-    def begin(self, process_set_id: int, ranks: Sequence[int], members: Members | None) -> None:
-        """It is in use; `members` is None on ranks that do not belong to it."""
+    def begin(
+        self, process_set_id: int, ranks: Sequence[int], members: Members | None, groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """It is in use; `members` is None on ranks that do not belong to it. `groups` are for optimizers."""
         self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
+        self._groups = list(groups)
+
+    def group_of_an_optimizer(self) -> dist.ProcessGroup | None:
+        """Connections of its own. None for all ranks: then the optimizer makes them. ValueError if none are left."""
+        if self is global_process_set:
+            return None
+        if not self._groups:
+            raise ValueError(
+                f"{self} has connections for {self.optimizers} optimizers, and all are in use: make it with "
+                f"hvd.ProcessSet({self.ranks}, optimizers={self.optimizers + 1})"
+            )
+        return self._groups.pop()
 
     def end(self) -> None:
         """It is not in use any more. No collective."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +21,14 @@ from torch.distributed.constants import default_pg_timeout
 from ringstrategy.errors import last_words
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
-from ringstrategy.session.session import Session
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.store import poll_seconds
+
+_GOODBYE_SECONDS = 10.0
 
 
 @dataclass
@@ -36,9 +41,11 @@ class World:
         places: of each rank the node that it is on.
         timeout: how long a rank may stay silent.
         owned: the process group ends with it.
+        store: of these ranks.
+        has_failed: an error has ended it, on this rank.
         stats: bytes of the operations; sessions count their own.
         sets: in use, by id.
-        sessions: of the optimizers.
+        optimizers: that average, each with a `session`.
     """
 
     rank: int
@@ -46,9 +53,22 @@ class World:
     places: list[str]
     timeout: timedelta
     owned: bool
+    store: dist.Store
+    has_failed: bool = False
     stats: Stats = field(default_factory=Stats)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
-    sessions: list[Session] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+
+    def say_goodbye(self) -> None:
+        """This rank needs the store no more. Who has the store waits until that is true of all, within limits."""
+        if self.size == 1 or self.has_failed:
+            return
+        end = time.monotonic() + _GOODBYE_SECONDS
+        with contextlib.suppress(RuntimeError):  # it is gone
+            gone = self.store.add("gone", 1)
+            while self.rank == 0 and not has_agent_store() and gone < self.size and time.monotonic() < end:
+                time.sleep(poll_seconds(self.size))
+                gone = self.store.add("gone", 0)
 
     def neighbours(self) -> list[int]:
         """The ranks of this node."""
@@ -103,7 +123,8 @@ def init(
             f"comm is None or a list of all {size} ranks, got {comm!r}: start fewer processes, or use a process set"
         )
     end_with_agent()
-    _now.append(World(rank, size, _places(rank, size), timeout, owned))
+    store = _store(rank)
+    _now.append(World(rank, size, _places(store, rank, size), timeout, owned, store))
     _next_id[:] = [0]
     _take_into_use(global_process_set, range(size))
     for each in process_sets or ():
@@ -127,11 +148,15 @@ def _join(backend: str | None, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def _places(rank: int, size: int) -> list[str]:
-    """Of each rank: its agent of torchrun, or its host."""
+def _store(rank: int) -> dist.Store:
+    """For one time from `init` to `shutdown`."""
     base = dist.distributed_c10d._get_default_store()
     generation = base.add(f"ringstrategy/horovod/init/{rank}", 1)
-    store = dist.PrefixStore(f"ringstrategy/horovod/{generation}", base)
+    return dist.PrefixStore(f"ringstrategy/horovod/{generation}", base)
+
+
+def _places(store: dist.Store, rank: int, size: int) -> list[str]:
+    """Of each rank: its agent of torchrun, or its host."""
     store.set(f"place/{rank}", f"{os.environ.get('GROUP_RANK', '')} {this_host()}")
     return [store.get(f"place/{each}").decode() for each in range(size)]
 
@@ -139,11 +164,13 @@ def _places(rank: int, size: int) -> list[str]:
 def _take_into_use(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     this = world()
     nccl = backend_of("cuda") == "nccl"
-    group = dist.new_group(list(ranks), timeout=this.timeout, backend="cpu:gloo,cuda:nccl" if nccl else None)
+    count = 1 if process_set is global_process_set else 1 + process_set.optimizers
+    backend = "cpu:gloo,cuda:nccl" if nccl else None
+    group, *others = [dist.new_group(list(ranks), timeout=this.timeout, backend=backend) for _ in range(count)]
     members = Members(group, this.timeout, this.stats) if this.rank in ranks else None
     number = _next_id[0]
     _next_id[0] += 1
-    process_set.begin(number, ranks, members)
+    process_set.begin(number, ranks, members, others)
     this.sets[number] = process_set
 
 
@@ -176,17 +203,21 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def shutdown() -> None:
-    """End threads and connections. No collective; the process group ends too if `init` made it."""
+    """End threads and connections; the process group ends too if `init` made it.
+
+    The process with the store waits a few seconds for the others, whose last operations may need it.
+    """
     if not _now:
         return
     this = _now.pop()
+    this.say_goodbye()
     with ExitStack() as ends:
         if this.owned:
             ends.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         for process_set in this.sets.values():
             ends.callback(process_set.end)
-        for session in this.sessions:
-            ends.callback(session.close)
+        for optimizer in this.optimizers:
+            ends.callback(optimizer.session.close)
 
 
 def _hear_of_the_end() -> None:
@@ -206,8 +237,9 @@ def _hear_of_the_end() -> None:
 def tell(error: BaseException) -> None:
     """This rank ends in an error: tell the other ranks why. No collective."""
     for this in _now:
-        for session in this.sessions:
-            session.tell(error)
+        this.has_failed = True
+        for optimizer in this.optimizers:
+            optimizer.session.tell(error)
         for process_set in this.sets.values():
             if process_set.included():
                 process_set.members.tell(last_words(error))
