@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -294,6 +295,27 @@ def test_ranks_that_wait_for_different_names_are_told_which(ranks: Pool) -> None
     zero, one = ranks(2, _waits_in_vain, limit=30)
     assert "rank 0 waits for 'loss', which rank 1 has not submitted; rank 1 waits for 'accuracy'" in zero
     assert "rank 1 waits for 'accuracy', which rank 0 has not submitted; rank 0 waits for 'loss'" in one
+
+
+def _one_dies() -> str:
+    hvd.init(timeout=TIMEOUT)
+    hvd.barrier()
+    if hvd.rank() == 1:
+        time.sleep(0.5)  # the others wait by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    with mock.patch.object(named, "_LOOK_SECONDS", 0.2), pytest.raises(ringstrategy.PeerLostError) as raised:
+        hvd.allreduce(torch.ones(1), name="loss")
+    hvd.tell(raised.value)
+    hvd.shutdown()
+    return str(raised.value)
+
+
+def test_who_waits_for_a_dead_rank_is_told(ranks: Pool) -> None:
+    outcomes = ranks.outcomes(3, _one_dies, limit=30)
+    for rank in (0, 2):
+        said, error = outcomes[rank]
+        assert error is None, error
+        assert re.match(r"lost rank 1 .* in 'loss'", said), said
 
 
 def _misused() -> None:

@@ -14,11 +14,12 @@ from ringstrategy.collectives.base import Summand, sums_dtype
 from ringstrategy.integrations.horovod.compression import collective_for
 from ringstrategy.integrations.horovod.named import NamedOperations
 from ringstrategy.transport.backend import backend_of
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import Peers, TransportError
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.stats import Stats
 
 _GENERATION = "ringstrategy/horovod"
+_NOBODYS_TAG = (1 << 20) + 1
 CPU = torch.device("cpu")
 
 
@@ -49,9 +50,8 @@ class Members:
         which = f"{_GENERATION}/{','.join(map(str, self.ranks))}"
         generation = base.add(f"{which}/{self.rank}", 1)  # the same on all of them
         store = dist.PrefixStore(f"{which}/{generation}", base)
-        lifeline = self._peers["cpu"].lifeline if self.size > 1 else None
         self._store = store
-        self.operations = NamedOperations(store, self.rank, self.ranks, lifeline, timeout)
+        self.operations = NamedOperations(store, self.rank, self.ranks, self._look, timeout)
 
     def check_device(self, device: torch.device) -> None:
         """ValueError with the cure if no backend moves tensors of this device."""
@@ -65,6 +65,20 @@ class Members:
     def ticket(self, queue: str) -> int:
         """How many members have asked for one in this queue, this one included."""
         return int(self._store.add(f"ticket/{queue}", 1))
+
+    def _look(self, where: str) -> None:
+        """PeerLostError if a member is lost: others say so, or its connection is closed."""
+        peers = self._peers["cpu"]
+        lost = None if peers.lifeline is None else peers.lifeline.news(where)
+        if lost is not None:
+            raise lost
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for peer, rank in enumerate(self.ranks):
+            if peer != self.rank:
+                try:
+                    dist.irecv(nothing, rank, group=self.group, tag=_NOBODYS_TAG)  # nothing comes
+                except RuntimeError as error:
+                    raise peers.explain(TransportError(peer, error), where) from error
 
     # Within an operation, on its thread, in the order of all ranks
 

@@ -22,7 +22,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ringstrategy.errors import PlanMismatchError
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.store import poll_seconds
 from ringstrategy.transport.worker import Worker
 
@@ -31,6 +30,7 @@ _SHORTEST_PAUSE = 0.0002
 _LOOKS_FOR_DEADLOCK = 3
 _WARNING_SECONDS = 60.0
 _NOTHING = "nothing"  # is no key, and nothing that is said
+_DIFFERENT = "different"
 _TOGETHER = 64  # places whose keys are deleted at once
 _CLOSE_SECONDS = 5.0
 
@@ -92,14 +92,14 @@ class NamedOperations:
         store: of these ranks alone.
         rank: this one, among them.
         ranks: as all ranks count them.
-        lifeline: to hear of ranks that are lost; None for one rank.
+        look: called with a place, once a second while a rank waits; it raises if another rank is lost.
         timeout: how long an operation may wait for a rank that does not come.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, ranks: Sequence[int], lifeline: Lifeline | None, timeout: timedelta
+        self, store: dist.Store, rank: int, ranks: Sequence[int], look: Callable[[str], None], timeout: timedelta
     ) -> None:
-        self._rank, self._ranks, self._lifeline, self._timeout = rank, ranks, lifeline, timeout
+        self._rank, self._ranks, self._look, self._timeout = rank, ranks, look, timeout
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch may wait on the default one
         self._used: dict[str, int] = {}  # how often, by name
         self._changed = threading.Condition()
@@ -212,16 +212,17 @@ class NamedOperations:
         """Until the operation has ended; look around meanwhile."""
         begin, warned, vain, noted = time.monotonic(), False, 0, False
         while not event.wait(_LOOK_SECONDS):
-            lost = None if self._lifeline is None else self._lifeline.news(f"in {name!r}")
-            if lost is not None:
-                raise lost
             self._store.set(f"waits/{self._rank}", key)
             noted = True
             absent = self._absent(key)
             vain = vain + 1 if absent and self._all_in_vain() else 0
             late = time.monotonic() - begin
-            if vain == _LOOKS_FOR_DEADLOCK or (absent and late > self._timeout.total_seconds()):
-                raise PlanMismatchError(self._difference(name, absent))
+            found = vain == _LOOKS_FOR_DEADLOCK or late > self._timeout.total_seconds()
+            if absent and (found or self._read(_DIFFERENT) is not None):
+                text = self._difference(name, absent)
+                self._store.set(_DIFFERENT, "")  # the others are told too, before this rank goes
+                raise PlanMismatchError(text)
+            self._look(f"in {name!r}")
             if absent and late > _WARNING_SECONDS and not warned:
                 warned = True
                 warnings.warn(
