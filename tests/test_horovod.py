@@ -1207,3 +1207,13 @@ def torchrun(size: int, script: Path, *arguments: str) -> subprocess.CompletedPr
 
 
 LAUNCHED = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
+
+
+@pytest.mark.slow
+def test_a_script_with_another_import_learns() -> None:
+    script = Path(__file__).parents[1] / "examples" / "horovod_digits.py"
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    right = re.findall(r"^Epoch \d on 2 ranks: loss \S+, accuracy (\S+) %$", done.stdout, re.M)
+    assert len(right) == 5
+    assert float(right[-1]) > 80
