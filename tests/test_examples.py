@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-LAUNCHERS = ("ray_", "spark_", "slurm_")  # of these see test_launchers.py
+LAUNCHERS = ("ray_", "spark_", "slurm_", "horovod_")  # of these see test_launchers.py and test_horovod.py
 COMMANDS = [
     command
     for path in sorted(EXAMPLES.glob("*.py"))

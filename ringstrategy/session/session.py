@@ -39,7 +39,7 @@ _NO_GROUP = "Session.open needs a process group: call torch.distributed.init_pro
 
 
 class Session:
-    """A module's training on all ranks of the default process group, as one of them sees it.
+    """A module's training on all ranks of a process group, as one of them sees it.
 
     Order of calls: `open`, `synchronize`, `bind`; then for each batch `begin_batch`, `send_buffers` before the forward,
     `before_backward` and `after_backward` around the backward (or `backward`), the optimizer's step, `end_batch`; at
@@ -54,6 +54,8 @@ class Session:
         broadcast_buffers: give every rank rank 0's buffers, where ranks have equal parameters.
         notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer; for optimizers
             that are none of torch's.
+        group: the ranks, whose connections nobody else may use for gradients. None: all, over connections of their own.
+        divisor: of gradients. None: the number of ranks, so that they are averaged; 1: they are summed.
 
     Attributes:
         accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
@@ -69,6 +71,8 @@ class Session:
         stats: Stats | None = None,
         broadcast_buffers: bool = True,
         notice_steps: bool = True,
+        group: dist.ProcessGroup | None = None,
+        divisor: float | None = None,
     ) -> None:
         check_family(algorithm)
         self.module, self.algorithm = module, algorithm
@@ -78,6 +82,7 @@ class Session:
         self.accumulating = False
         self.place = "while setting up"
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
+        self._group, self._divisor = group, divisor
         self._buffers_due = True
         self._joined = Joined(module)
         self._peers: Peers | None = None
@@ -106,11 +111,10 @@ class Session:
         if not dist.is_initialized():
             raise RuntimeError(_NO_GROUP)
         end_with_agent()
-        if dist.get_world_size() == 1:
+        if dist.get_world_size(self._group) == 1:
             return
-        self._peers = connect(
-            device, self._timeout, self.stats, beside_steps=isinstance(self.algorithm, ParameterAlgorithm)
-        )
+        beside_steps = isinstance(self.algorithm, ParameterAlgorithm)
+        self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
         if backend_of("cpu") == "gloo":
             self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
         parameters = shared_parameters(self.module)
@@ -292,9 +296,9 @@ class Session:
         filled = [tensor.detach() for tensor in tensors if tensor.numel()]
         if filled and self._peers is not None:
             with self.naming_lost_peers():
-                world = dist.group.WORLD
-                assert world is not None
-                dist._broadcast_coalesced(world, filled, _BROADCAST_BYTES, 0)
+                group = self._group or dist.group.WORLD
+                assert group is not None
+                dist._broadcast_coalesced(group, filled, _BROADCAST_BYTES, 0)
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError.
@@ -302,7 +306,7 @@ class Session:
         While this rank is `idle`, no backward may come between this and `after_backward`.
         """
         self._joined.put_buffers_back()
-        divisor = self._joined.divisor(exchanged=not self.accumulating)
+        divisor = self._joined.divisor(exchanged=not self.accumulating) or self._divisor
         if self._peers is not None and self._gradients is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
             self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
@@ -486,8 +490,8 @@ class Session:
         self.settle()
         residuals = iter(()) if self._gradients is None else self._gradients.residuals()
         return {
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": dist.get_rank(self._group),
+            "world_size": dist.get_world_size(self._group),
             "decentralized": self.algorithm.decentralized,
             "shared": self.algorithm.state_dict(),
             "residuals": {name: value.clone() for name, value in residuals},
@@ -499,7 +503,7 @@ class Session:
 
         ValueError if another rank gave it, or another algorithm, or there is no place for a residual.
         """
-        mine = dist.get_rank(), dist.get_world_size()
+        mine = dist.get_rank(self._group), dist.get_world_size(self._group)
         if (state["rank"], state["world_size"]) != mine:
             raise ValueError(
                 f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "

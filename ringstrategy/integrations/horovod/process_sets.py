@@ -1,0 +1,93 @@
+"""Process sets: some of the ranks, among which an operation runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ringstrategy.integrations.horovod.members import Members
+
+NOT_INITIALIZED = "Horovod has not been initialized; call hvd.init() first, on every rank"
+
+
+class ProcessSet:
+    """Some of the ranks; pass it as `process_set=`. In use from `hvd.init(process_sets=...)` or `add_process_set` on.
+
+    Args:
+        ranks: of all ranks. None: all of them.
+        optimizers: how many a `DistributedOptimizer(process_set=...)` may make of it, each over connections of its own.
+
+    Attributes:
+        ranks: in rising order; None before it is in use, if they are all.
+        process_set_id: 0 for all ranks; None while it is not in use.
+    """
+
+    def __init__(self, ranks: Sequence[int] | None = None, *, optimizers: int = 1) -> None:
+        self.optimizers = optimizers
+        self.ranks = None if ranks is None else sorted(set(ranks))
+        self.process_set_id: int | None = None
+        self._members: Members | None = None
+        self._groups: list[dist.ProcessGroup] = []
+
+    def __repr__(self) -> str:
+        """As Horovod shows it."""
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def begin(
+        self, process_set_id: int, ranks: Sequence[int], members: Members | None, groups: Sequence[dist.ProcessGroup]
+    ) -> None:
+        """It is in use; `members` is None on ranks that do not belong to it. `groups` are for optimizers."""
+        self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
+        self._groups = list(groups)
+
+    def group_of_an_optimizer(self) -> dist.ProcessGroup | None:
+        """Connections of its own. None for all ranks: then the optimizer makes them. ValueError if none are left."""
+        if self is global_process_set:
+            return None
+        if not self._groups:
+            raise ValueError(
+                f"{self} has connections for {self.optimizers} optimizers, and all are in use: make it with "
+                f"hvd.ProcessSet({self.ranks}, optimizers={self.optimizers + 1})"
+            )
+        return self._groups.pop()
+
+    def end(self) -> None:
+        """It is not in use any more. No collective."""
+        members, self._members, self.process_set_id = self._members, None, None
+        if members is not None:
+            members.close()
+
+    @property
+    def in_use(self) -> bool:
+        """Do all ranks know it?"""
+        return self.process_set_id is not None
+
+    @property
+    def members(self) -> Members:
+        """Joined. ValueError with the cure if this rank is none of them, or nobody knows the set."""
+        if self.process_set_id is None or self.ranks is None:
+            cure = NOT_INITIALIZED if self is global_process_set else f"{self} is not in use: call hvd.add_process_set"
+            raise ValueError(cure)
+        if self._members is None:
+            raise ValueError(f"this rank is not in {self}: put the operation behind `if process_set.included():`")
+        return self._members
+
+    def included(self) -> bool:
+        """Does this rank belong to it?"""
+        if not self.in_use:
+            raise ValueError(NOT_INITIALIZED if self is global_process_set else f"{self} is not in use")
+        return self._members is not None
+
+    def rank(self) -> int:
+        """Of this process, within the set."""
+        return self.members.rank
+
+    def size(self) -> int:
+        """How many ranks it has."""
+        if self.ranks is None or not self.in_use:
+            raise ValueError(NOT_INITIALIZED)
+        return len(self.ranks)
+
+
+global_process_set = ProcessSet()
