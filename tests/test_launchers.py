@@ -235,3 +235,20 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in printed[1]
     (sent,) = bytes_sent(printed[0])
     assert sent > 0
+
+
+# Hydra's launcher for submitit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_hydra_has_submitit_run_the_jobs_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra `slurm` is not installed")
+    program = Path(sys.executable).with_name("ringstrategy-train")
+    sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "strategy=ring,ring_int8"]
+    run([str(program), *sweep, "trainer.max_epochs=1"], tmp_path, 210)
+    rows = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert [(row["strategy"], row["status"]) for row in rows] == [("ring", "finished"), ("ring_int8", "finished")]
+    exact, quantized = (json.loads((tmp_path / f"sweep/{job}/summary.json").read_text()) for job in range(2))
+    assert exact["processes"] == quantized["processes"] == 2
+    assert 0 < 3 * quantized["bytes_sent"] < exact["bytes_sent"]
