@@ -68,7 +68,7 @@ def train(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     trainer = prepare_trainer(
         L.Trainer(
-            strategy=RayRingStrategy(AllReduce(BlockInt(8))),
+            strategy=RayRingStrategy(AllReduce(BlockInt(8), error_feedback=True)),
             accelerator="cpu",
             max_epochs=EPOCHS,
             callbacks=[RayTrainReportCallback(), *([Dies(config["died"])] if config["died"] else [])],
@@ -85,7 +85,8 @@ def train(config: dict[str, Any]) -> None:
     else:
         with last.as_directory() as folder:
             path = Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME
-            print(f"worker {trainer.global_rank} goes on after epoch", torch.load(path, weights_only=True)["epoch"])
+            epoch, residuals = torch.load(path, weights_only=True)["epoch"], len(list(path.parent.rglob("rank_*.pt")))
+            print(f"worker {trainer.global_rank} goes on after epoch {epoch}, with the residuals of {residuals} ranks")
             trainer.fit(Digits(), *loaders, ckpt_path=path)
     print(f"worker {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.stats}")
 

@@ -103,7 +103,7 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
         {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
     )
     assert "PeerLostError: lost rank 1" in printed
-    resumed = set(re.findall(r"worker (\d) goes on after epoch ([01])\n", printed))
+    resumed = set(re.findall(r"worker (\d) goes on after epoch ([01]), with the residuals of 2 ranks\n", printed))
     assert {worker for worker, _ in resumed} == {"0", "1"}
     assert len({epoch for _, epoch in resumed}) == 1
     assert set(re.findall(r"worker (\d) of 2: ", printed)) == {"0", "1"}
