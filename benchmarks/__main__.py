@@ -18,6 +18,7 @@ _NAMES = (
         "slow_rank",
         "packets",
         "faults",
+        "data_service",
         "restart",
         "shrink",
         "fuzz",

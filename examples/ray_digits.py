@@ -1,4 +1,4 @@
-"""Ray Train starts two workers, and starts them again from the last checkpoint if one dies.
+"""Ray Train starts two workers, and again from the last checkpoint if one dies. Ray Data prepares their batches.
 
 python examples/ray_digits.py           # two workers on this machine
 python examples/ray_digits.py kill      # worker 1 kills itself in the third epoch
@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import ray
+import ray.data
 import ray.train
 import torch
 from digits import Digits
@@ -22,6 +25,7 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.lightning import RayTrainReportCallback, prepare_trainer
 from ray.train.torch import TorchTrainer
 from sklearn.datasets import load_digits
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import AllReduce, BlockInt, RayRingStrategy
@@ -42,14 +46,29 @@ class Dies(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Batches:
+    """What a worker's share of the data yields in each epoch; each worker gets as many."""
+
+    def __init__(self, share: ray.data.DataIterator) -> None:
+        self.share = share
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Images and labels."""
+        for batch in self.share.iter_torch_batches(batch_size=32, local_shuffle_buffer_size=256):
+            yield batch["image"], batch["label"]
+
+
+def prepared(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Runs in processes of Ray, which may be on machines without a GPU."""
+    return {"image": batch["image"].astype(np.float32) / 16, "label": batch["label"]}
+
+
 def train(config: dict[str, Any]) -> None:
     """What each worker does."""
     torch.set_num_threads(1)
-    digits = load_digits()
-    images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
     trainer = prepare_trainer(
         L.Trainer(
-            strategy=RayRingStrategy(AllReduce(BlockInt(8))),
+            strategy=RayRingStrategy(AllReduce(BlockInt(8), error_feedback=True)),
             accelerator="cpu",
             max_epochs=EPOCHS,
             callbacks=[RayTrainReportCallback(), *([Dies(config["died"])] if config["died"] else [])],
@@ -59,27 +78,33 @@ def train(config: dict[str, Any]) -> None:
         )
     )
     last = ray.train.get_checkpoint()
-    loaders = (
-        DataLoader(TensorDataset(images[:1440], labels[:1440]), 32, shuffle=True),
-        DataLoader(TensorDataset(images[1440:], labels[1440:]), 32),
-    )
+    validation = DataLoader(TensorDataset(*map(torch.from_numpy, prepared(config["validation"]).values())), 32)
+    loaders = Batches(ray.train.get_dataset_shard("train")), validation
     if last is None:
         trainer.fit(Digits(), *loaders)
     else:
         with last.as_directory() as folder:
             path = Path(folder) / RayTrainReportCallback.CHECKPOINT_NAME
-            print(f"worker {trainer.global_rank} goes on after epoch", torch.load(path, weights_only=True)["epoch"])
+            epoch, residuals = torch.load(path, weights_only=True)["epoch"], len(list(path.parent.rglob("rank_*.pt")))
+            print(f"worker {trainer.global_rank} goes on after epoch {epoch}, with the residuals of {residuals} ranks")
             trainer.fit(Digits(), *loaders, ckpt_path=path)
     print(f"worker {trainer.global_rank} of {trainer.world_size}: {trainer.strategy.stats}")
 
 
 def main() -> None:
     """Train for four epochs, and say how well."""
+    digits = load_digits()
+    images, labels = digits.images, digits.target
+    ray.init(num_cpus=3)  # as Ray counts them: for two workers, and one task that prepares batches
+    rows = [{"image": image, "label": label} for image, label in zip(images[:1440], labels[:1440], strict=True)]
     with tempfile.TemporaryDirectory() as folder:
-        ray.init(num_cpus=2)
         trained = TorchTrainer(
             train,
-            train_loop_config={"died": f"{folder}/died" if sys.argv[1:] == ["kill"] else ""},
+            train_loop_config={
+                "died": f"{folder}/died" if sys.argv[1:] == ["kill"] else "",
+                "validation": {"image": images[1440:], "label": labels[1440:]},
+            },
+            datasets={"train": ray.data.from_items(rows).map_batches(prepared)},
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
                 storage_path=folder,
@@ -87,7 +112,7 @@ def main() -> None:
                 checkpoint_config=CheckpointConfig(num_to_keep=2),
             ),
         ).fit()
-        ray.shutdown()
+    ray.shutdown()
     print(trained.metrics)
 
 

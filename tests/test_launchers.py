@@ -26,6 +26,7 @@ from test_lab import needs_namespaces
 
 import ringstrategy
 from benchmarks import lab
+from benchmarks.rows import read
 
 ROOT = Path(__file__).parents[1]
 _OF_RANKS = {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # left by a fit in a test
@@ -102,7 +103,7 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
         {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
     )
     assert "PeerLostError: lost rank 1" in printed
-    resumed = set(re.findall(r"worker (\d) goes on after epoch ([01])\n", printed))
+    resumed = set(re.findall(r"worker (\d) goes on after epoch ([01]), with the residuals of 2 ranks\n", printed))
     assert {worker for worker, _ in resumed} == {"0", "1"}
     assert len({epoch for _, epoch in resumed}) == 1
     assert set(re.findall(r"worker (\d) of 2: ", printed)) == {"0", "1"}
@@ -110,6 +111,25 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
     last = re.search(r"\{'right': ([\d.]+), 'epoch': 3, 'step': 92\}", printed)
     assert last is not None, printed[-5_000:]
     assert float(last[1]) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ray_data_and_data_loaders_give_the_ranks_all_batches(ray_strategy: Any, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    small = ["--rounds=1", "--warmup=0", "--batches=5", "--prepare-ms=1", "--workers=2", "--kinds=waits"]
+    run(  # which compares what the ranks have seen with what there is
+        [sys.executable, "-m", "benchmarks", "data_service", *small, f"--out={rows}"],
+        ROOT,
+        220,
+        {"RAY_USAGE_STATS_ENABLED": "0"},
+    )
+    made = read(rows)
+    assert [row.case.split(",")[0] for row in made] == ["DataLoader", "DataLoader", "Ray Data", "Ray Data"]
+    for row in made:
+        assert row.ranks_identical
+        assert row.bytes_sent is not None
+        assert row.bytes_sent > 0
 
 
 def test_with_ray_a_rank_saves_in_its_own_folder(ray_strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,3 +255,20 @@ def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
     assert "GLOBAL_RANK: 1, MEMBER: 2/2" in printed[1]
     (sent,) = bytes_sent(printed[0])
     assert sent > 0
+
+
+# Hydra's launcher for submitit
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_hydra_has_submitit_run_the_jobs_of_a_sweep(tmp_path: Path) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="the extra `slurm` is not installed")
+    program = Path(sys.executable).with_name("ringstrategy-train")
+    sweep = ["-m", "hydra/launcher=submitit_local", "hydra.sweep.dir=sweep", "strategy=ring,ring_int8"]
+    run([str(program), *sweep, "trainer.max_epochs=1"], tmp_path, 210)
+    rows = json.loads((tmp_path / "sweep/sweep.json").read_text())
+    assert [(row["strategy"], row["status"]) for row in rows] == [("ring", "finished"), ("ring_int8", "finished")]
+    exact, quantized = (json.loads((tmp_path / f"sweep/{job}/summary.json").read_text()) for job in range(2))
+    assert exact["processes"] == quantized["processes"] == 2
+    assert 0 < 3 * quantized["bytes_sent"] < exact["bytes_sent"]

@@ -10,6 +10,7 @@ group left over from a sweep's last job, and processes that outlive a Ctrl-C.
 import contextlib
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from ringstrategy.extras import require
 from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, RingStrategy
 
 JOB_FLAG = "--job"
+PROGRAM = "RINGSTRATEGY_TRAIN"  # environment: how this program was called, for launchers whose processes run another
 INTERRUPT_SECONDS = 10  # for a job to end by itself after Ctrl-C
 HELP_COLUMNS = 80
 LAST_RANK_SECONDS = 60  # for the other ranks to end after rank 0 has
@@ -45,6 +47,7 @@ def main() -> None:
     if sys.argv[1:2] == [JOB_FLAG]:
         train(Path(sys.argv[2]))
         return
+    os.environ[PROGRAM] = shlex.join(_program())
     # so ringstrategy.app.report, which needs them, is imported late everywhere in this file
     require("ringstrategy-train", "matplotlib", "rich", "sklearn", "tensorboard")
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -148,11 +151,15 @@ def options_by_group() -> str:
     )
 
 
-def _job_command(folder: Path) -> list[str]:
-    """This program's own command line (`python -m module`, or the path of a script), for one job."""
+def _program() -> list[str]:
+    """What Python runs here: `-m module`, or the path of a script."""
     spec = sys.modules["__main__"].__spec__
-    program = [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
-    return [sys.executable, *program, JOB_FLAG, str(folder)]
+    return [os.path.abspath(sys.argv[0])] if spec is None else ["-m", spec.name]
+
+
+def _job_command(folder: Path) -> list[str]:
+    """This program's own command line, for one job. Hydra's submitit launcher calls `run` in a program of submitit."""
+    return [sys.executable, *shlex.split(os.environ[PROGRAM]), JOB_FLAG, str(folder)]
 
 
 def _run_in_own_process_group(command: list[str]) -> int:
