@@ -287,31 +287,30 @@ class Mixed(nn.Module):
         return self.wide(self.narrow(x.bfloat16()).float())
 
 
-def _mixed() -> list[tuple[str, float, float]]:
-    found = []
+def _mixed() -> None:
     with process_group():
         for codec in (None, BlockInt(8)):
             model = DistributedDataParallel(Mixed())
-            state, hook = ringstrategy.ddp_hook(codec, module=model, timeout=MINUTE)
+            state, hook = ringstrategy.ddp_hook(codec, error_feedback=True, module=model, timeout=MINUTE)
             model.register_comm_hook(state, hook)
-            alone = Mixed()
-            inputs, targets = batch(0)
+            alone, (inputs, targets) = Mixed(), batch(0)
             for net in (model, alone):
-                nn.functional.mse_loss(net(inputs.flatten(2)[:, 0, :6]), targets).backward()
+                nn.functional.mse_loss(net(inputs[:, 0, 0]), targets).backward()
             for (name, one), other in zip(model.module.named_parameters(), alone.parameters(), strict=True):
-                exact = sum(everyones([other.grad])) / 2
                 assert one.grad.dtype == one.dtype
-                far = float((one.grad.double().flatten() - exact).abs().max() / exact.abs().max())
-                found.append((f"{codec} {name}", far, 2**-8 if codec is None and "narrow" in name else 0.02))
-                assert torch.equal(*everyones([one.grad]))
-            assert not codec or {r.dtype for r in state.state_dict()["residuals"].values()} <= {torch.float32}
+                exact = (sum(everyones([other.grad])) / 3).view(one.shape)
+                # of 16 bits: rounded once, and not at each addition
+                bound = 1e-6 if one.dtype == torch.float32 else exact.abs() * 2**-8 + 1e-7
+                bound = bound if codec is None else exact.abs().max() * 0.02
+                assert ((one.grad.double() - exact).abs() <= bound).all(), (codec, name)
+                assert all(torch.equal(one.grad.double().flatten(), each) for each in everyones([one.grad]))
+            residuals = state.state_dict()["residuals"].values()
+            assert {residual.dtype for residual in residuals} == (set() if codec is None else {torch.float32})
             state.close()
-    return found
 
 
 def test_parameters_of_16_bits_are_summed_in_float32(ranks: Pool) -> None:
-    for found in ranks(2, _mixed):
-        assert all(far <= bound for _, far, bound in found), found
+    ranks(3, _mixed)
 
 
 def _in_groups() -> tuple[float, float]:
@@ -333,6 +332,26 @@ def test_a_process_group_averages_alone(ranks: Pool) -> None:
     found = ranks(4, _in_groups)
     assert [far for far, _ in found] == [0.0] * 4
     assert found[0] == found[1] != found[2] == found[3]
+
+
+def _dropped() -> int:
+    with process_group():
+        before = threading.active_count()
+        for step in range(2):
+            model = DistributedDataParallel(Net())
+            state, hook = ringstrategy.ddp_hook(BlockInt(8), timeout=MINUTE)
+            model.register_comm_hook(state, hook)
+            loss(model, step).backward()
+            assert threading.active_count() > before
+            state.close()
+            state.close()
+            loss(model, step).backward()  # connects anew
+            state.close()
+        return threading.active_count() - before
+
+
+def test_close_leaves_no_thread(ranks: Pool) -> None:
+    assert ranks(2, _dropped) == [0, 0]
 
 
 def _alone() -> None:
