@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.lightning.callbacks import CommunicationMonitor, ReplicaCheck
     from ringstrategy.integrations.lightning.strategy import RingStrategy
     from ringstrategy.transport import Peers, Stats
+    from ringstrategy.transport.timelines import merge_timelines
+    from ringstrategy.transport.trace import timeline
 
 _HOMES = {
     "algorithms": (
@@ -58,6 +60,8 @@ _HOMES = {
     "integrations.lightning.callbacks": ("CommunicationMonitor", "ReplicaCheck"),
     "integrations.lightning.strategy": ("RingStrategy",),
     "transport": ("Peers", "Stats"),
+    "transport.timelines": ("merge_timelines",),
+    "transport.trace": ("timeline",),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
 
@@ -99,6 +103,8 @@ __all__ = [
     "TwoShot",
     "__version__",
     "ddp_hook",
+    "merge_timelines",
+    "timeline",
 ]
 
 

@@ -21,6 +21,7 @@ from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.trace import begin_if_asked
 
 _LOOK_SECONDS = 0.5  # between two looks for what another rank has to say
 _SETTING_UP = "while setting up"
@@ -41,6 +42,7 @@ def connect(
         beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
     """
     raise_file_limit()
+    begin_if_asked()
     rank, size = dist.get_rank(), dist.get_world_size()
     stats = Stats() if stats is None else stats
     lifeline = Lifeline.cast(rank, size)
