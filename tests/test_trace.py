@@ -181,7 +181,7 @@ def test_timelines_are_merged_on_one_clock(ranks: Pool, tmp_path: Path) -> None:
     for event in merged:
         place[event["pid"]] += 1
         if "ts" in event:
-            assert abs(event["ts"] - true[event["pid"], place[event["pid"]]]) < 0.2e6
+            assert abs(event["ts"] - true[event["pid"], place[event["pid"]]]) < 1e6
 
 
 def test_ranks_of_one_host_share_its_clock(ranks: Pool, tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its own types, and not with strings.
 
-import atexit
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, cast
 
 import torch
@@ -178,7 +178,7 @@ class DdpHookState:
         if self._connection is None:
             self._connection = _Connection(device, self._process_group, self._timeout, self.stats)
             self._plans = {}  # the ranks are to compare them
-            atexit.register(self._connection.close)
+            self._end = Finalize(None, self._connection.close, exitpriority=0)  # not atexit, which forked ranks skip
         return self._connection
 
     def _fulfil(self, promise: "_Promise", tickets: Sequence[Waitable]) -> None:
@@ -281,10 +281,9 @@ class DdpHookState:
 
     def close(self) -> None:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            atexit.unregister(connection.close)
-            connection.close()
+        if self._connection is not None:
+            self._connection = None
+            self._end()
 
 
 @dataclass

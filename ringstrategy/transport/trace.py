@@ -5,7 +5,6 @@ With no trace on, a span is one object that does nothing, and no code here alloc
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -98,7 +98,7 @@ def begin_if_asked() -> None:
     path = os.environ.get(_VARIABLE)
     if path and _timeline is None:
         _timeline = _Timeline(Path(path))
-        atexit.register(_timeline.close)
+        Finalize(None, _timeline.close, exitpriority=0)  # not atexit, which forked processes skip
 
 
 def this_rank() -> int:
@@ -239,3 +239,12 @@ class _Task(_Span):
 def _label(where: str) -> str:
     """ "bucket 3" of "at step 5, in bucket 3 of 4"."""
     return where.rpartition(", in ")[2].partition(" of ")[0]
+
+
+def _forget() -> None:
+    global _timeline
+    _timeline = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)  # the file is the parent's
