@@ -644,12 +644,93 @@ def step_time() -> Drawing:
     return drawing
 
 
+# A timeline
+
+
+RECORDED = ROOT / "docs" / "recorded" / "step.json"  # by examples/timeline.py
+KINDS = {
+    "pack": ("#b4500f", "pack, unpack"),
+    "encode": (BLUE, "encode"),
+    "send": ("#8e5bb5", "send"),
+    "wait": (GREY, "wait"),
+    "decode": (GREEN, "decode"),
+}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A span of the recorded timeline, in milliseconds after the first."""
+
+    rank: int
+    thread: str
+    name: str
+    begin: float
+    length: float
+
+    @property
+    def kind(self) -> str:
+        """One of KINDS; "" for a whole exchange."""
+        what = self.name.rpartition(": ")[2].split(" ")[0].replace("unpack", "pack")
+        return what if what in KINDS else ""
+
+
+def recorded() -> list[Done]:
+    """All spans, in order."""
+    events = json.loads(RECORDED.read_text())
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda e: (e["pid"], e["ts"]))
+    first = min(event["ts"] for event in spans)
+    return [
+        Done(e["pid"], names[e["pid"], e["tid"]], e["name"], (e["ts"] - first) / 1000, e["dur"] / 1000) for e in spans
+    ]
+
+
+def timeline() -> Drawing:
+    """A step of two ranks, as Perfetto shows it."""
+    spans, width, left, row = recorded(), 956, 178, 62
+    threads = list(dict.fromkeys((span.rank, span.thread) for span in spans))
+    threads.sort(key=lambda thread: (thread[0], thread[1] != "MainThread"))
+    drawing = Drawing(
+        width, 116 + row * len(threads) + 50, "One training step of two ranks, from its recorded timeline"
+    )
+    drawing.text(24, 34, "One step of two ranks, as recorded: four buckets", 14.5, font_weight="bold")
+    x = 24
+    for fill, words in KINDS.values():
+        drawing.box(x, 51, 18, 13, fill, rx=1)
+        drawing.text(x + 25, 62, words, 12)
+        x += 60 + 8 * len(words)
+    longest = max(span.begin + span.length for span in spans)
+    scale, top, bottom = (width - left - 34) / longest, 96, 96 + row * len(threads)
+    for ms in range(0, int(longest) + 1, 5):
+        at = left + scale * ms
+        drawing.line([(at, top - 6), (at, bottom)], FRAME, stroke_width=1)
+        drawing.middle(at, bottom + 18, f"{ms} ms" if ms else "0", 11.5, fill=MUTED)
+    for number, thread in enumerate(threads):
+        y = top + row * number
+        drawing.text(24, y + 20, f"rank {thread[0]}", 13, font_weight="bold")
+        drawing.text(24, y + 37, "training" if thread[1] == "MainThread" else "communication", 12, fill=MUTED)
+        for span in (span for span in spans if (span.rank, span.thread) == thread):
+            at, wide = left + scale * span.begin, max(0.6, scale * span.length)
+            data = {"class_": "span", "data_rank": span.rank, "data_name": span.name, "data_ms": f"{span.length:.4f}"}
+            if span.kind:
+                drawing.box(at, y + 18, wide, 24, KINDS[span.kind][0], rx=0, **data)
+            else:
+                drawing.box(at, y + 2, wide, 14, SKY, rx=1, **data)
+                label = span.name.rpartition(", in ")[2].partition(" of ")[0]
+                if wide > 8 * len(label):
+                    drawing.middle(at + wide / 2, y + 13, label, 11)
+    note = "Between the bars of a training thread, backward goes on. Its communication thread exchanges meanwhile."
+    drawing.text(24, bottom + 46, note, 12, fill=MUTED)
+    return drawing
+
+
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "ring": ring,
     "bucket": bucket,
     "error_feedback": feedback,
     "topologies": graphs,
     "step_time": step_time,
+    "timeline": timeline,
 }
 
 

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
+    from ringstrategy.transport.timelines import merge_timelines
+    from ringstrategy.transport.trace import timeline
 
 _HOMES = {
     "algorithms": (
@@ -67,6 +69,8 @@ _HOMES = {
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
+    "transport.timelines": ("merge_timelines",),
+    "transport.trace": ("timeline",),
 }
 _HOME_OF = {name: f"ringstrategy.{home}" for home, names in _HOMES.items() for name in names}
 
@@ -114,6 +118,8 @@ __all__ = [
     "consensus",
     "ddp_hook",
     "fsdp",
+    "merge_timelines",
+    "timeline",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -22,13 +23,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
-from ringstrategy import BlockInt, Direct, Gaussian, Identity, Rotated, Sign, SmallExact, TopK
+from ringstrategy import BlockInt, Direct, Gaussian, Identity, Ring, Rotated, Sign, SmallExact, TopK
 from ringstrategy.codecs import Codec
 from ringstrategy.integrations.ddp_hook import DdpHookState
 
 MINUTE = timedelta(minutes=1)
 LOSSY = {
-    "int8": (BlockInt(8), None),
+    "int8": (BlockInt(8), Ring()),
     "int4": (Rotated(BlockInt(4)), None),
     "sign": (Sign(), None),
     "topk": (TopK(16), Direct()),
@@ -287,31 +288,30 @@ class Mixed(nn.Module):
         return self.wide(self.narrow(x.bfloat16()).float())
 
 
-def _mixed() -> list[tuple[str, float, float]]:
-    found = []
+def _mixed() -> None:
     with process_group():
         for codec in (None, BlockInt(8)):
             model = DistributedDataParallel(Mixed())
-            state, hook = ringstrategy.ddp_hook(codec, module=model, timeout=MINUTE)
+            state, hook = ringstrategy.ddp_hook(codec, error_feedback=True, module=model, timeout=MINUTE)
             model.register_comm_hook(state, hook)
-            alone = Mixed()
-            inputs, targets = batch(0)
+            alone, (inputs, targets) = Mixed(), batch(0)
             for net in (model, alone):
-                nn.functional.mse_loss(net(inputs.flatten(2)[:, 0, :6]), targets).backward()
+                nn.functional.mse_loss(net(inputs[:, 0, 0]), targets).backward()
             for (name, one), other in zip(model.module.named_parameters(), alone.parameters(), strict=True):
-                exact = sum(everyones([other.grad])) / 2
                 assert one.grad.dtype == one.dtype
-                far = float((one.grad.double().flatten() - exact).abs().max() / exact.abs().max())
-                found.append((f"{codec} {name}", far, 2**-8 if codec is None and "narrow" in name else 0.02))
-                assert torch.equal(*everyones([one.grad]))
-            assert not codec or {r.dtype for r in state.state_dict()["residuals"].values()} <= {torch.float32}
+                exact = (sum(everyones([other.grad])) / 3).view(one.shape)
+                # of 16 bits: rounded once, and not at each addition
+                bound = 1e-6 if one.dtype == torch.float32 else exact.abs() * 2**-8 + 1e-7
+                bound = bound if codec is None else exact.abs().max() * 0.02
+                assert ((one.grad.double() - exact).abs() <= bound).all(), (codec, name)
+                assert all(torch.equal(one.grad.double().flatten(), each) for each in everyones([one.grad]))
+            residuals = state.state_dict()["residuals"].values()
+            assert {residual.dtype for residual in residuals} == (set() if codec is None else {torch.float32})
             state.close()
-    return found
 
 
 def test_parameters_of_16_bits_are_summed_in_float32(ranks: Pool) -> None:
-    for found in ranks(2, _mixed):
-        assert all(far <= bound for _, far, bound in found), found
+    ranks(3, _mixed)
 
 
 def _in_groups() -> tuple[float, float]:
@@ -333,6 +333,44 @@ def test_a_process_group_averages_alone(ranks: Pool) -> None:
     found = ranks(4, _in_groups)
     assert [far for far, _ in found] == [0.0] * 4
     assert found[0] == found[1] != found[2] == found[3]
+
+
+def _dropped() -> int:
+    with process_group():
+        before = threading.active_count()
+        for step in range(2):
+            model = DistributedDataParallel(Net())
+            state, hook = ringstrategy.ddp_hook(BlockInt(8), timeout=MINUTE)
+            model.register_comm_hook(state, hook)
+            loss(model, step).backward()
+            assert threading.active_count() > before
+            state.close()
+            state.close()
+            loss(model, step).backward()  # connects anew
+            state.close()
+        return threading.active_count() - before
+
+
+def test_close_leaves_no_thread(ranks: Pool) -> None:
+    assert ranks(2, _dropped) == [0, 0]
+
+
+def _unused() -> tuple[bool, bool, bool]:
+    with process_group(), hooked(BlockInt(4), feedback=True, find_unused_parameters=True) as (model, state):
+        loss(model, 0).backward()
+        model.zero_grad()
+        before = state.state_dict()["residuals"]
+        loss(model, 1, more=False).backward()
+        after, weight = state.state_dict()["residuals"], "sometimes.weight"
+        kept = torch.equal(before[weight], after[weight])
+        return bool(before[weight].any()), model.module.sometimes.weight.grad is None, kept
+
+
+def test_what_no_rank_used_loses_its_residual_as_the_page_says(ranks: Pool) -> None:
+    for had_one, unused, kept in ranks(2, _unused):
+        assert had_one
+        assert unused
+        assert not kept
 
 
 def _alone() -> None:
@@ -440,6 +478,50 @@ for step in range(5):
 if sys.argv[1] == "destroy":
     dist.destroy_process_group()
 """
+
+
+FORKS = """
+import multiprocessing, os, sys
+import torch, torch.distributed as dist, ringstrategy
+from torch.nn.parallel import DistributedDataParallel
+
+def run(rank):
+    os.environ["RANK"] = str(rank)
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(300, 300))
+    model.register_comm_hook(*ringstrategy.ddp_hook(ringstrategy.BlockInt(8)))
+    for step in range(3):
+        model(torch.randn(2, 300)).sum().backward()
+
+processes = [multiprocessing.get_context("fork").Process(target=run, args=(rank,)) for rank in range(2)]
+for process in processes:
+    process.start()
+for process in processes:
+    process.join()
+print([process.exitcode for process in processes])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_forked_processes_end_too_and_leave_whole_timelines(tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
+    with reserve_port() as holder:
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "WORLD_SIZE": "2"}
+        asked = {"RINGSTRATEGY_TIMELINE": str(tmp_path / "timeline.json")}
+        done = subprocess.run(
+            [sys.executable, script],
+            env={**os.environ, **world, **asked},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=50,
+        )
+    assert done.stdout == "[0, 0]\n", done.stderr
+    for rank in range(2):
+        names = {event["name"] for event in json.loads((tmp_path / f"timeline.rank{rank}.json").read_text())}
+        assert {"at step 2, in bucket 0", f"bucket 0: encode chunk {rank} hop 1", "bucket 0: wait hop 1"} <= names
 
 
 @pytest.mark.slow

@@ -207,6 +207,19 @@ def test_feedback_loses_nothing_in_its_picture() -> None:
     assert any(any(step.after) for step in steps)
 
 
+def test_the_timeline_has_every_recorded_span() -> None:
+    events = json.loads(pictures.RECORDED.read_text())
+    spans = Counter((e["pid"], e["name"], f"{e['dur'] / 1000:.4f}") for e in events if e["ph"] == "X")
+    drawn = Counter(
+        (int(each["data-rank"]), each["data-name"], each["data-ms"]) for each in elements("timeline", "span")
+    )
+    assert drawn == spans
+    for rank in range(2):
+        for bucket in range(4):
+            names = {name for of, name, _ in spans if of == rank and name.startswith(f"bucket {bucket}: ")}
+            assert {f"bucket {bucket}: {what}" for what in ("pack", "unpack", f"encode chunk {rank} hop 0")} <= names
+
+
 def test_numbers_are_intervals_where_runs_differ() -> None:
     assert pictures.interval([12.2]) == "12.2"
     assert pictures.interval([3.88, 4.777]) == "3.88\N{EN DASH}4.78"

@@ -12,6 +12,7 @@ from torch import Tensor
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.pieces import Pieces, cut_pieces, cut_shards
 from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.trace import span
 
 _LONG = 1 << 17  # bytes of a message that keeps a link busy for longer than it takes to start the next
 _WINDOW = 2  # of those are on the way at once: one is on the wire while the other starts or is encoded
@@ -92,26 +93,35 @@ class Direct(Collective):
         for batch in batches:
             for k in each:
                 for target, source in batch:
-                    wire = pieces.encode_part(target, k, leaving[target, k])
-                    mail.swap(k, target, wire, source, part(k, source))
+                    with span("encode", target, 0):
+                        wire = pieces.encode_part(target, k, leaving[target, k])
+                    with span("send", target, 0):
+                        mail.swap(k, target, wire, source, part(k, source))
 
         # The chunk that this rank owns: the whole sum, which begins to leave.
         sums = []
         for k in each:
-            parts = mail.arrived(k)
-            sums.append(pieces.encode_sum(rank, k, leaving[rank, k], [parts[peer] for peer in sorted(parts)]))
-            for target, source in batches[0]:
-                mail.swap(k, target, sums[k], source, landing(k, source))
-            pieces.deliver_(rank, k, sums[k])
+            with span("wait", rank, 0):
+                parts = mail.arrived(k)
+            with span("encode", rank, 1):
+                sums.append(pieces.encode_sum(rank, k, leaving[rank, k], [parts[peer] for peer in sorted(parts)]))
+            with span("send", rank, 1):
+                for target, source in batches[0]:
+                    mail.swap(k, target, sums[k], source, landing(k, source))
+            with span("decode", rank, 1):
+                pieces.deliver_(rank, k, sums[k])
 
         # The owners' sums to everyone: those of a batch are delivered while those of the following are on the way.
         for following in [*batches[1:], []]:
             for k in each:
-                arrived = mail.arrived(k)
+                with span("wait", hop=1):
+                    arrived = mail.arrived(k)
                 for target, source in following:
-                    mail.swap(k, target, sums[k], source, landing(k, source))
+                    with span("send", rank, 1):
+                        mail.swap(k, target, sums[k], source, landing(k, source))
                 for source, wire in arrived.items():
-                    pieces.deliver_(source, k, wire)
+                    with span("decode", source, 1):
+                        pieces.deliver_(source, k, wire)
 
     def scatter_(self, summand: Summand, peers: Peers) -> None:
         """See `Collective.scatter_`: everyone's parts to their owners."""
@@ -141,16 +151,21 @@ def _sum_in_two_calls(pieces: Pieces, peers: Peers) -> None:
     arriving = pieces.arriving(peers, "filling", size)
     nothing = arriving[rank][:0]
 
-    encoded = iter(pieces.encode_parts(others, [leaving[to] for to in others]))
+    with span("encode", hop=0):
+        encoded = iter(pieces.encode_parts(others, [leaving[to] for to in others]))
     parts = [nothing if to == rank else next(encoded) for to in range(size)]
     landing = [nothing if source == rank else pieces.part_of_sum(rank, 0, arriving[source]) for source in range(size)]
-    peers.all_to_all(parts, landing).wait()
-    total = pieces.encode_sum(rank, 0, leaving[rank], [landing[source] for source in others])
+    with span("send", hop=0):
+        peers.all_to_all(parts, landing).wait()
+    with span("encode", rank, 1):
+        total = pieces.encode_sum(rank, 0, leaving[rank], [landing[source] for source in others])
 
     sums = [total if source == rank else pieces.landing(source, 0, arriving[source]) for source in range(size)]
     spreading = [nothing if source == rank else wire for source, wire in enumerate(sums)]
-    peers.all_to_all([nothing if to == rank else total for to in range(size)], spreading).wait()
-    pieces.deliver_all_(range(size), sums)
+    with span("send", rank, 1):
+        peers.all_to_all([nothing if to == rank else total for to in range(size)], spreading).wait()
+    with span("decode", hop=1):
+        pieces.deliver_all_(range(size), sums)
 
 
 class _Mail:

@@ -18,6 +18,7 @@ from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.collectives.subset import Subset
 from ringstrategy.collectives.two_shot import TwoShot
 from ringstrategy.transport.base import Peers, Windows
+from ringstrategy.transport.trace import span
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,8 @@ class Hierarchical(Collective):
 
         def finish(k: int, parts: Sequence[Tensor]) -> None:
             """A piece of this rank's column becomes the sum: within this host, then over all of them."""
-            pieces.add_(own, k, parts)
+            with span("add within the host", own):
+                pieces.add_(own, k, parts)
             assert like is not None
             rest = None if lost is None else pieces.part(lost, own, k)
             # offsets begin at 0 in each piece, so each needs noise of its own
@@ -166,15 +168,17 @@ def _sum_by_messages(pieces: Pieces, peers: Peers, host: Sequence[int], width: i
     # Between hosts: the owners of each column sum it. Within each host: they send the sum to everyone.
     spreading = []
     for k in each:
-        gathering[k].wait()  # only now may the sum arrive where this rank's parts were
+        with span("wait within the host"):
+            gathering[k].wait()  # only now may the sum arrive where this rank's parts were
         sums = {}
         if own < width:
             finish(k, list(arriving[k].values()))
             sums = dict.fromkeys(others, pieces.raw(own, k))
         finished = {owner: pieces.raw(column, k) for column, owner in owners.items()}
         spreading.append(peers.post(_not_empty(sums), _not_empty(finished)))
-    for handle in spreading:
-        handle.wait()
+    with span("wait within the host"):
+        for handle in spreading:
+            handle.wait()
 
 
 def _sum_by_address(

@@ -11,6 +11,7 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.transport.base import Peers
+from ringstrategy.transport.trace import span
 
 
 @dataclass(frozen=True)
@@ -36,21 +37,25 @@ class Native(Collective):
         if codec.raw(values) is not None:
             if summand.residual is not None:
                 values.add_(summand.residual)
-            peers.all_reduce_(values)
+            with span("all-reduce"):
+                peers.all_reduce_(values)
             return
         nbytes = codec.nbytes(values.numel(), values.dtype)
         wire = peers.scratch("native.wire", nbytes, values.device)[:nbytes]
-        codec.hop(
-            [],
-            values,
-            wire,
-            residual=summand.residual,
-            lost=summand.lost,
-            seed=summand.seed,
-            own_seed=codec.own_seed(summand.seed, peers.rank),
-        )
-        peers.all_reduce_(wire.view(dtype))
-        codec.deliver(wire, values, seed=summand.seed)
+        with span("encode"):
+            codec.hop(
+                [],
+                values,
+                wire,
+                residual=summand.residual,
+                lost=summand.lost,
+                seed=summand.seed,
+                own_seed=codec.own_seed(summand.seed, peers.rank),
+            )
+        with span("all-reduce"):
+            peers.all_reduce_(wire.view(dtype))
+        with span("decode"):
+            codec.deliver(wire, values, seed=summand.seed)
 
     def check(self, codec: Codec) -> None:
         """The backend adds numbers, not blocks of codes."""

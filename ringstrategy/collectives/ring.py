@@ -12,6 +12,7 @@ from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.pieces import Pieces, cut_pieces, cut_shards
 from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.trace import span
 
 _EXPECTED = 1 << 25  # bytes of memory for receives that begin early
 
@@ -69,13 +70,18 @@ class Ring(Collective):
         for chunk in range(rank, own, -1):
             for k in each:
                 arrived = [] if chunk == rank else [link.arrived(k)]
-                link.pass_on(k, pieces.encode_part(chunk, k, link.leaving[k], arrived))
+                with span("encode", chunk % size, rank - chunk):
+                    wire = pieces.encode_part(chunk, k, link.leaving[k], arrived)
+                link.pass_on(k, wire)
 
         # The chunk that this rank owns: the whole sum.
         for k in each:
-            wire = pieces.encode_sum(own, k, link.leaving[k], [link.arrived(k)])
+            arrived = [link.arrived(k)]
+            with span("encode", own % size, size - 1):
+                wire = pieces.encode_sum(own, k, link.leaving[k], arrived)
             link.pass_on(k, wire)
-            pieces.deliver_(own, k, wire)
+            with span("decode", own % size, size - 1):
+                pieces.deliver_(own, k, wire)
 
         # All-gather.
         last = own - size + 1
@@ -84,7 +90,8 @@ class Ring(Collective):
                 wire = link.arrived(k)
                 if chunk > last:
                     link.pass_on(k, wire)
-                pieces.deliver_(chunk, k, wire)
+                with span("decode", chunk % size, rank - chunk - 1):
+                    pieces.deliver_(chunk, k, wire)
 
     def scatter_(self, summand: Summand, peers: Peers) -> None:
         """See `Collective.scatter_`: the first phase, which each chunk begins one rank later."""
@@ -156,12 +163,16 @@ class _Link:
 
     def pass_on(self, k: int, wire: Tensor) -> None:
         """Send `wire` to the next rank, and receive what the one before passes on."""
-        arriving = self._arriving(self._hops[k], k)
+        hop = self._hops[k]
         self._hops[k] += 1
-        self._under_way[k] = self._peers.swap(self._after, wire, self._before, arriving), arriving
+        with span("send", (self._peers.rank - hop) % self._peers.size, hop):
+            arriving = self._arriving(hop, k)
+            self._under_way[k] = self._peers.swap(self._after, wire, self._before, arriving), arriving
 
     def arrived(self, k: int) -> Tensor:
         """The wire from the rank before, once it has arrived and what was sent meanwhile has left."""
         handle, arriving = self._under_way.pop(k)
-        handle.wait()
+        hop = self._hops[k] - 1
+        with span("wait", (self._peers.rank - 1 - hop) % self._peers.size, hop):
+            handle.wait()
         return arriving

@@ -13,6 +13,7 @@ from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.pieces import Pieces, cut_pieces
 from ringstrategy.transport.base import Peers, Windows
+from ringstrategy.transport.trace import span
 
 _log = logging.getLogger(__name__)
 
@@ -74,11 +75,16 @@ def _sum_by_address(pieces: Pieces, windows: Windows, rank: int, size: int) -> N
     def slot(of: int, place: int) -> Tensor:
         return windows.memory[of][place * pieces.stride : (place + 1) * pieces.stride]
 
-    parts = pieces.encode_parts(others, [slot(rank, to) for to in others])
+    with span("encode", hop=0):
+        parts = pieces.encode_parts(others, [slot(rank, to) for to in others])
     landed = [pieces.part_of_sum(rank, 0, slot(source, rank)) for source in others]
-    windows.barrier(parts, landed)
-    total = pieces.encode_sum(rank, 0, slot(rank, rank), landed)
+    with span("barrier", hop=0):
+        windows.barrier(parts, landed)
+    with span("encode", rank, 1):
+        total = pieces.encode_sum(rank, 0, slot(rank, rank), landed)
 
     sums = [pieces.wire(source, 0, slot(source, source)) for source in others]
-    windows.barrier([total] * len(others), sums)
-    pieces.deliver_all_([rank, *others], [total, *sums])
+    with span("barrier", hop=1):
+        windows.barrier([total] * len(others), sums)
+    with span("decode", hop=1):
+        pieces.deliver_all_([rank, *others], [total, *sums])

@@ -3,11 +3,11 @@
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its own types, and not with strings.
 
 import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing.util import Finalize
 from typing import Any, cast
 
 import torch
@@ -178,8 +178,7 @@ class DdpHookState:
         if self._connection is None:
             self._connection = _Connection(device, self._process_group, self._timeout, self.stats)
             self._plans = {}  # the ranks are to compare them
-            # with the process too, or when nobody refers to this object any more
-            weakref.finalize(self, self._connection.close)
+            self._end = Finalize(None, self._connection.close, exitpriority=0)  # not atexit, which forked ranks skip
         return self._connection
 
     def _fulfil(self, promise: "_Promise", tickets: Sequence[Waitable]) -> None:
@@ -282,9 +281,9 @@ class DdpHookState:
 
     def close(self) -> None:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        if self._connection is not None:
+            self._connection = None
+            self._end()
 
 
 @dataclass
@@ -402,7 +401,6 @@ class _Connection:
         # of its own, so that the computing that follows on the default one does not wait for exchanges
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._waiter = Worker("ringstrategy-ddp-hook")
-        self._closed = False
 
     def when_done(self, tickets: Sequence[Waitable], then: Callable[[BaseException | None], None]) -> None:
         """Call `then` when all are done, with their error; for devices on a stream that waits for them."""
@@ -420,10 +418,7 @@ class _Connection:
         self._waiter.submit(work, lambda: None)
 
     def close(self) -> None:
-        """Idempotent. If this process ends in an exception, or within an exchange, the others are told."""
-        if self._closed:
-            return
-        self._closed = True
+        """Once. If this process ends in an exception, or within an exchange, the others are told."""
         error = getattr(sys, "last_value", None)  # that ends the process
         if not self._waiter.close(_CLOSE_SECONDS) or error is not None:
             self._everyone.abort("the end of its process" if error is None else last_words(error))

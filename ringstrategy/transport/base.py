@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ringstrategy.transport import trace
 from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
@@ -184,8 +185,9 @@ class Peers(ABC):
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Wait for all, and count how long the training thread waited."""
         begin = time.perf_counter()
-        for ticket in tickets:
-            ticket.wait()
+        with trace.span("wait for exchanges"):
+            for ticket in tickets:
+                ticket.wait()
         self.stats.exposed_seconds += time.perf_counter() - begin
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:

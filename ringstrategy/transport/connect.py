@@ -21,6 +21,7 @@ from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.trace import begin_if_asked
 
 _LOOK_SECONDS = 0.5  # between two looks for what another rank has to say
 _SETTING_UP = "while setting up"
@@ -49,6 +50,7 @@ def connect(
             traffic alone.
     """
     raise_file_limit()
+    begin_if_asked()
     ranks = None if group is None else dist.get_process_group_ranks(group)
     has_gloo = backend_of("cpu", group) == "gloo"
     rank, size = dist.get_rank(group), dist.get_world_size(group)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport import trace
 from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
@@ -40,6 +41,7 @@ class _GlooHandle:
             except RuntimeError as error:
                 raise TransportError(message.other(self._rank), error) from error
             self._messages.end(message)
+            trace.ended(message, self._rank)
         self._messages.awaited, self._works = None, []
 
 
@@ -140,12 +142,14 @@ class GlooPeers(Peers):
             works.append(started or self._receive(tensor, peer, control=control))
         for peer, tensor in sends.items():
             message = self._messages.begin(self.rank, peer, control, tensor.nbytes)
+            trace.begun(message, self.rank)
             works.append((message, self._start(dist.isend, tensor, peer, message)))
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
         return _GlooHandle(self.rank, works, self._messages)
 
     def _receive(self, arriving: Tensor, source: int, *, control: bool) -> tuple[Message, dist.Work]:
         message = self._messages.begin(source, self.rank, control, arriving.nbytes)
+        trace.begun(message, self.rank)
         return message, self._start(dist.irecv, arriving, source, message)
 
     def _start(
@@ -178,7 +182,8 @@ class GlooPeers(Peers):
             begin = time.perf_counter()
             self._messages.where = where
             try:
-                task()
+                with trace.task(where):
+                    task()
             except TransportError as error:
                 raise self.explain(error, where) from error
             finally:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.transport import trace
 from ringstrategy.transport.base import FEW, Handle, Peers, Waitable, Windows
 from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
@@ -117,7 +118,8 @@ class NcclPeers(Peers):
                 self._stream.wait_event(ready)
                 begin.record()
                 try:
-                    task()
+                    with trace.task(where):
+                        task()
                 except dist.DistError as error:
                     raise self.explain(error, where) from error
                 finally:

@@ -28,6 +28,7 @@ from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.transport.agree import INDENT, agree_beside, all_gather, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers, Waitable, Word
+from ringstrategy.transport.trace import span
 
 _PATIENCE = 20
 _UNKNOWN = (
@@ -495,7 +496,8 @@ class _Pass:
                 flags = self._used
             else:
                 self._control(self._post_used)
-        bucket.pack(self._divisor, self._scale)
+        with span("pack", bucket=bucket.index):
+            bucket.pack(self._divisor, self._scale)
         self._packed.append(bucket)
         seed = derive_seed(0, self._step, bucket.index)
         if not last:
@@ -534,7 +536,8 @@ class _Pass:
             return bool(self._used[place[slot.parameter]])
 
         for bucket in self.active:
-            bucket.unpack(used)
+            with span("unpack", bucket=bucket.index):
+                bucket.unpack(used)
 
 
 @torch.enable_grad()

@@ -16,6 +16,7 @@ from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
+from ringstrategy.transport.trace import span
 
 PIECE = 1 << 21  # values sent at once, while those before are added
 
@@ -94,9 +95,11 @@ class Exchange:
             def memory(name: str) -> Tensor:
                 return peers.scratch(f"gossip.{name}.{k % 2}", nbytes, values.device)[:nbytes]
 
-            wire = algorithm.write(pieces[k], memory("leaving"))
+            with span("encode"):
+                wire = algorithm.write(pieces[k], memory("leaving"))
             arriving = {peer: memory(f"arriving.{peer}") for peer in weights}
-            return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
+            with span("send"):
+                return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
 
         gains = [algorithm.gain * weight for weight in weights.values()]
         under_way = [post(0)]
@@ -104,12 +107,14 @@ class Exchange:
             if k + 1 < len(pieces):
                 under_way.append(post(k + 1))
             wire, arriving, handle = under_way.pop(0)
-            handle.wait()
-            own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
-            theirs = [algorithm.read(piece, peer, arrived) for peer, arrived in arriving.items()]
-            engine(values.device).mix(own, theirs, gains, correction)
-            if surplus:
-                correction.add_(own, alpha=algorithm.gain * surplus)
+            with span("wait"):
+                handle.wait()
+            with span("decode and mix"):
+                own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
+                theirs = [algorithm.read(piece, peer, arrived) for peer, arrived in arriving.items()]
+                engine(values.device).mix(own, theirs, gains, correction)
+                if surplus:
+                    correction.add_(own, alpha=algorithm.gain * surplus)
 
     def connect(self, topology: Topology, peers: Peers, step: int, device: torch.device) -> None:
         """Exchange a byte with the neighbours of `step`: NCCL connects a pair at its first message."""
