@@ -84,6 +84,7 @@ class World:
 
 
 _now: list[World] = []
+_store_kept: list[dist.Store] = []
 _next_id: list[int] = []
 
 
@@ -141,11 +142,9 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    if has_agent_store():
-        store = store_of_attempt(rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    # kept after `shutdown`: a rank that begins again sooner than rank 0 would join a store that is about to end
+    _store_kept[:] = [store_of_attempt(rank, size, timeout)]
+    dist.init_process_group(backend, store=_store_kept[0], rank=rank, world_size=size, timeout=timeout)
 
 
 def _store(rank: int) -> dist.Store:
