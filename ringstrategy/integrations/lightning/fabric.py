@@ -30,7 +30,7 @@ from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
-from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, whose
+from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, is_for
 from ringstrategy.session import Session
 from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.session.state import collect, found, restore, written_by_all
@@ -164,7 +164,7 @@ class RingFabricStrategyMixin(DDPStrategy):
 
     def __repr__(self) -> str:
         """Names the algorithm and the right class: a Fabric of another package, or a Trainer, prints it."""
-        return f"RingFabricStrategy({self.algorithm}), {whose(self.package.name)}"
+        return f"RingFabricStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     @property
     def stats(self) -> Stats:
