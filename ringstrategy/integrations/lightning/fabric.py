@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
+from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -202,6 +203,18 @@ class RingFabricStrategyMixin(DDPStrategy):
             PlanMismatchError: on every rank, if ranks have different models, algorithms or optimizers.
         """
         refusals.check_module(module, self.root_device, None)
+        for model in self._models:
+            if not set(model.module.parameters()).isdisjoint(module.parameters()):
+                raise ValueError(
+                    f"this {type(module).__name__} shares parameters with the {type(model.module).__name__} that was "
+                    "set up before, and each of them would average their gradients: make one nn.Module of both and "
+                    "set that up, or call fabric.strategy.close() first if the other one trains no more"
+                )
+        if self.world_size == 1 and not self._models:
+            rank_zero_info(
+                "RingFabricStrategy: there is one process, so nothing is averaged and nothing is sent. For more pass "
+                "Fabric(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
+            )
         assert self._timeout is not None
         session = Session(
             module,
@@ -244,7 +257,11 @@ class RingFabricStrategyMixin(DDPStrategy):
 
     # A step
 
-    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+    # Fabric refuses `torch.autograd.grad`, and so a gradient penalty, where it finds another `backward` than this one
+    @wraps(DDPStrategy.backward, assigned=())
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
+    ) -> None:
         """Backward, and the end of the exchange: the gradients of the models that it reaches are averaged after it.
 
         Args:
