@@ -12,7 +12,6 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from functools import wraps
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -257,11 +256,7 @@ class RingFabricStrategyMixin(DDPStrategy):
 
     # A step
 
-    # Fabric refuses `torch.autograd.grad`, and so a gradient penalty, where it finds another `backward` than this one
-    @wraps(DDPStrategy.backward, assigned=())
-    def backward(  # type: ignore[override]
-        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
-    ) -> None:
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Backward, and the end of the exchange: the gradients of the models that it reaches are averaged after it.
 
         Args:
