@@ -41,7 +41,8 @@ from ringstrategy.names import STRATEGIES
 
 pytestmark = pytest.mark.timeout(120)
 MINUTE = timedelta(minutes=1)
-LOSSY = ["ring_bf16", "ring_fp8", "ring_int8", "ring_int4", "ring_sign", "ring_topk", "ring_powersgd"]
+LOSSY = ["ring_int8", "ring_int4", "ring_sign", "ring_powersgd", "ring_auto", "gossip", "gossip_int8"]
+MORE = ["ring_fp16", "ring_bf16", "ring_fp8", "ring_int2", "ring_topk", "gossip_exponential", "push_sum"]
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -158,7 +159,7 @@ def _replicas(name: str) -> tuple[list[Tensor], Tensor, int, int]:
         return everyone, start, strategy.stats.bytes_sent or 0, strategy.stats.steps
 
 
-@pytest.mark.parametrize("name", [*LOSSY, "ring_auto", "gossip", "gossip_int8", "push_sum"])
+@pytest.mark.parametrize("name", [*LOSSY, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_all_ranks_see_the_same_bits(ranks: Pool, name: str) -> None:
     outcomes = ranks(3, _replicas, name)
     for everyone, start, sent, steps in outcomes:
@@ -294,6 +295,27 @@ def _adversaries(strategy: Any, names_models: bool) -> tuple[list[Tensor], int]:
         return [*values(generator), *values(critic)], sent
 
 
+def _penalized(strategy: Any) -> list[Tensor]:
+    """A gradient penalty, of gradients that are no parameters'."""
+    with fabric_with(strategy) as fabric:
+        torch.manual_seed(dist.get_rank())
+        critic = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 1))
+        critic, optimizer = fabric.setup(critic, momentum(critic, 0.02))
+        for inputs, _ in batches(3):
+            inputs.requires_grad_()
+            score = critic(inputs).mean()
+            (slope,) = torch.autograd.grad(score, inputs, create_graph=True)
+            optimizer.zero_grad()
+            fabric.backward(score + (slope.norm() - 1).square())
+            optimizer.step()
+        return values(critic)
+
+
+def test_a_gradient_penalty_trains_as_with_ddp(ranks: Pool) -> None:
+    for ours, theirs in zip(ranks(2, _penalized, "ring"), ranks(2, _penalized, "ddp"), strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
 @pytest.mark.parametrize("names_models", [False, True])
 def test_several_models_train_as_with_ddp(ranks: Pool, names_models: bool) -> None:
     theirs = ranks(2, _adversaries, "ddp", names_models)
@@ -366,7 +388,9 @@ def _in_precision(strategy: Any, precision: str) -> list[Tensor]:
         return values(model)
 
 
-@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize(
+    "precision", ["16-mixed", "bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)]
+)
 def test_precisions_are_those_of_ddp(ranks: Pool, precision: str) -> None:
     theirs, ours = (ranks(2, _in_precision, strategy, precision) for strategy in ("ddp", "ring"))
     for mine, ddp in zip(ours, theirs, strict=True):
@@ -483,9 +507,12 @@ def _refuses() -> None:
             fabric.backward(model(torch.randn(2, 6)).sum())
         with pytest.raises(TypeError, match=r"call model, optimizer = fabric\.setup"), consensus(model):
             pass
-        ring, _ = fabric.setup(model, momentum(model))
-        with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss\)"):
-            ring(torch.randn(4, 6)).sum().backward()
+        ring, optimizer = fabric.setup(model, momentum(model))
+        ring(torch.randn(4, 6)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss, model=model\)"):
+            optimizer.step()
+        with pytest.raises(ValueError, match="set that up, or call"):
+            fabric.setup(nn.Sequential(model, nn.Linear(3, 3)))
         fabric.setup(other := nn.Linear(2, 2), momentum(other))
         with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss, model=model\)"):
             fabric.backward(nn.Linear(2, 2)(torch.ones(2)).sum())

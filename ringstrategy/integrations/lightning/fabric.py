@@ -30,7 +30,7 @@ from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
-from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, whose
+from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, is_for
 from ringstrategy.session import Session
 from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.session.state import collect, found, restore, written_by_all
@@ -164,7 +164,7 @@ class RingFabricStrategyMixin(DDPStrategy):
 
     def __repr__(self) -> str:
         """Names the algorithm and the right class: a Fabric of another package, or a Trainer, prints it."""
-        return f"RingFabricStrategy({self.algorithm}), {whose(self.package.name)}"
+        return f"RingFabricStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     @property
     def stats(self) -> Stats:
@@ -202,6 +202,18 @@ class RingFabricStrategyMixin(DDPStrategy):
             PlanMismatchError: on every rank, if ranks have different models, algorithms or optimizers.
         """
         refusals.check_module(module, self.root_device, None)
+        for model in self._models:
+            if not set(model.module.parameters()).isdisjoint(module.parameters()):
+                raise ValueError(
+                    f"this {type(module).__name__} shares parameters with the {type(model.module).__name__} that was "
+                    "set up before, and each of them would average their gradients: make one nn.Module of both and "
+                    "set that up, or call fabric.strategy.close() first if the other one trains no more"
+                )
+        if self.world_size == 1 and not self._models:
+            rank_zero_info(
+                "RingFabricStrategy: there is one process, so nothing is averaged and nothing is sent. For more pass "
+                "Fabric(devices=2), since devices='auto' is one on CPUs, or start them with torchrun or Slurm"
+            )
         assert self._timeout is not None
         session = Session(
             module,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from typing import Any
+
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies import DDPStrategy
 from lightning_fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning_fabric.strategies.strategy import _validate_keys_for_strict_loading
 from lightning_fabric.utilities.distributed import _init_dist_connection
+from torch import Tensor
+from torch.nn import Module
 
 from ringstrategy.integrations.lightning.fabric import EndingLauncherMixin, RingFabricStrategyMixin
 from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin
@@ -32,3 +37,11 @@ class RingFabricStrategy(RingFabricStrategyMixin, DDPStrategy):
     )
     ending_launcher = EndingLauncher
     whole_checkpoint_io = WholeCheckpointIO
+
+    # Fabric refuses `torch.autograd.grad`, and so a gradient penalty, where it finds another `backward` than its own
+    @wraps(DDPStrategy.backward, assigned=())
+    def backward(  # type: ignore[override]
+        self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any
+    ) -> None:
+        """See `RingFabricStrategyMixin.backward`."""
+        super().backward(tensor, module, *args, **kwargs)

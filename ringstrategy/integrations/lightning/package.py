@@ -37,8 +37,8 @@ _STRATEGIES = {
 }
 
 
-def whose(name: str) -> str:
-    """Of the strategy for this package: which class is for which other one."""
+def is_for(name: str) -> str:
+    """For the repr of a strategy: its package, and the classes for the other packages."""
     others = ", ".join(f"{strategy} for {other}" for other, strategy in _STRATEGIES.items() if other != name)
     return f"which is for {name} (take {others})"
 
@@ -50,7 +50,9 @@ def imported(roots: Iterable[str], name: str) -> list[ModuleType]:
 
 @dataclass(frozen=True)
 class FabricPackage:
-    """What the Fabric door takes from one of the packages: each field is named as there. The types are `lightning`'s.
+    """What the Fabric door takes from one of the packages: each field is named as there, without an underscore.
+
+    The types are those of `lightning`.
 
     Args:
         name: as users import it, "lightning.fabric" or "lightning_fabric".
@@ -64,7 +66,9 @@ class FabricPackage:
 
 @dataclass(frozen=True)
 class Package:
-    """What the Trainer's door takes from one of the packages: likewise.
+    """What the Trainer's door takes from one of the packages: each field is named as there, without an underscore.
+
+    The types are those of `lightning`.
 
     Args:
         name: as users import it, "lightning.pytorch" or "pytorch_lightning".

@@ -25,7 +25,7 @@ from ringstrategy.integrations.lightning.elastic import Elastic
 from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin, Joining
 from ringstrategy.integrations.lightning.looks import LooksMixin
-from ringstrategy.integrations.lightning.package import whose
+from ringstrategy.integrations.lightning.package import is_for
 from ringstrategy.integrations.lightning.processes import ProcessesMixin
 from ringstrategy.integrations.lightning.stopping import Stopping
 from ringstrategy.session import Session
@@ -130,7 +130,7 @@ class RingStrategyMixin(ProcessesMixin):
 
     def __repr__(self) -> str:
         """Names the algorithm and the right class: the Trainer of another package prints it when it refuses us."""
-        return f"RingStrategy({self.algorithm}), {whose(self.package.name)}"
+        return f"RingStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     def _outcome(self) -> Any:
         has_residuals = isinstance(self.algorithm, GradientAlgorithm) and any(True for _ in self.algorithm.residuals())
