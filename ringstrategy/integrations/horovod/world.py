@@ -45,7 +45,7 @@ class World:
         has_failed: an error has ended it, on this rank.
         stats: bytes of the operations; sessions count their own.
         sets: in use, by id.
-        optimizers: that average, each with a `session`.
+        optimizers: that average.
     """
 
     rank: int
@@ -85,6 +85,7 @@ class World:
 
 _now: list[World] = []
 _next_id: list[int] = []
+_stores: dict[tuple[str, str], dist.Store] = {}  # the one of this process, by where it is
 
 
 def world() -> World:
@@ -141,11 +142,17 @@ def _join(backend: str | None, timeout: timedelta) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
-    if has_agent_store():
-        store = store_of_attempt(rank, size, timeout)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout)
+    # The store outlives `shutdown`: at an `init` after that, no rank may find another one, or what is left in this one.
+    place = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
+    if place not in _stores:
+        _stores.clear()
+        if has_agent_store():
+            _stores[place] = store_of_attempt(rank, size, timeout)
+        else:
+            _stores[place] = next(dist.rendezvous("env://", rank, size, timeout=timeout))[0]
+    meeting = _stores[place].add(f"horovod/meetings/{rank}", 1)  # the same on all ranks
+    store = dist.PrefixStore(f"horovod/{meeting}", _stores[place])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def _store(rank: int) -> dist.Store:
@@ -217,7 +224,7 @@ def shutdown() -> None:
         for process_set in this.sets.values():
             ends.callback(process_set.end)
         for optimizer in this.optimizers:
-            ends.callback(optimizer.session.close)
+            ends.callback(optimizer._exchange.close)
 
 
 def _hear_of_the_end() -> None:
