@@ -389,6 +389,18 @@ def test_ranks_of_nodes(ranks: Pool) -> None:
     assert ranks(2, _on_two_nodes, [0, 1])[1] == [1, 2, 0, 1, 1, 2, True]
 
 
+def _again_and_again() -> None:
+    for round_ in range(5):
+        with horovod() as rank:
+            assert hvd.allreduce(torch.tensor([rank + round_]), op=hvd.Sum).item() == 3 + 3 * round_
+            handle = hvd.broadcast_async(torch.tensor([rank]), 0)  # from rank 0, which may end first
+            assert hvd.synchronize(handle).item() == 0
+
+
+def test_it_begins_and_ends_again_and_again(ranks: Pool) -> None:
+    ranks(3, _again_and_again)
+
+
 def _alone() -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]
@@ -817,6 +829,10 @@ def _refuses() -> None:
         optimizer = hvd.DistributedOptimizer(momentum(model), pairs)
         with pytest.raises(ValueError, match="wrap it once"):
             hvd.DistributedOptimizer(optimizer, pairs)
+        with pytest.raises(ValueError, match=r"these parameters already: call its close\(\)"):
+            hvd.DistributedOptimizer(momentum(model), pairs)
+        optimizer.close()
+        optimizer = hvd.DistributedOptimizer(momentum(model), pairs)
         loss_of(model, rank, 0).backward()
         with pytest.raises(RuntimeError, match=r"zero_grad\(\) came after backward\(\) and before step"):
             optimizer.zero_grad()
@@ -981,9 +997,10 @@ def _joins() -> None:
         )
         with pytest.raises(ValueError, match="2 optimizers have uneven='join'"):
             hvd.join()
+        last = network()
         with pytest.raises(ValueError, match="uneven='join' is for gradients"):
             hvd.DistributedOptimizer(
-                momentum(other), other.named_parameters(), algorithm=ringstrategy.Gossip(uneven="join")
+                momentum(last), last.named_parameters(), algorithm=ringstrategy.Gossip(uneven="join")
             )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ringstrategy.algorithms.base import Algorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
@@ -58,7 +59,7 @@ def DistributedOptimizer(  # Horovod's name
     """Make an optimizer step with the gradients of all ranks; all ranks of the process set call it, in the same order.
 
     It returns the same object, whose class has become one of the same name derived from its own. It has Horovod's
-    methods `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and `register_local_var` too, and
+    methods `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and `register_local_var` too, `close`, and
     `session`: the `Session` that does the work (`optimizer.session.stats`, `.state_dict()` for residuals,
     `.consensus()` under gossip). Parameters are not made equal: call `broadcast_parameters`.
 
@@ -92,6 +93,12 @@ def DistributedOptimizer(  # Horovod's name
     del num_groups, groups
     members = process_set.members
     named = _named(optimizer, named_parameters)
+    for other in world().optimizers:
+        if not stepped_by(other).isdisjoint(named.values()):
+            raise ValueError(
+                "another hvd.DistributedOptimizer averages the gradients of these parameters already: call its close() "
+                "before, or step all of them by one optimizer"
+            )
     chosen = _algorithm(algorithm, compression, op)
     _mark_local(named, local)
     devices = {parameter.device for parameter in named.values()}
@@ -255,7 +262,8 @@ class _Exchange:
         self._seen: Counter[Parameter] = Counter()  # gradients since the last exchange
         self._left: dict[Parameter, tuple[int, int]] = {}  # address and version of gradients when backward ended
         self._notes_end = False
-        self._hooks: dict[Parameter, Node] = {}  # which live as long as somebody holds them
+        self._nodes: dict[Parameter, Node] = {}  # which live as long as somebody holds them
+        self._hooks: list[RemovableHandle] = []
 
     def open(self, device: torch.device) -> None:
         """All ranks connect, and compare what they have."""
@@ -263,8 +271,17 @@ class _Exchange:
         self._watch()
         self.session.open(device, scaled_loss=self._scaler is not None)
         self.session.bind([self.optimizer])
-        self.optimizer.register_step_pre_hook(self._before_step)
-        self.optimizer.register_step_post_hook(self._after_step)
+        self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
+        self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
+
+    def close(self) -> None:
+        """Remove the hooks, and end the connections. No collective."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._nodes = [], {}
+        self._seen.clear()
+        self._is_open = False
+        self.session.close()
 
     def reopen(self) -> None:
         """All ranks plan anew, before the first step."""
@@ -272,18 +289,19 @@ class _Exchange:
         self.session.open(self._device, scaled_loss=self._scaler is not None)
         self.session.bind([self.optimizer])
 
+    @torch.enable_grad()
     def _watch(self) -> None:
         """Hooks on the parameters that have none and are not frozen."""
         for name, parameter in self.module.named.items():
-            if parameter.requires_grad and parameter not in self._hooks and not self._alone:
+            if parameter.requires_grad and parameter not in self._nodes and not self._alone:
                 view = parameter.view_as(parameter)
                 assert view.grad_fn is not None
                 node = view.grad_fn.next_functions[0][0]
                 assert node is not None
-                node.register_prehook(partial(self._on_gradient, name, parameter))
+                self._hooks.append(node.register_prehook(partial(self._on_gradient, name, parameter)))
                 if self._sparse_as_dense:  # before the algorithm's own hook, which comes later
-                    node.register_hook(partial(self._make_dense, parameter))
-                self._hooks[parameter] = node
+                    self._hooks.append(node.register_hook(partial(self._make_dense, parameter)))
+                self._nodes[parameter] = node
 
     # A backward pass
 
@@ -378,7 +396,7 @@ class _Exchange:
     def _end(self) -> None:
         self._is_open, self.synchronized = False, True
         self._seen.clear()
-        self._left = {}
+        self._left, self._notes_end = {}, False
 
     def drop(self) -> None:
         """Gradients are set to zero. RuntimeError if they are on their way."""
@@ -487,6 +505,12 @@ class Distributed(Optimizer):
     def idle(self) -> None:
         """What `hvd.join` does on a rank without data."""
         self._exchange.idle()
+
+    def close(self) -> None:
+        """It averages no more, and its parameters may get another `DistributedOptimizer`. No collective."""
+        self._exchange.close()
+        if self in world().optimizers:
+            world().optimizers.remove(self)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """As the optimizer's own. RuntimeError while gradients are exchanged."""

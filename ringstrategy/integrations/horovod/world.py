@@ -45,7 +45,7 @@ class World:
         has_failed: an error has ended it, on this rank.
         stats: bytes of the operations; sessions count their own.
         sets: in use, by id.
-        optimizers: that average, each with a `session`.
+        optimizers: that average.
     """
 
     rank: int
@@ -216,7 +216,7 @@ def shutdown() -> None:
         for process_set in this.sets.values():
             ends.callback(process_set.end)
         for optimizer in this.optimizers:
-            ends.callback(optimizer.session.close)
+            ends.callback(optimizer._exchange.close)
 
 
 def _hear_of_the_end() -> None:
