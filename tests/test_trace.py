@@ -253,6 +253,17 @@ def test_many_events_are_written_meanwhile(tmp_path: Path) -> None:
     assert len(spans(of_rank(tmp_path / "timeline.json", 0))) == 2 * trace._MANY
 
 
+def test_a_forked_process_leaves_the_file_to_its_parent(tmp_path: Path) -> None:
+    with ringstrategy.timeline(tmp_path / "timeline.json"):
+        with trace.span("encode"):
+            pass
+        child = os.fork()
+        if child == 0:
+            os._exit(trace.span("encode") is not trace.span("decode"))
+        assert os.waitpid(child, 0)[1] == 0
+    assert [event["name"] for event in spans(of_rank(tmp_path / "timeline.json", 0))] == ["encode"]
+
+
 def test_no_trace_allocates_nothing() -> None:
     def exchange() -> None:
         for _ in range(1000):
