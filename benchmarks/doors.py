@@ -1,4 +1,4 @@
-"""One training step through each door: torch DDP with our process group or hook, FSDP2, beside the Trainer's own way.
+"""One training step through each door: Fabric, Horovod's shape, torch DDP, FSDP2, beside what the Trainer drives.
 
 python -m benchmarks doors --hosts 4 --rate 100mbit --rounds 5 --out outputs/doors.jsonl
 
@@ -13,12 +13,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
+import ringstrategy.horovod as hvd
 from benchmarks import harness, tasks
 from benchmarks.contenders import DDP, Ours, TorchDDP, Training, flat
 from benchmarks.tasks import Batches
@@ -94,6 +97,45 @@ def _fsdp_residuals(model: nn.Module, batches: Batches, **how: Any) -> Training:
     return _Closing(model, batches, residuals, **how)
 
 
+class _Horovod(_Door):
+    """Horovod's optimizer."""
+
+    def __init__(self, model: nn.Module, batches: Batches, **how: Any) -> None:
+        super().__init__(model, batches, None, **how)
+        hvd.init(timeout=harness.TIMEOUT)
+        named = model.named_parameters()
+        self.optimizer: Any = hvd.DistributedOptimizer(self.optimizer, named, compression=hvd.Compression.int8)
+        self._stats = self.optimizer.session.stats
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+
+class _Fabric(_Door):
+    """Fabric calls the backward."""
+
+    def __init__(self, model: nn.Module, batches: Batches, **how: Any) -> None:
+        super().__init__(model, batches, None, **how)
+        size = dist.get_world_size()
+        strategy = ringstrategy.RingFabricStrategy(_algorithm())
+        self._fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, plugins=[TorchElasticEnvironment()])
+        self._fabric.launch()
+        self.model, self.optimizer = self._fabric.setup(model, self.optimizer)
+        self._strategy = strategy
+
+    def bytes_sent(self) -> int | None:
+        return self._strategy.stats.bytes_sent
+
+    def run(self) -> None:
+        for inputs, targets in self.batches:
+            self._fabric.backward(self.loss(self.model(inputs), targets))
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def close(self) -> None:
+        self._strategy.teardown()
+
+
 def _session(model: nn.Module, batches: Batches, **how: Any) -> Training:
     return Ours(model, batches, _algorithm(), **how)
 
@@ -101,6 +143,8 @@ def _session(model: nn.Module, batches: Batches, **how: Any) -> Training:
 DOORS: dict[str, Callable[..., Training]] = {
     DDP: TorchDDP,
     f"session {CODED}": _session,
+    f"fabric {CODED}": _Fabric,
+    f"horovod {CODED}": _Horovod,
     f"ddp in a group of {CODED}": _group,
     f"ddp with a hook of {CODED}": _hook,
     "fsdp2": _fsdp_exact,
