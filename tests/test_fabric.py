@@ -269,6 +269,27 @@ def test_with_gossip_a_checkpoint_and_consensus_are_the_mean(ranks: Pool, tmp_pa
     ranks(3, _saves_the_mean, str(tmp_path / "run.ckpt"))
 
 
+def _loads_plain_weights(path: str) -> None:
+    with fabric_with(Gossip()) as fabric:
+        state = _started(fabric, 0)
+        train(fabric, state["model"], state["optimizer"], batches(3))
+        plain = {"model": net(7).state_dict()}
+        if fabric.is_global_zero:
+            torch.save(plain, path)
+        fabric.barrier()
+        fabric.load(path, {"model": state["model"]})
+        state["optimizer"].param_groups[0].update(lr=0.0)
+        for _ in range(2):
+            for parameter in state["model"].parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            state["optimizer"].step()
+        assert torch.equal(parameters(state["model"]), parameters(net(7)))
+
+
+def test_a_correction_of_other_weights_is_dropped_with_them(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _loads_plain_weights, str(tmp_path / "plain.ckpt"))
+
+
 # Several models
 
 

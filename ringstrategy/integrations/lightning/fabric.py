@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from types import TracebackType
@@ -65,7 +65,7 @@ class RingModule(Module):
         self.optimizers: list[Optimizer] = []  # that step any of its parameters
         self._batches = 0
         self._between = True  # two batches
-        self._prepare = torch.compiler.disable(self._before_forward)
+        self._prepare = torch.compiler.disable(self._before_forward)  # collectives are no part of a graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's."""
@@ -505,7 +505,7 @@ class RingFabricStrategyMixin(DDPStrategy):
     def close(self) -> None:
         """Close the sessions of all models: join threads, remove hooks. They train no more, but others can be set up.
 
-        At the end of a process it is called by itself. No collective, but gossip waits for its last exchange.
+        At the end of a process it is called by itself. No collective; gossip's last exchange is dropped.
         """
         models, self._models, self._optimizers = self._models, [], []
         if self._excepthook is not None:
@@ -516,9 +516,6 @@ class RingFabricStrategyMixin(DDPStrategy):
         with ExitStack() as ends:  # each of them, whatever the others raise
             for model in models:
                 ends.callback(model.session.close)
-            for model in models if not self._has_told else ():
-                with suppress(PeerLostError):  # nobody waits for this exchange any more
-                    model.session.settle()
 
     def teardown(self) -> None:
         """`close`, and whatever Fabric tears down."""
