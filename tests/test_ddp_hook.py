@@ -218,6 +218,7 @@ def _resumed() -> tuple[bool, bool, bool]:
                 optimizer.load_state_dict({**optimizer.state_dict(), "state": saved_optimizer})
                 if given:
                     state.load_state_dict(given)
+                    assert state.state_dict()["buckets"] == given["buckets"]
                 train(model, optimizer, range(3, 5))
                 assert len(state.state_dict()["buckets"]) == len(saved_state["buckets"])
                 train(model, optimizer, range(5, 7))

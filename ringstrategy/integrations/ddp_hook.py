@@ -232,7 +232,8 @@ class DdpHookState:
             ValueError: `ddp_hook` got no module.
         """
         self._check_names()
-        buckets = [[self._name_of[p] for p in plan.parameters] for _, plan in sorted(self._plans.items())]
+        known = self._loaded or [plan.parameters for _, plan in sorted(self._plans.items())]
+        buckets = [[self._name_of[parameter] for parameter in bucket] for bucket in known]
         return {
             "rank": dist.get_rank(),
             "world_size": dist.get_world_size(),
