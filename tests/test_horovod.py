@@ -85,6 +85,11 @@ def _reduces() -> None:
         found = hvd.allreduce(half, op=hvd.Sum)
         assert found.dtype == torch.float16
         close(found, sum(data(r, 1000).half().float() for r in range(size)).half(), 1e-2)  # type: ignore[union-attr]
+        large = torch.full((9,), 40_000.0 + 32 * rank, dtype=torch.float16)  # whose sum has no place in 16 bits
+        for average in (hvd.allreduce(large), hvd.allreduce(large, op=hvd.Sum, postscale_factor=1 / size)):
+            assert average.tolist() == torch.full((9,), 40_000.0 + 16 * (size - 1)).half().tolist()
+        part = hvd.reducescatter(large.repeat(size))
+        assert part.tolist() == torch.full((9,), 40_000.0 + 16 * (size - 1)).half().tolist()
         strided = data(rank, 6, 4).T
         close(hvd.allreduce_(strided), everyones(size, 6, 4).mean(0).T)
 

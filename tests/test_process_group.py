@@ -24,7 +24,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from ringstrategy import AllReduce, BlockInt, Choco, GroupOptions, PeerLostError, SmallExact, TopK
+from ringstrategy import (
+    AllReduce,
+    BlockFloat8,
+    BlockInt,
+    Choco,
+    GroupOptions,
+    PeerLostError,
+    PlanMismatchError,
+    SmallExact,
+    TopK,
+    TwoShot,
+)
 from ringstrategy.integrations.backends import BACKENDS
 from ringstrategy.integrations.process_group import RingProcessGroup
 from ringstrategy.names import STRATEGIES
@@ -384,6 +395,59 @@ def test_ranks_that_differ_are_told_so(ranks: Pool) -> None:
     for text in ranks(2, _differ):
         assert "the ranks differ" in text
         assert "of process group" in text
+
+
+def _other_codecs() -> str:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    codec = BlockInt(8) if dist.get_rank() else BlockFloat8()  # wires of one length
+    group = made("ring", pg_options=AllReduce(codec))
+    with pytest.raises(PlanMismatchError) as caught:
+        dist.all_reduce(data(0), group=group)
+    return str(caught.value)
+
+
+def test_ranks_with_other_codecs_are_told_so(ranks: Pool) -> None:
+    for text in ranks(2, _other_codecs):
+        assert "BlockInt" in text
+        assert "BlockFloat8" in text
+
+
+def _wrong_shapes() -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    group, size = made("ring_int8"), dist.get_world_size()
+    if dist.get_rank() == 0:  # alone: nothing is sent
+        with pytest.raises(ValueError, match="reduce_scatter_tensor in a group of 2: the longer tensor needs 2 times"):
+            dist.reduce_scatter_tensor(torch.empty(7), data(0), group=group)
+        with pytest.raises(ValueError, match="all_gather_into_tensor in a group of 2"):
+            dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
+    several = GroupOptions(AllReduce(BlockInt(8), TwoShot()))
+    values = data(dist.get_rank())
+    dist.all_reduce(values, group=group)  # it still works
+    with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
+        dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=made("ring", pg_options=several))
+
+
+def test_wrong_calls_are_refused_before_anything_is_sent(ranks: Pool) -> None:
+    ranks(2, _wrong_shapes)
+
+
+def _closes_one_of_two() -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    options = AllReduce(BlockInt(8), codec_threads=2)
+    first, second = made("ring", pg_options=options), made("ring", pg_options=options)
+    for group in (first, second):
+        dist.all_reduce(data(0, 4_000_000), group=group)
+    dist.destroy_process_group(first)
+    dist.all_reduce(data(0, 4_000_000), group=second)  # on two threads still
+    names = {thread.name.rpartition("_")[0] for thread in threading.enumerate()}
+    assert "ringstrategy-codec" in names
+    dist.destroy_process_group(second)
+    names = {thread.name.rpartition("_")[0] for thread in threading.enumerate()}
+    assert "ringstrategy-codec" not in names
+
+
+def test_a_group_that_ends_leaves_the_threads_of_others(ranks: Pool) -> None:
+    ranks(2, _closes_one_of_two)
 
 
 def _threads() -> None:

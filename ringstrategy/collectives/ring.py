@@ -146,7 +146,8 @@ class _Link:
         expected = hops * pieces.count * pieces.stride <= _EXPECTED
         slots = hops if expected else 2
         self.leaving = pieces.leaving(peers, "leaving", pieces.count)
-        self._filling = pieces.arriving(peers, "filling", slots * pieces.count)
+        lands = pieces.in_place and parts == 0  # where it belongs, so that no memory is needed
+        self._filling = (pieces.leaving if lands else pieces.arriving)(peers, "filling", slots * pieces.count)
         self._hops = [0] * pieces.count  # by segment: made so far
         self._under_way: dict[int, tuple[Handle, Tensor]] = {}  # by segment
         if expected:

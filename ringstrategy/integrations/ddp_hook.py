@@ -24,7 +24,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.collectives.subset import Subset
 from ringstrategy.errors import last_words
-from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
@@ -396,7 +396,7 @@ class _Connection:
     ) -> None:
         self._everyone = connect(device, timeout, stats)
         hosts = self._everyone.hosts
-        use_threads(free_cores(hosts.count(hosts[self._everyone.rank])))
+        begin_threads(free_cores(hosts.count(hosts[self._everyone.rank])))
         members = dist.get_process_group_ranks(process_group)
         self.peers = self._everyone if len(members) == self._everyone.size else Subset(self._everyone, members)
         # of its own, so that the computing that follows on the default one does not wait for exchanges
@@ -424,4 +424,4 @@ class _Connection:
         if not self._waiter.close(_CLOSE_SECONDS) or error is not None:
             self._everyone.abort("the end of its process" if error is None else last_words(error))
         self._everyone.close()
-        use_threads(1)
+        end_threads()

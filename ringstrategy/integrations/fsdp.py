@@ -25,7 +25,7 @@ from torch.nn import Module
 from ringstrategy.codecs import BlockInt, Cast, Codec, Identity, derive_seed
 from ringstrategy.collectives import BySize, Collective
 from ringstrategy.collectives.base import Summand, sums_dtype
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import Peers, Word
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.stats import Stats
 
@@ -64,6 +64,12 @@ def fsdp(
     codec, collective = BlockInt(8) if codec is None else codec, BySize() if collective is None else collective
     if not isinstance(codec, Codec):
         raise TypeError(f"codec is a ringstrategy codec such as BlockInt(8), got {codec!r}")
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor) and sum(isinstance(p, Shard) for p in parameter.placements) > 1:
+            raise ValueError(
+                f"{name} is sharded along two dimensions of its mesh, as with tensor parallelism: ringstrategy.fsdp "
+                "takes FSDP2 and HSDP. Use a process group, dist.new_group(backend=...), for its mesh instead"
+            )
     collective.check(codec)
     if type(collective).scatter_ is Collective.scatter_:
         raise ValueError(f"{collective} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
@@ -84,6 +90,7 @@ class FsdpResiduals:
     It can be saved and loaded by `torch.distributed.checkpoint`, with as many ranks as before.
 
     Attributes:
+        codec: what travels.
         stats: bytes that the reduce-scatters handed to the transport, and waits.
     """
 
@@ -98,7 +105,7 @@ class FsdpResiduals:
         timeout: timedelta,
     ) -> None:
         self.stats = Stats()
-        self._codec, self._collective, self._exact_below = codec, collective, exact_below
+        self.codec, self._collective, self._exact_below = codec, collective, exact_below
         self._timeout = timeout
         self._peers: dict[tuple[dist.ProcessGroup, torch.device], Peers] = {}
         self._scatters: list[_ReduceScatter] = []
@@ -113,18 +120,19 @@ class FsdpResiduals:
         """Reduce-scatter in the ranks of `group`; returns this rank's place there."""
         device = summand.values.device
         if (group, device) not in self._peers:
-            self._peers[group, device] = connect(device, self._timeout, self.stats, group=group)
-            self._codec.warm_up(device)
+            peers = self._peers[group, device] = connect(device, self._timeout, self.stats, group=group)
+            said = f"codec: {self.codec}\ncollective: {self._collective}\nexact_below: {self._exact_below}"
+            peers.only_with(Word(said, lambda: said), tagged=self._collective.tagged, where="while setting up")
+            self.codec.warm_up(device)
         peers = self._peers[group, device]
-        exact = summand.values.nbytes < self._exact_below
-        given = Summand(summand.values, Identity()) if exact else summand
-        peers.finish([peers.submit(lambda: self._collective.scatter_(given, peers), where)])
+        peers.finish([peers.submit(lambda: self._collective.scatter_(summand, peers), where)])
         return peers.rank
 
-    def codec_of(self, dtype: torch.dtype) -> Codec:
+    def codec_of(self, gradients: Tensor) -> Codec:
         """Sums of 16-bit values are wider than what is to travel, unless it is encoded."""
-        narrow = self._codec == Identity() and sums_dtype(dtype) != dtype
-        return Cast(dtype) if narrow else self._codec
+        codec = Identity() if gradients.nbytes < self._exact_below else self.codec
+        narrow = codec == Identity() and sums_dtype(gradients.dtype) != gradients.dtype
+        return Cast(gradients.dtype) if narrow else codec
 
     def state_dict(self) -> dict[str, Any]:
         """By module its residual, as a DTensor of which each rank has one row; and how many steps were made."""
@@ -155,8 +163,12 @@ class _ReduceScatter:
     ) -> None:
         self.name, self.calls = name, 0
         self._owner, self._index, self._module, self._dtype = owner, index, module, residual_dtype
-        self.feeds_back = residual_dtype is not None and bool(self._own_parameters())
         self._residual: Tensor | None = None
+
+    @property
+    def feeds_back(self) -> bool:
+        """Has it residuals?"""
+        return self._dtype is not None and bool(self._own_parameters())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the gradients, or for the sum of this rank's part."""
@@ -176,11 +188,12 @@ class _ReduceScatter:
         values = input_tensor.to(sums_dtype(input_tensor.dtype))
         if mean:
             values.mul_(1 / group.size())
-        residual = self._residual_for(values)
+        codec = self._owner.codec_of(input_tensor)
+        residual = self._residual_for(values) if codec == self._owner.codec else None  # else it travels exactly
         seed = derive_seed(self._index, self.calls)
         self.calls += 1
         where = f"in reduce-scatter {self.calls} of module {self.name or 'root'!r}"
-        summand = Summand(values, self._owner.codec_of(input_tensor.dtype), residual, residual, seed)
+        summand = Summand(values, codec, residual, residual, seed)
         rank = self._owner.scatter_(summand, group, where)
         output_tensor.copy_(values.chunk(group.size())[rank])
 
@@ -192,7 +205,8 @@ class _ReduceScatter:
             raise ValueError(
                 f"module {self.name or 'root'!r} has gradients of {values.numel()} values in this step, and of "
                 f"{residual.numel()} if all its parameters have one: nobody could tell whose residuals are whose. Use "
-                "all parameters in each forward, freeze those that are never used, or pass error_feedback=False"
+                "all parameters in each forward, freeze those that are never used before you call ringstrategy.fsdp "
+                "(or call it again), or pass error_feedback=False"
             )
         return residual
 

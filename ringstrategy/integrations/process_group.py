@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,9 +27,9 @@ from ringstrategy.algorithms import AllReduce
 from ringstrategy.codecs import Cast, Codec, Identity, RandomK, TopK, derive_seed
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
-from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
-from ringstrategy.transport.base import Peers, Waitable
+from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.futures import Futures, raised
 from ringstrategy.transport.stats import Stats
@@ -178,6 +179,12 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
             return exact
+        if type(self.options.algorithm.collective).scatter_ is Collective.scatter_:
+            raise ValueError(
+                f"{self.options.algorithm.collective} has no reduce-scatter; pass a collective that has one, such as "
+                "Ring(), Direct() or BySize(), to the AllReduce of this group's options"
+            )
+        self._check_shapes("reduce_scatter_tensor", values, output)
         return self._run("reduce-scatter", [output], lambda lane, seed: lane.scatter_(output, values, mean, seed))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> dist.Work:
@@ -190,11 +197,20 @@ class RingProcessGroup(dist.ProcessGroup):
         if not ours or self.size() == 1 or input.dtype != output.dtype:
             exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
             return exact
+        self._check_shapes("all_gather_into_tensor", output, input)
         return self._run("all-gather", [output], lambda lane, _: lane.gather_(output, input))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
         """Its name since torch 2.13."""
         return self._allgather_base(output, input, opts)
+
+    def _check_shapes(self, operation: str, whole: Tensor, part: Tensor) -> None:
+        """Before anything is sent: it would be too late on the thread that exchanges."""
+        if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
+            raise ValueError(
+                f"{operation} in a group of {self.size()}: the longer tensor needs {self.size()} times the values of "
+                f"the other, and its dtype; got {whole.numel()} of {whole.dtype} and {part.numel()} of {part.dtype}"
+            )
 
     # What is torch's
 
@@ -218,11 +234,11 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the threads; torch calls it when the group is destroyed."""
-        for lane in self._lanes.values():
-            lane.close()
-        self._lanes.clear()
-        for backend in self._exact.values():
-            backend.shutdown()
+        with ExitStack() as ends:
+            for backend in self._exact.values():
+                ends.callback(backend.shutdown)
+            while self._lanes:
+                ends.callback(self._lanes.popitem()[1].close)
 
     # How
 
@@ -250,7 +266,7 @@ class RingProcessGroup(dist.ProcessGroup):
         self._torchs(out)
         device = out[0].device
         if device.type not in self._lanes:
-            lane = _Lane(self.options.algorithm, connect(device, self._timeout, self.stats, group=self), device)
+            lane = _Lane(self.options, connect(device, self._timeout, self.stats, group=self), device)
             self._lanes[device.type] = lane
             _open_lanes.add(lane)
         lane, seed = self._lanes[device.type], derive_seed(self._calls)
@@ -262,13 +278,16 @@ class RingProcessGroup(dist.ProcessGroup):
 class _Lane:
     """The peers of a group for one type of device, and the sums that they take."""
 
-    def __init__(self, algorithm: AllReduce, peers: Peers, device: torch.device) -> None:
+    def __init__(self, options: GroupOptions, peers: Peers, device: torch.device) -> None:
+        algorithm = options.algorithm
         assert isinstance(algorithm.codec, Codec)
         self._codec: Codec = algorithm.codec
         self._collective: Collective = algorithm.collective
         self._peers, self.futures = peers, Futures(peers, device)
+        said = f"codec: {algorithm.codec}\ncollective: {algorithm.collective}\nexact_below: {options.exact_below}"
+        peers.only_with(Word(said, lambda: said), tagged=algorithm.collective.tagged, where="while setting up")
         free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
-        use_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
+        begin_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
         self._codec.warm_up(device)
 
     def _wire_of(self, dtype: torch.dtype) -> Codec:
@@ -307,9 +326,10 @@ class _Lane:
 
     def close(self) -> None:
         """End the threads."""
-        use_threads(1)
-        self._peers.close()
-        self.futures.close(CLOSE_SECONDS_AFTER_ERROR)
+        with ExitStack() as ends:  # each of them, last first, whatever the others raise
+            ends.callback(end_threads)
+            ends.callback(self.futures.close, CLOSE_SECONDS_AFTER_ERROR)
+            ends.callback(self._peers.close)
 
 
 class _Work(dist.Work):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
@@ -11,6 +12,8 @@ import torch
 
 _WORTHWHILE = 1 << 16  # values of each thread: several times the work that handing it over is
 _threads = 1
+_users = 0
+_counting = threading.Lock()
 
 
 def free_cores(ranks: int) -> int:
@@ -20,14 +23,31 @@ def free_cores(ranks: int) -> int:
     return max(1, cores // ranks - torch.get_num_threads())
 
 
+def begin_threads(count: int) -> None:
+    """`use_threads`, until `end_threads`: who else exchanges in this process goes on with these."""
+    global _users
+    with _counting:
+        _users += 1
+    use_threads(count)
+
+
+def end_threads() -> None:
+    """The last that ends leaves no thread."""
+    global _users
+    with _counting:
+        _users = max(0, _users - 1)
+        if _users == 0:
+            use_threads(1)
+
+
 def use_threads(count: int) -> None:
     """Run long pieces of work on so many cores at once, whoever calls in this process; the bytes are the same.
 
-    With 1 no further thread is left.
+    With 1 no further thread is left, unless several exchange.
     """
     global _threads
     _threads = count
-    if count == 1 and _pool.cache_info().currsize:
+    if count == 1 and _users <= 1 and _pool.cache_info().currsize:
         _pool().shutdown()
         _pool.cache_clear()
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.kernels.sample import sample
-from ringstrategy.kernels.threads import free_cores, use_threads
+from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
@@ -115,10 +115,10 @@ class Session:
             return
         beside_steps = isinstance(self.algorithm, ParameterAlgorithm)
         self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
+        begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         if backend_of("cpu") == "gloo":
             self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
         parameters = shared_parameters(self.module)
-        use_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
@@ -164,7 +164,7 @@ class Session:
         self._joined = Joined(self.module)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             if peers is not None:
-                ends.callback(use_threads, 1)
+                ends.callback(end_threads)
                 ends.callback(peers.close)
             ends.callback(self.algorithm.close)
             for watching in (self._new_parts, self._steps, watch):

@@ -50,13 +50,13 @@ def connect(
             traffic alone.
     """
     raise_file_limit()
-    begin_if_asked()
     ranks = None if group is None else dist.get_process_group_ranks(group)
     has_gloo = backend_of("cpu", group) == "gloo"
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     stats = Stats() if stats is None else stats
     lifeline = Lifeline.cast(rank, size, ranks)
     try:
+        begin_if_asked()
         claim_gpu(device, rank, this_host(), lifeline.first)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None

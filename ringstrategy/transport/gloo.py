@@ -30,8 +30,10 @@ _LOOKS_FOR_MISFIT = 3  # a second apart: where ranks wait at different places in
 
 
 class _GlooHandle:
-    def __init__(self, rank: int, works: list[tuple[Message, dist.Work]], messages: Messages) -> None:
-        self._rank, self._works, self._messages = rank, works, messages
+    def __init__(
+        self, rank: int, works: list[tuple[Message, dist.Work]], messages: Messages, between: trace.Between
+    ) -> None:
+        self._rank, self._works, self._messages, self._between = rank, works, messages, between
 
     def wait(self) -> None:
         for message, work in self._works:
@@ -41,7 +43,7 @@ class _GlooHandle:
             except RuntimeError as error:
                 raise TransportError(message.other(self._rank), error) from error
             self._messages.end(message)
-            trace.ended(message, self._rank)
+            trace.ended(message, self._rank, self._between)
         self._messages.awaited, self._works = None, []
 
 
@@ -76,6 +78,7 @@ class GlooPeers(Peers):
         self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
         self._expected: dict[tuple[int, int], tuple[Message, dist.Work]] = {}  # by source and address
         self._timed, self._owned = timed, owned
+        self._between = trace.Between(lifeline.name, self._global_ranks)
         self._messages = Messages()
         self._looks: tuple[Message | None, int] = (None, 0)  # at the message that is waited for
         self._said = ""  # by all ranks that these messages are to meet
@@ -142,14 +145,14 @@ class GlooPeers(Peers):
             works.append(started or self._receive(tensor, peer, control=control))
         for peer, tensor in sends.items():
             message = self._messages.begin(self.rank, peer, control, tensor.nbytes)
-            trace.begun(message, self.rank)
+            trace.begun(message, self.rank, self._between)
             works.append((message, self._start(dist.isend, tensor, peer, message)))
         self.stats.count(sum(t.nbytes for t in sends.values()), sum(t.nbytes for t in recvs.values()))
-        return _GlooHandle(self.rank, works, self._messages)
+        return _GlooHandle(self.rank, works, self._messages, self._between)
 
     def _receive(self, arriving: Tensor, source: int, *, control: bool) -> tuple[Message, dist.Work]:
         message = self._messages.begin(source, self.rank, control, arriving.nbytes)
-        trace.begun(message, self.rank)
+        trace.begun(message, self.rank, self._between)
         return message, self._start(dist.irecv, arriving, source, message)
 
     def _start(

@@ -80,6 +80,7 @@ class Lifeline:
         ranks: by which errors name them, and of which rank 0 has the store; None: 0 to size - 1.
 
     Attributes:
+        name: of this set of peers, the same on all of its ranks.
         hosts: the host name of each rank, once it is known.
         lingers: after a loss the process with the store waits a little, so that the others can read which rank it was.
             Not where ranks meet again.
@@ -90,6 +91,7 @@ class Lifeline:
     ) -> None:
         self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
         self._ranks = range(size) if ranks is None else ranks
+        self.name = ""
         self.hosts = ["unknown"] * size
         self._addresses = [""] * size  # of the hosts, from here; empty: not known
         self._unreachable: set[int] = set()  # ranks, when this one last looked
@@ -126,7 +128,9 @@ class Lifeline:
         generation = base.add(f"{_GENERATION}{which}/{rank}", 1)
         # over a connection of its own: on the default one nobody is heard while torch waits for a rank
         own = dist.PrefixStore(f"ringstrategy{which}/{generation}", base.clone())  # type: ignore[attr-defined]
-        return cls(own, rank, size, host_of(base), ranks)
+        lifeline = cls(own, rank, size, host_of(base), ranks)
+        lifeline.name = f"{'all' if ranks is None else which[1:]} {generation}"
+        return lifeline
 
     # Meeting
 

@@ -11,12 +11,12 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch.distributed as dist
 from torch.autograd import profiler
@@ -52,16 +52,28 @@ def task(where: str) -> AbstractContextManager[None]:
     return _Task(where)
 
 
-def begun(message: Message, rank: int) -> None:
+class Between(NamedTuple):
+    """Whose messages.
+
+    Attributes:
+        group: another text for each set of peers, the same on all of its ranks.
+        ranks: of the peers, as all ranks are counted.
+    """
+
+    group: str
+    ranks: Sequence[int]
+
+
+def begun(message: Message, rank: int, between: Between) -> None:
     """This rank has started to send a message, or to receive it."""
     if _timeline is not None:
-        _timeline.message(message, rank, "b")
+        _timeline.message(message, rank, "b", between)
 
 
-def ended(message: Message, rank: int) -> None:
+def ended(message: Message, rank: int, between: Between) -> None:
     """It has left, or arrived: noticed by the thread that waits for it, which may have done something else before."""
     if _timeline is not None:
-        _timeline.message(message, rank, "e")
+        _timeline.message(message, rank, "e", between)
 
 
 @contextlib.contextmanager
@@ -153,17 +165,18 @@ class _Timeline:
     def _say(self, what: str, thread: int, **arguments: Any) -> None:
         self._events.append({"name": what, "ph": "M", "pid": self._rank, "tid": thread, "args": arguments})
 
-    def message(self, message: Message, rank: int, phase: str) -> None:
+    def message(self, message: Message, rank: int, phase: str, between: Between) -> None:
         """One that leaves or arrives: a row of its own, since many are under way at once."""
         sent = rank == message.sender
-        name = f"{_label(message.where)}: {'send to' if sent else 'receive from'} rank {message.other(rank)}"
         kind = "control" if message.control else "values"
+        sender, receiver = between.ranks[message.sender], between.ranks[message.receiver]
+        name = f"{_label(message.where)}: {f'send to rank {receiver}' if sent else f'receive from rank {sender}'}"
         self.add(
             name,
             phase,
             time.perf_counter_ns(),
             cat="send" if sent else "receive",
-            id=f"{message.sender}>{message.receiver} {kind} {message.number}",
+            id=f"{sender}>{receiver} {kind} {message.number} {between.group}",
             args={"bytes": message.nbytes, "kind": kind, "where": message.where},
         )
 

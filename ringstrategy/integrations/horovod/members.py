@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -82,21 +82,29 @@ class Members:
 
     # Within an operation, on its thread, in the order of all ranks
 
-    def sum_(self, values: Tensor, codec: Codec) -> None:
-        """Replace flat floating-point values by their sum over the members, which travels as `codec` says."""
+    def sum_(self, values: Tensor, codec: Codec, finish_: Callable[[Tensor], None]) -> None:
+        """Replace flat floating-point values by their sum over the members, which travels as `codec` says.
+
+        `finish_` changes the sum, before it is rounded to the values' dtype.
+        """
         wide = values.to(sums_dtype(values.dtype))
         peers, seed = self._peers_of(values.device), self._seed()
         summand = Summand(wide, codec, seed=seed)
         peers.submit(lambda: collective_for(codec).sum_(summand, peers), "in an operation of hvd").wait()
+        finish_(wide)
         if wide is not values:
             values.copy_(wide)
 
-    def scatter_(self, chunks: Tensor, codec: Codec) -> Tensor:
-        """The sum of this rank's chunk; `chunks`, of shape (size, length), floating-point, is used as scratch."""
+    def scatter_(self, chunks: Tensor, codec: Codec, finish_: Callable[[Tensor], None]) -> Tensor:
+        """The sum of this rank's chunk; `chunks`, of shape (size, length), floating-point, is used as scratch.
+
+        For `finish_` see `sum_`.
+        """
         wide = chunks.to(sums_dtype(chunks.dtype))
         peers, seed = self._peers_of(chunks.device), self._seed()
         summand = Summand(wide.view(-1), codec, seed=seed)
         peers.submit(lambda: collective_for(codec).scatter_(summand, peers), "in an operation of hvd").wait()
+        finish_(wide[self.rank])
         return wide[self.rank].to(chunks.dtype)
 
     def reduce_(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> None:

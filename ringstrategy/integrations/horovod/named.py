@@ -175,7 +175,10 @@ class NamedOperations:
             pause = min(2 * pause, poll_seconds(len(self._ranks)))
 
     def _run(self, key: str, said: list[tuple[int, str, Any]]) -> None:
-        operation, handle = self._pending[key]
+        with self._changed:
+            if self._failure is not None:  # which has ended all that was under way
+                raise self._failure
+            operation, handle = self._pending[key]
         same = {rank: text for rank, text, _ in said}
         own = {rank: each for rank, _, each in said}
         result: Any = None
@@ -200,7 +203,7 @@ class NamedOperations:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._failure = error
+            self._failure = self._failure or error  # the first says why
             pending, self._pending = self._pending, {}
             self._changed.notify_all()
         for _, handle in pending.values():

@@ -70,19 +70,18 @@ class Reduction:
         early = self._begin_(values, members)
         if early is None:
             members.reduce_(values, _OF_TORCH[self.op])
+            self._end_(values, members, divides=True)
         else:
-            members.sum_(values, self.codec)
-        self._end_(values, members, divides=not early)
+            members.sum_(values, self.codec, lambda wide: self._end_(wide, members, divides=not early))
 
     def scatter_(self, chunks: Tensor, members: Members) -> Tensor:
         """This rank's part of the result; `chunks`, of shape (size, length), is used as scratch."""
         early = self._begin_(chunks, members)
-        if early is None:
-            members.reduce_(chunks, _OF_TORCH[self.op])
-            own = chunks[members.rank]
-        else:
-            own = members.scatter_(chunks, self.codec)
-        self._end_(own, members, divides=not early)
+        if early is not None:
+            return members.scatter_(chunks, self.codec, lambda wide: self._end_(wide, members, divides=not early))
+        members.reduce_(chunks, _OF_TORCH[self.op])
+        own = chunks[members.rank]
+        self._end_(own, members, divides=True)
         return own
 
     def _begin_(self, values: Tensor, members: Members) -> bool | None:
