@@ -20,7 +20,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import ringstrategy
-from ringstrategy import BlockInt, Direct, Gaussian, Identity, Native, PeerLostError, Rotated, Sign, TopK
+from ringstrategy import (
+    BlockFloat8,
+    BlockInt,
+    Direct,
+    Gaussian,
+    Identity,
+    Native,
+    PeerLostError,
+    PlanMismatchError,
+    Rotated,
+    Sign,
+    TopK,
+)
 from ringstrategy.codecs import Codec
 from ringstrategy.integrations.fsdp import FsdpResiduals
 
@@ -237,6 +249,22 @@ def _refuses() -> None:
     with pytest.raises(ValueError, match="nobody could tell whose residuals are whose"):
         half(batch(0, 0)).sum().backward()
     dist.barrier()
+
+
+def _other_codecs() -> str:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    module = nn.Linear(61, 50)
+    fully_shard(module)
+    ringstrategy.fsdp(module, BlockInt(8) if dist.get_rank() else BlockFloat8(), exact_below=0)
+    with pytest.raises(PlanMismatchError) as caught:
+        module(batch(0, 0)).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_with_other_codecs_are_told_so(ranks: Pool) -> None:
+    for text in ranks(2, _other_codecs):
+        assert "BlockInt" in text
+        assert "BlockFloat8" in text
 
 
 def test_errors_name_the_cure(ranks: Pool) -> None:

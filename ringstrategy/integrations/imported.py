@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -35,19 +36,20 @@ class _Awaited(MetaPathFinder):
 
     def __init__(self, calls: dict[str, Call]) -> None:
         self.calls = calls
-        self._asking: set[str] = set()  # others may ask all finders, too
+        self._here = threading.local()  # others may ask all finders, too, and import at the same time
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self.calls or fullname in self._asking:
+        asking: set[str] = self._here.__dict__.setdefault("asking", set())
+        if fullname not in self.calls or fullname in asking:
             return None
-        self._asking.add(fullname)
+        asking.add(fullname)
         try:
             specs = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
             spec = next((spec for spec in specs if spec is not None), None)
         finally:
-            self._asking.discard(fullname)
+            asking.discard(fullname)
         if spec is not None and spec.loader is not None:
             spec.loader = _Calls(spec.loader, self.calls[fullname])
         return spec

@@ -245,7 +245,7 @@ def tell(error: BaseException) -> None:
 
 
 def stats() -> Stats:
-    """What the operations of this rank have sent so far; of an optimizer's gradients, see its `stats`."""
+    """What the operations of this rank have sent so far; of an optimizer's gradients, see `optimizer.session.stats`."""
     return world().stats
 
 
