@@ -623,8 +623,8 @@ def test_the_group_has_high_priority_and_connects_at_setup(
     made: dict[str, Any] = {}
     begun: list[tuple[str, int]] = []
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda **given: made.update(given) or "the group")
-    monkeypatch.setattr(dist, "get_world_size", lambda: size)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.update(given) or "the group")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
     monkeypatch.setattr(dist, "all_reduce", lambda values, group: begun.append((group, values.numel())))
     monkeypatch.setattr(dist, "all_to_all", lambda outputs, inputs, group: begun.append((group, len(inputs))))
     timeout = timedelta(seconds=7)
@@ -650,8 +650,8 @@ def test_what_may_wait_through_steps_leaves_more_of_the_gpu_to_them(monkeypatch:
         raise ConnectedError
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
     monkeypatch.setattr(session, "connect", connect)
     with pytest.raises(ConnectedError):
         session.Session(net(), algorithm).open(torch.device("cpu"))
-    assert asked == {"beside_steps": beside_steps}
+    assert asked == {"beside_steps": beside_steps, "group": None}
