@@ -93,7 +93,7 @@ def _trains() -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_modules_train_as_over_gloo_and_feedback_brings_them_closer(ranks: Pool, size: int) -> None:
     results = ranks(size, _trains)
     for result in results[1:]:
