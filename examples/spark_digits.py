@@ -4,6 +4,7 @@ python examples/spark_digits.py              # torchrun starts two processes on 
 python examples/spark_digits.py executors    # a process for each of two tasks of Spark, as on a cluster
 """
 
+import os
 import sys
 
 import digits
@@ -47,6 +48,7 @@ def train(devices: int, num_nodes: int) -> str:
 
 def main() -> None:
     """Without `executors` the driver's machine trains, and Spark only starts torchrun there."""
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else executors take the first `python3` of the path
     spark = SparkSession.builder.appName("digits").master(f"local[{PROCESSES}]").getOrCreate()
     executors = sys.argv[1:] == ["executors"]
     devices, num_nodes = (1, PROCESSES) if executors else (PROCESSES, 1)
