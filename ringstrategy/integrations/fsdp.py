@@ -8,8 +8,6 @@ torch.distributed.checkpoint.save({"model": ..., "residuals": residuals}, checkp
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,11 +20,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module
 
-from ringstrategy.codecs import BlockInt, Cast, Codec, Identity, derive_seed
+from ringstrategy.codecs import BlockInt, Codec, Identity, derive_seed
 from ringstrategy.collectives import BySize, Collective
 from ringstrategy.collectives.base import Summand, sums_dtype
-from ringstrategy.transport.base import Peers, Word
-from ringstrategy.transport.connect import connect
+from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
+from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
 
 
@@ -114,25 +112,22 @@ class FsdpResiduals:
             scatter = _ReduceScatter(self, index, name, part, residual_dtype if keeps else None)
             part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
             self._scatters.append(scatter)
-        _open.add(self)
+        close_at_exit(self)
 
     def scatter_(self, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
         """Reduce-scatter in the ranks of `group`; returns this rank's place there."""
         device = summand.values.device
         if (group, device) not in self._peers:
-            peers = self._peers[group, device] = connect(device, self._timeout, self.stats, group=group)
-            said = f"codec: {self.codec}\ncollective: {self._collective}\nexact_below: {self._exact_below}"
-            peers.only_with(Word(said, lambda: said), tagged=self._collective.tagged, where="while setting up")
-            self.codec.warm_up(device)
+            self._peers[group, device] = peers_for(
+                self.codec, self._collective, self._exact_below, device, self._timeout, self.stats, group
+            )
         peers = self._peers[group, device]
         peers.finish([peers.submit(lambda: self._collective.scatter_(summand, peers), where)])
         return peers.rank
 
     def codec_of(self, gradients: Tensor) -> Codec:
-        """Sums of 16-bit values are wider than what is to travel, unless it is encoded."""
-        codec = Identity() if gradients.nbytes < self._exact_below else self.codec
-        narrow = codec == Identity() and sums_dtype(gradients.dtype) != gradients.dtype
-        return Cast(gradients.dtype) if narrow else codec
+        """How they travel."""
+        return wire_of(Identity() if gradients.nbytes < self._exact_below else self.codec, gradients.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """By module its residual, as a DTensor of which each rank has one row; and how many steps were made."""
@@ -251,13 +246,3 @@ class _ReduceScatter:
             )
         residual.copy_(local)
         self.calls = calls
-
-
-_open: weakref.WeakSet[FsdpResiduals] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Threads must not be within torch while the process ends."""
-    for residuals in list(_open):
-        residuals.close()

@@ -9,8 +9,6 @@ It is for code that takes a process group: torch DDP, FSDP2, HSDP, DeviceMesh, A
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,13 +22,13 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from torch.futures import Future
 
 from ringstrategy.algorithms import AllReduce
-from ringstrategy.codecs import Cast, Codec, Identity, RandomK, TopK, derive_seed
+from ringstrategy.codecs import Codec, RandomK, TopK, derive_seed
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
+from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
-from ringstrategy.transport.base import Peers, Waitable, Word
-from ringstrategy.transport.connect import connect
+from ringstrategy.transport.base import Peers, Waitable
 from ringstrategy.transport.futures import Futures, raised
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR
@@ -266,9 +264,12 @@ class RingProcessGroup(dist.ProcessGroup):
         self._torchs(out)
         device = out[0].device
         if device.type not in self._lanes:
-            lane = _Lane(self.options, connect(device, self._timeout, self.stats, group=self), device)
+            algorithm = self.options.algorithm
+            assert isinstance(algorithm.codec, Codec)
+            how = algorithm.codec, algorithm.collective, self.options.exact_below
+            lane = _Lane(algorithm, peers_for(*how, device, self._timeout, self.stats, self), device)
             self._lanes[device.type] = lane
-            _open_lanes.add(lane)
+            close_at_exit(lane)
         lane, seed = self._lanes[device.type], derive_seed(self._calls)
         self._calls += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
@@ -278,22 +279,13 @@ class RingProcessGroup(dist.ProcessGroup):
 class _Lane:
     """The peers of a group for one type of device, and the sums that they take."""
 
-    def __init__(self, options: GroupOptions, peers: Peers, device: torch.device) -> None:
-        algorithm = options.algorithm
+    def __init__(self, algorithm: AllReduce, peers: Peers, device: torch.device) -> None:
         assert isinstance(algorithm.codec, Codec)
         self._codec: Codec = algorithm.codec
         self._collective: Collective = algorithm.collective
         self._peers, self.futures = peers, Futures(peers, device)
-        said = f"codec: {algorithm.codec}\ncollective: {algorithm.collective}\nexact_below: {options.exact_below}"
-        peers.only_with(Word(said, lambda: said), tagged=algorithm.collective.tagged, where="while setting up")
         free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
         begin_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
-        self._codec.warm_up(device)
-
-    def _wire_of(self, dtype: torch.dtype) -> Codec:
-        """Sums of 16-bit values are wider than what is to travel, unless it is encoded."""
-        narrow = self._codec == Identity() and sums_dtype(dtype) != dtype
-        return Cast(dtype) if narrow else self._codec
 
     def sum_(self, tensors: Sequence[Tensor], mean: bool, seed: int) -> None:
         """Replace the tensors, of one dtype, by their sums or means."""
@@ -305,7 +297,7 @@ class _Lane:
             values = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
         if mean:
             values.mul_(1 / self._peers.size)
-        mean_(values, self._peers, self._collective, self._wire_of(first.dtype), seed=seed)
+        mean_(values, self._peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
         if not in_place:
             for tensor, part in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -315,7 +307,7 @@ class _Lane:
         wide = values.reshape(-1).to(sums_dtype(values.dtype), copy=True)
         if mean:
             wide.mul_(1 / self._peers.size)
-        self._collective.scatter_(Summand(wide, self._wire_of(values.dtype), seed=seed), self._peers)
+        self._collective.scatter_(Summand(wide, wire_of(self._codec, values.dtype), seed=seed), self._peers)
         output.copy_(wide.chunk(self._peers.size)[self._peers.rank].view(output.shape))
 
     def gather_(self, output: Tensor, values: Tensor) -> None:
@@ -368,13 +360,3 @@ class _Works(dist.Work):
     def is_completed(self) -> bool:
         """Have all ended?"""
         return all(work.is_completed() for work in self._works)
-
-
-_open_lanes: weakref.WeakSet[_Lane] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_lanes() -> None:
-    """Threads must not be within torch while the process ends."""
-    for lane in list(_open_lanes):
-        lane.close()
