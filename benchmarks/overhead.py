@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -22,6 +23,7 @@ from benchmarks.harness import Case
 from benchmarks.tasks import perceptron
 from benchmarks.trainer import quiet_trainer
 from ringstrategy import RingStrategy
+from ringstrategy.transport import trace
 from ringstrategy.transport.messages import Messages
 
 _FEATURES = 64
@@ -129,6 +131,16 @@ def _of_a_message() -> float:
     return (time.perf_counter() - begin) / count
 
 
+def _of_a_span() -> float:
+    """Seconds that a span costs, of a timeline if one is recorded."""
+    count = 20_000
+    begin = time.perf_counter()
+    for _ in range(count):
+        with trace.span("encode", 1, 2, 3):
+            pass
+    return (time.perf_counter() - begin) / count
+
+
 def main(given: Sequence[str]) -> None:
     """Measure both models."""
     parser = harness.arguments("overhead", __doc__, rounds=15, cases=False)
@@ -145,5 +157,9 @@ def main(given: Sequence[str]) -> None:
         _measure(size, options)
     seconds = min(_of_a_message() for _ in range(options.rounds))
     print(f"over gloo a message's number, length and place cost {1e6 * seconds:.1f} us on each side")
+    off = min(_of_a_span() for _ in range(options.rounds))
+    with tempfile.TemporaryDirectory() as folder, trace.timeline(f"{folder}/timeline.json"):
+        on = min(_of_a_span() for _ in range(options.rounds))
+    print(f"a span costs {1e6 * off:.2f} us, and {1e6 * on:.1f} us while a timeline is recorded")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -43,12 +43,16 @@ class Digits(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-def main() -> None:
-    """Train for five epochs."""
+def loaders() -> tuple[DataLoader, DataLoader]:
+    """For training and for validation."""
     digits = load_digits()
     images, labels = torch.tensor(digits.images, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    training = TensorDataset(images[:1440], labels[:1440])
-    validation = TensorDataset(images[1440:], labels[1440:])
+    training, validation = TensorDataset(images[:1440], labels[:1440]), TensorDataset(images[1440:], labels[1440:])
+    return DataLoader(training, 32, shuffle=True), DataLoader(validation, 32)
+
+
+def main() -> None:
+    """Train for five epochs."""
     trainer = L.Trainer(
         strategy=sys.argv[1] if len(sys.argv) > 1 else "ring_int8",
         accelerator="cpu",
@@ -58,7 +62,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(Digits(), DataLoader(training, 32, shuffle=True), DataLoader(validation, 32))
+    trainer.fit(Digits(), *loaders())
     if trainer.is_global_zero:
         print(trainer.callback_metrics["right"].item(), getattr(trainer.strategy, "stats", ""))
 

@@ -11,8 +11,6 @@ import digits
 import lightning as L
 import submitit
 import torch
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy  # noqa: F401  # registers the names
 
@@ -24,8 +22,6 @@ def train() -> str:
     task = submitit.helpers.TorchDistributedEnvironment()
     task.export(set_cuda_visible_devices=False)  # first of all; Lightning chooses the GPU of a rank
     torch.set_num_threads(1)
-    data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)
     trainer = L.Trainer(
         strategy="ring_int8",
         accelerator="cpu",
@@ -35,11 +31,7 @@ def train() -> str:
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(
-        digits.Digits(),
-        DataLoader(TensorDataset(images[:1440], labels[:1440]), 32, shuffle=True),
-        DataLoader(TensorDataset(images[1440:], labels[1440:]), 32),
-    )
+    trainer.fit(digits.Digits(), *digits.loaders())
     right = trainer.callback_metrics["right"].item()
     return f"task {trainer.global_rank} of {trainer.world_size}: {right:.3f} right, {trainer.strategy.stats}"
 

@@ -13,8 +13,6 @@ import torch
 from pyspark import cloudpickle
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
-from sklearn.datasets import load_digits
-from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy  # noqa: F401  # registers the names
 
@@ -25,8 +23,6 @@ PROCESSES = 2
 def train(devices: int, num_nodes: int) -> str:
     """What each process does; the text of one of them comes back."""
     torch.set_num_threads(1)
-    data = load_digits()
-    images, labels = torch.tensor(data.images, dtype=torch.float32) / 16, torch.tensor(data.target)
     trainer = L.Trainer(
         strategy="ring_int8",
         accelerator="cpu",
@@ -37,11 +33,7 @@ def train(devices: int, num_nodes: int) -> str:
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    trainer.fit(
-        digits.Digits(),
-        DataLoader(TensorDataset(images[:1440], labels[:1440]), 32, shuffle=True),
-        DataLoader(TensorDataset(images[1440:], labels[1440:]), 32),
-    )
+    trainer.fit(digits.Digits(), *digits.loaders())
     right = trainer.callback_metrics["right"].item()
     return f"rank {trainer.global_rank} of {trainer.world_size}: {right:.3f} right, {trainer.strategy.stats}"
 
