@@ -30,7 +30,6 @@ _IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.
 _IMPORTED += [
     f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_sparse")
 ]  # with Numba
-_LAUNCHER_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "OMP_NUM_THREADS")
 
 
 class RankFailed(AssertionError):
@@ -123,6 +122,7 @@ def _serve(connection: Connection) -> None:
             rank, size, port, path, folder, (module, name, args) = connection.recv()
         except EOFError:
             return
+        before = dict(os.environ)
         sys.path[:] = path
         os.chdir(folder)
         os.environ.update(
@@ -144,6 +144,6 @@ def _serve(connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
-            for variable in _LAUNCHER_VARIABLES:
-                os.environ.pop(variable, None)
+            os.environ.clear()  # of what a launcher sets, and of what the task has set: the next one begins without
+            os.environ.update(before)
         connection.send(outcome)
