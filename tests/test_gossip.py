@@ -358,7 +358,7 @@ def test_differences_of_narrow_values_keep_their_digits() -> None:
     given = [1.0, 2.0**-10, -300.0]
 
     def mixed(peers: FakePeers) -> list[float]:
-        vector = Vector(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
+        vector = Vector.of(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
         exchange.Exchange().mix(Gossip(), vector, peers, 0, 0)
         return vector.correction.tolist()
 
@@ -374,7 +374,7 @@ def test_a_sum_is_gathered_in_one_pass(dtype: torch.dtype) -> None:
         "flipped": nn.Parameter(torch.randn(3, 4).to(dtype).t()),
         "one": nn.Parameter(torch.ones((), dtype=dtype)),
     }
-    flat = Flat(parameters, torch.promote_types(dtype, torch.float32))
+    flat = Flat(parameters, torch.promote_types(dtype, torch.float32), Identity())
     flat.gather()
     known = torch.randn_like(flat.values)
     less = flat.values - known
@@ -915,7 +915,7 @@ def test_gathering_a_sum_and_adding_have_the_bits_of_a_loop(dtype: torch.dtype, 
     generator = torch.Generator().manual_seed(3)
     shapes = [(33, 7), (1,), (0,), (5, 3, 2), (1000,)]
     parameters = {f"p{k}": nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for k, s in enumerate(shapes)}
-    flat = Flat(parameters, sums_dtype(dtype))
+    flat = Flat(parameters, sums_dtype(dtype), Identity())
     other = torch.randn(flat.values.shape, generator=generator, dtype=flat.values.dtype)
     flat.gather_sum(other, factor)
     before = [parameter.detach().clone() for parameter in parameters.values()]

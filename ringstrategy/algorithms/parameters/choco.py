@@ -77,7 +77,7 @@ class Choco(Decentralized):
         """That of the copies."""
         return values
 
-    def gather(self, flat: Flat) -> None:
+    def fill(self, flat: Flat) -> None:
         """What others do not yet know: by how much the parameters differ from this rank's copy."""
         flat.gather_sum(flat.memory[_copy(None)], -1.0)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, by_kind, cut_like, row_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, row_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.agree import all_gather
@@ -40,24 +40,23 @@ class Consensus:
         """Do the tensors show the mean now?"""
         return self._shown is not None
 
-    def enter(self, groups: Sequence[Group], tensors: Iterable[Tensor], of: Callable[[Flat], Tensor]) -> None:
-        """Show the mean, until `leave`; all ranks call it, with no exchange in flight.
+    def enter(self, seen: Iterable[tuple[Flat, Tensor]], tensors: Iterable[Tensor]) -> None:
+        """Show what all see, until `leave`; all ranks call it, with no exchange in flight.
 
         Args:
-            groups: their trained parameters show the mean of what is mixed.
-            tensors: whatever else may differ between ranks. Those that are equal on all ranks keep their bits, and
-                whole numbers and booleans, which have no mean, keep each rank's own values.
-            of: a copy of the values of a flat whose mean is shown.
+            seen: what the trained parameters of each flat show.
+            tensors: whatever else may differ between ranks shows its mean. Those that are equal on all ranks keep their
+                bits, and whole numbers and booleans, which have no mean, keep each rank's own values.
         """
         self._shown = Shown()
         trained: set[Tensor] = set()
-        for flat, mean in self.means(groups, of):
+        for flat, values in seen:
             trained.update(parameter for parameter in flat.parameters if parameter.requires_grad)
-            pairs = zip(flat.parameters, cut_like(mean, flat.parameters), strict=True)
+            pairs = zip(flat.parameters, cut_like(values, flat.parameters), strict=True)
             self._shown.show([pair for pair in pairs if pair[0] in trained])
         rest = [tensor for tensor in tensors if tensor not in trained and has_a_mean(tensor)]
         where = "for the mean of what no optimizer steps"
-        for kind in by_kind(differing(rest, self._peers, self._digests, where), lambda tensor: tensor):
+        for kind in by_dtype(differing(rest, self._peers, self._digests, where)):
             mean = row_of(kind)
             self._exchange.average_(mean, self._peers, where)
             self._shown.show(list(zip(kind, cut_like(mean, kind), strict=True)))
@@ -72,13 +71,12 @@ class Consensus:
         """Within, the tensors have their own values."""
         return nullcontext() if self._shown is None else self._shown.hidden()
 
-    def means(self, groups: Sequence[Group], of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
+    def means(self, group: Group, of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
         """Each flat and its mean over all ranks. An exchange in flight would not change the mean."""
-        for group in groups:
-            for flat in group.flats:
-                mean = of(flat)
-                self._exchange.average_(mean, self._peers, "for the mean of all ranks")
-                yield flat, mean
+        for flat in group.flats:
+            mean = of(flat)
+            self._exchange.average_(mean, self._peers, "for the mean of all ranks")
+            yield flat, mean
 
     def distance(self, groups: Sequence[Group], of: Callable[[Flat], Tensor], sample: int | None) -> float:
         """Mean over ranks of the squared distance of parameters from their mean; of so many of them, if not of all."""

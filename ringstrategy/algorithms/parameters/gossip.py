@@ -88,9 +88,9 @@ class Gossip(Decentralized):
             if self.overlap:
                 flat.gather(into=flat.memory.setdefault("before", torch.empty_like(flat.correction)))
 
-    def gather(self, flat: Flat) -> None:
+    def fill(self, flat: Flat) -> None:
         """The parameters; for unequal data, where they would be after as much again as was corrected last."""
-        super().gather(flat)
+        super().fill(flat)
         if self.unequal_data and self.overlap:  # the last correction is in what they have moved by since the last time
             before = flat.memory["before"]
             flat.values.add_(torch.sub(flat.values, before, out=before))

@@ -1,15 +1,17 @@
-"""Flat vectors of parameters as they are mixed: by dtype, and by the optimizer that steps them."""
+"""Flat vectors of parameters as they are exchanged: by dtype and codec, and by the optimizer that steps them."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.transport.base import Waitable
 
@@ -17,28 +19,40 @@ Item = TypeVar("Item")
 
 
 class Vector:
-    """A flat vector that is mixed as one.
+    """A flat vector that is exchanged as one.
 
     Attributes:
-        values: flat; a copy of the values to mix, taken when the exchange begins.
-        correction: as long, in the dtype of sums; the exchange's result, to be added.
-        memory: as long, in the dtype of sums; state that an algorithm keeps between mixings.
+        correction: flat, in the dtype of sums; the exchange's result.
+        memory: as long, in the dtype of sums; state that an algorithm keeps between exchanges.
     """
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
         self.memory: dict[str, Tensor] = {}
-        self.correction = torch.zeros(values.numel(), dtype=sums_dtype(values.dtype), device=values.device)
+        self.correction = torch.zeros(numel, dtype=sums_dtype(dtype), device=device)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """A copy of the values to mix, taken when an exchange begins; memory for it, at the first use."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    @classmethod
+    def of(cls, values: Tensor) -> Vector:
+        """One that has these values."""
+        vector = Vector(values.numel(), values.dtype, values.device)
+        vector.__dict__["values"] = values
+        return vector
 
 
 class Flat(Vector):
-    """Parameters of one dtype on one device, and memory for all their values in a row."""
+    """Parameters of one dtype on one device that travel by one codec, and memory for all their values in a row."""
 
-    def __init__(self, named: Mapping[str, Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, named: Mapping[str, Parameter], dtype: torch.dtype, codec: Codec) -> None:
         self.names = list(named)
         self.parameters: list[Tensor] = list(named.values())
+        self.codec = codec
         numel = sum(parameter.numel() for parameter in self.parameters)
-        super().__init__(torch.empty(numel, dtype=dtype, device=self.parameters[0].device))
+        super().__init__(numel, dtype, self.parameters[0].device)
 
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat`, one a parameter."""
@@ -50,16 +64,17 @@ class Flat(Vector):
         torch._foreach_copy_(cut_like(self.values if into is None else into, self.parameters), self.parameters)
 
     @torch.no_grad()
-    def gather_sum(self, other: Tensor, factor: float = 1.0) -> None:
-        """Write the parameters plus factor * other, a flat tensor of `values`' dtype, to `values`.
+    def gather_sum(self, other: Tensor, factor: float = 1.0, into: Tensor | None = None) -> None:
+        """Write the parameters plus factor * other to `values`, or to another flat tensor; both of one dtype.
 
         On GPUs in two launches, however many parameters there are; on CPUs, of one dtype, in one pass over the memory.
         """
-        if self.values.device.type != "cpu" or self.parameters[0].dtype != self.values.dtype:
-            self.gather()
-            self.values.add_(other, alpha=factor)
+        values = self.values if into is None else into
+        if values.device.type != "cpu" or self.parameters[0].dtype != values.dtype:
+            self.gather(into=values)
+            values.add_(other, alpha=factor)
             return
-        rows = (cut_like(flat, self.parameters) for flat in (self.values, other))
+        rows = (cut_like(flat, self.parameters) for flat in (values, other))
         for parameter, value, change in zip(self.parameters, *rows, strict=True):
             torch.add(parameter, change, alpha=factor, out=value)
 
@@ -70,10 +85,16 @@ class Flat(Vector):
 
 
 class Group:
-    """The parameters that one optimizer steps, mixed together.
+    """The parameters that one optimizer steps, or a fragment of them, exchanged together.
+
+    Args:
+        parameters: by name.
+        dtype: of the values to mix, for parameters of a dtype.
+        codec: by which a parameter travels.
 
     Attributes:
-        flats: by dtype and device.
+        flats: by dtype, device and codec.
+        place: which fragment of how many.
         others: further vectors that are mixed with them, by a name.
         steps: of the optimizer.
         turns: steps or epochs, whichever the interval counts.
@@ -82,11 +103,17 @@ class Group:
         seed: differs between groups.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], dtype: Callable[[torch.dtype], torch.dtype]) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        dtype: Callable[[torch.dtype], torch.dtype],
+        codec: Callable[[str, Parameter], Codec],
+    ) -> None:
         self.parameters = dict(parameters)
-        kinds = by_kind(parameters.items(), lambda named: named[1])
-        flats = [Flat(dict(those), dtype(those[0][1].dtype)) for those in kinds]
-        self.flats = [flat for flat in flats if flat.values.numel()]
+        self.place = (0, 1)
+        kinds = by_kind(parameters.items(), lambda named: (*_kind(named[1]), codec(*named)))
+        flats = [Flat(dict(those), dtype(those[0][1].dtype), codec(*those[0])) for those in kinds]
+        self.flats = [flat for flat in flats if flat.numel]
         self.others: dict[str, Vector] = {}
         self.steps = self.turns = self.mixings = 0
         self.under_way: Waitable | None = None
@@ -101,15 +128,24 @@ class Group:
     @property
     def numel(self) -> int:
         """Values of parameters."""
-        return sum(flat.values.numel() for flat in self.flats)
+        return sum(flat.numel for flat in self.flats)
 
 
-def by_kind(items: Iterable[Item], tensor: Callable[[Item], Tensor]) -> Iterable[list[Item]]:
-    """Group the items by dtype and device of their tensors, in order."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Item]] = {}
+def by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors by dtype and device, in order."""
+    return by_kind(tensors, _kind)
+
+
+def by_kind(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> Iterable[list[Item]]:
+    """Group the items by what `kind` says of them, in order."""
+    kinds: dict[Hashable, list[Item]] = {}
     for item in items:
-        kinds.setdefault((tensor(item).dtype, tensor(item).device), []).append(item)
+        kinds.setdefault(kind(item), []).append(item)
     return kinds.values()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

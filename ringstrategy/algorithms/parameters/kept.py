@@ -48,7 +48,7 @@ class Kept:
             return False
         first = names[0]
         for kind, both in others.get(first, {}).items():
-            group.others[kind] = Vector(both[0].to(group.flats[0].values.device, copy=True))
+            group.others[kind] = Vector.of(both[0].to(group.flats[0].device, copy=True))
             group.others[kind].correction.copy_(both[1])
         for flat in group.flats:
             for kind in parts[first]:

@@ -48,14 +48,14 @@ class PushSum(Decentralized):
         """The parameters are x, the numerators over the weight."""
         for flat in group.flats:
             flat.memory["excess"] = torch.zeros_like(flat.correction)  # x minus the parameters
-        ones = torch.ones(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].values.device)
-        group.others["weight"] = Vector(ones)
+        ones = torch.ones(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
+        group.others["weight"] = Vector.of(ones)
 
     def mass(self, flat: Flat) -> Tensor:
         """x."""
         return super().mass(flat).add_(flat.memory["excess"])
 
-    def gather(self, flat: Flat) -> None:
+    def fill(self, flat: Flat) -> None:
         """x."""
         flat.gather_sum(flat.memory["excess"])
 

@@ -1,4 +1,4 @@
-"""When parameters are mixed, and when the correction is applied."""
+"""When parameters are exchanged, and when what came of it is applied."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ Unit = Literal["step", "epoch"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """One exchange begins every `interval` turns; its correction is applied `late` turns after that.
+    """One exchange begins every `interval` turns; what came of it is applied `late` turns after that.
+
+    A place (p, P) is that of the p-th of P fragments, whose exchanges are spread over the interval.
 
     Args:
         interval: turns from one exchange to the next.
         overlap: True: apply the correction when the next exchange is due. False: wait for it at once. A number from 1
             to `interval`: apply it after so many turns. 1 is one turn, not True.
         unit: what a turn is: a "step" of the optimizer, or an "epoch".
+        start: until this turn there is an exchange at each turn, for which ranks wait. Intervals are counted from here.
     """
 
     interval: int
     overlap: bool | int
     unit: Unit
+    start: int = 0
 
     def __post_init__(self) -> None:
         interval, overlap = self.interval, self.overlap
@@ -41,10 +45,20 @@ class Schedule:
         """Turns from the beginning of an exchange until its correction is applied; 0: at once."""
         return self.overlap * self.interval if isinstance(self.overlap, bool) else self.overlap
 
-    def mixes(self, turn: int) -> bool:
+    def mixes(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
         """Does an exchange begin at this turn? Turns are counted from 1."""
-        return turn % self.interval == 0
+        return turn <= self.start or self._since(turn, place) == 0
 
-    def applies(self, turn: int) -> bool:
-        """Is the correction of an earlier exchange applied at this turn?"""
-        return turn % self.interval in (0, self.late)
+    def applies(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
+        """Is what came of an earlier exchange applied at this turn, before another one begins?"""
+        return turn <= self.start or self._since(turn, place) in (0, self.late)
+
+    def waits(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
+        """Do ranks wait at this turn for the exchange that begins?"""
+        return turn <= self.start or (self.late == 0 and self.mixes(turn, place))
+
+    def _since(self, turn: int, place: tuple[int, int]) -> int:
+        """Turns since an exchange began, or would have."""
+        number, parts = place
+        first = (number + 1) * self.interval // parts
+        return (turn - self.start - first) % self.interval

@@ -1,0 +1,356 @@
+"""Ranks train apart, and every few steps an optimizer's parameters take part in an exchange."""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
+from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
+from ringstrategy.algorithms.parameters.exchange import Exchange
+from ringstrategy.algorithms.parameters.group import Flat, Group, cut_like, row_of
+from ringstrategy.algorithms.parameters.kept import Kept
+from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.policy import described
+from ringstrategy.codecs.base import Codec
+from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
+from ringstrategy.transport.base import Peers
+
+
+class Periodic(ParameterAlgorithm):
+    """Every rank steps with its own gradients; every few steps of an optimizer its parameters are exchanged.
+
+    Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.
+
+    Subclasses say what is exchanged (`group`, `begin`, `gather`, `meet`), what becomes of it (`apply`), and what
+    validation and checkpoints see (`seen`).
+
+    Args:
+        consensus: False: each rank validates, and ends with, its own parameters.
+        local: see `Synchronous`.
+        uneven: see `Algorithm`. With "join" a rank without data exchanges, and does not step.
+    """
+
+    def __init__(self, consensus: bool, local: Local | None, uneven: str) -> None:
+        if not isinstance(consensus, bool):
+            raise TypeError(f"consensus is True or False, got {consensus!r}")
+        check_local(local)
+        check_uneven(uneven)
+        self.consensus, self.local, self.uneven = consensus, local, uneven
+
+        self.exchange = Exchange()
+        self._peers: Peers | None = None
+        self._all: dict[str, Parameter] = {}
+        self._known: dict[str, Parameter] = {}  # those that are averaged
+        self._groups: list[Group] = []
+        self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
+        self._view: Consensus | None = None  # while there are peers
+        self._kept = Kept()
+        self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
+
+    def __repr__(self) -> str:
+        """The arguments."""
+        names = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
+        values = ((name, getattr(self, name)) for name in names)
+        said = [f"{name}={described(value) if callable(value) else value}" for name, value in values]
+        return f"{type(self).__name__}({', '.join(said)})"
+
+    # What subclasses say
+
+    @property
+    @abstractmethod
+    def schedule(self) -> Schedule:
+        """When parameters are exchanged."""
+
+    @abstractmethod
+    def group(self, parameters: Mapping[str, Parameter]) -> Group:
+        """A new group of these. The kernels for them are ready when this returns."""
+
+    def fragments(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+        """The parameters of one optimizer as groups that are exchanged at different times; the same on all ranks."""
+        return [dict(parameters)]
+
+    def begin(self, group: Group) -> None:
+        """Before the first exchange of a group that no checkpoint knows; all ranks call it."""
+
+    @abstractmethod
+    def gather(self, group: Group) -> None:
+        """Copy what is to be exchanged."""
+
+    @abstractmethod
+    def meet(self, group: Group, peers: Peers, number: int) -> None:
+        """Exchange it, in the communication thread; `number`: of this group's exchange, from 0."""
+
+    @abstractmethod
+    def apply(self, group: Group) -> None:
+        """Change the parameters by what came of the exchange."""
+
+    @abstractmethod
+    def rehearse(self, group: Group, peers: Peers) -> None:
+        """Exchange zeros with all ranks to which this group will ever send, and keep everything as it is."""
+
+    @abstractmethod
+    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
+        """For each flat the values that all ranks see at validation, the same on all of them; all ranks call it.
+
+        Args:
+            group: with nothing under way.
+            replaced: see `ParameterAlgorithm.enter_consensus`.
+        """
+
+    def mass(self, flat: Flat) -> Tensor:
+        """A copy of the values whose mean over ranks is what ranks are some distance from."""
+        return row_of_parameters(flat)
+
+    # The contract
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        assert self._peers is None, "close() first"
+        self._peers, self._counts, self._kept = peers, {}, Kept()
+        self._view = Consensus(peers, self.exchange)
+        self._learn(parameters)
+        self._agree(self._known)
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
+        """See `Algorithm.adopt`."""
+        there = set(parameters.values())
+        gone = [name for name, parameter in self._all.items() if parameter not in there]
+        new = self._learn(parameters)
+        if (new or gone) and self._peers is not None:
+            compare_changes(self._peers, "", new, gone)
+        return list(new.values())
+
+    def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+        known = set(self._all.values())
+        self._bound = {}
+        self._all = dict(parameters)
+        self._known, _ = split(parameters, self.local)
+        return {name: parameter for name, parameter in parameters.items() if parameter not in known}
+
+    def bind(self, parameters: Collection[Parameter]) -> None:
+        """See `ParameterAlgorithm.bind`."""
+        self._groups_of(parameters)
+
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """See `Algorithm.after_step`."""
+        groups = self._groups_of(parameters)
+        for group in groups:
+            group.steps += 1
+        if self.schedule.unit == "step":
+            self._turn(groups)
+
+    def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
+        """See `ParameterAlgorithm.after_epoch`."""
+        if self.schedule.unit == "epoch":
+            self._turn(self._groups_of(parameters))
+
+    def _turn(self, groups: Sequence[Group]) -> None:
+        schedule = self.schedule
+        for group in groups:
+            group.turns += 1
+            if schedule.applies(group.turns, group.place):
+                self._apply(group)
+        for group in groups:
+            if schedule.mixes(group.turns, group.place):
+                self._begin_exchange(group)
+        for group in groups:
+            if schedule.waits(group.turns, group.place):
+                self._apply(group)
+
+    def _begin_exchange(self, group: Group) -> None:
+        peers = self._peers
+        assert peers is not None
+        if peers.lifeline is not None:
+            peers.lifeline.begin_exchange()
+        with torch.no_grad():
+            self.gather(group)
+        group.under_way = peers.submit(partial(self.meet, group, peers, group.mixings), f"at mixing {group.mixings}")
+        peers.stats.steps += 1
+        peers.stats.values_averaged += group.numel
+
+    def _wait(self, group: Group) -> None:
+        if group.under_way is not None:
+            assert self._peers is not None
+            self._peers.finish([group.under_way])
+            group.under_way, group.arrived = None, True
+
+    @torch.no_grad()
+    def _apply(self, group: Group) -> None:
+        self._wait(group)
+        if group.arrived:
+            group.arrived = False
+            group.mixings += 1
+            self.apply(group)
+
+    def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
+        """The groups of an optimizer, by the parameters that it steps; none if none of them is averaged."""
+        if self._peers is None:
+            return []
+        asked = frozenset(parameters)
+        if asked not in self._bound:
+            wanted = {n: p for n, p in self._known.items() if p in asked and has_a_mean(p)}
+            self._bound[asked] = self._bind(wanted) if wanted else []
+        return self._bound[asked]
+
+    @torch.no_grad()
+    def _bind(self, wanted: Mapping[str, Parameter]) -> list[Group]:
+        """The groups of these parameters. Ranks compare the members of new groups, which replace older ones."""
+        parts = self.fragments(wanted)
+        same = [group for group in self._groups if any(_equal(group.parameters, part) for part in parts)]
+        if len(same) == len(parts):
+            return same
+        self._agree(wanted, parts)
+        counts: dict[str, int] = {}
+        for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:
+            self._refuse_to_share(old, wanted)
+            counts = self._end(old)  # its optimizer has got or lost parameters
+        groups = [self._make(part, (place, len(parts)), counts) for place, part in enumerate(parts)]
+        self._groups += groups
+        return groups
+
+    def _make(self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int]) -> Group:
+        group = self.group(parameters)
+        group.place = place
+        for name, count in (counts or self._counts.get(next(iter(parameters)), {})).items():
+            setattr(group, name, count)
+        if not self._kept.resume(group):
+            self.begin(group)
+        self._warm_up(group)
+        return group
+
+    def _warm_up(self, group: Group) -> None:
+        """On GPUs: exchange zeros as values will travel. So no exchange compiles or connects."""
+        peers = self._peers
+        assert peers is not None
+        if not peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
+            return
+        self.settle()  # what is under way is no part of this
+        self.rehearse(group, peers)
+
+    def _refuse_to_share(self, group: Group, wanted: Mapping[str, Parameter]) -> None:
+        """ValueError if another optimizer still steps parameters of this group that are not `wanted`."""
+        if not set(self._known.values()) & set(group.parameters.values()) <= set(wanted.values()):
+            shared = ", ".join(sorted(group.parameters.keys() & wanted.keys())[:3])
+            raise ValueError(
+                f"two optimizers step {shared}, but with {type(self).__name__} the parameters of an optimizer are "
+                "mixed together, so they must be its own: give them to one of the two, or use a synchronous strategy "
+                "such as 'ring'"
+            )
+
+    def _end(self, group: Group) -> dict[str, int]:
+        """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
+        self._apply(group)
+        for flat, values in self.seen(group):
+            for parameter, value in zip(flat.parameters, cut_like(values, flat.parameters), strict=True):
+                parameter.copy_(value)
+        self._groups.remove(group)
+        self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
+        return _counts(group)
+
+    def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
+        assert self._peers is not None
+        lines = [f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()]
+        if len(parts) > 1:
+            lines += [f"{INDENT}{name}: fragment {number}" for number, part in enumerate(parts) for name in part]
+        compare_plans(self._peers, self.plan_text(self._peers.size, lines))
+
+    # What all ranks see
+
+    def settle(self) -> None:
+        """See `ParameterAlgorithm.settle`."""
+        for group in self._groups:
+            self._wait(group)
+
+    @torch.no_grad()
+    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
+        """See `ParameterAlgorithm.enter_consensus`."""
+        if self._peers is None or self._view is None or self._view.entered:
+            return False
+        # bytes of the mean must not meet those of a mixing: a rank with fewer batches waits here until it is told
+        trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
+        compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
+        self.settle()
+        seen = (pair for group in self._groups for pair in self.seen(group, replaced=replaced))
+        self._view.enter(seen, [*self._known.values(), *others])
+        return True
+
+    def leave_consensus(self) -> None:
+        """See `ParameterAlgorithm.leave_consensus`."""
+        if self._view is not None:
+            self._view.leave()
+
+    def as_own(self) -> AbstractContextManager[None]:
+        """See `ParameterAlgorithm.as_own`."""
+        return nullcontext() if self._view is None else self._view.hidden()
+
+    @torch.no_grad()
+    def consensus_distance(self, sample: int | None = None) -> float | None:
+        """See `ParameterAlgorithm.consensus_distance`."""
+        return None if self._view is None else self._view.distance(self._groups, self.mass, sample)
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counts of each parameter's group."""
+        counts = self._counts | {name: _counts(group) for group in self._groups for name in group.parameters}
+        return {"step": max((count["steps"] for count in counts.values()), default=0), "counts": counts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        self.settle()
+        self._groups, self._bound, self._counts = [], {}, dict(state["counts"])
+
+    def own_state(self) -> dict[str, Any]:
+        """See `ParameterAlgorithm.own_state`."""
+        return {"of": self.keeper, **self._kept.state_of(self._groups)}
+
+    @property
+    def keeper(self) -> str:
+        """Names whoever can use this state: state of another one is of no use."""
+        return type(self).__name__
+
+    def load_own_state(self, state: Mapping[str, Any]) -> bool:
+        """See `ParameterAlgorithm.load_own_state`."""
+        mine = bool(state["of"] == self.keeper)
+        self._kept = Kept(state if mine else None)
+        return mine
+
+    def close(self) -> None:
+        """Forget the parameters, and drop an exchange in flight. The counts stay."""
+        self._counts = self.state_dict()["counts"]
+        self._peers, self._view, self._groups, self._bound = None, None, [], {}
+        self._all, self._known = {}, {}
+
+
+def warm_up_codec(codec: Codec, parameters: Iterable[Parameter]) -> None:
+    """Raise if it cannot carry them, and compile what it needs for them."""
+    for parameter in parameters:
+        codec.check(parameter.dtype)
+        codec.warm_up(parameter.device)
+
+
+def row_of_parameters(flat: Flat) -> Tensor:
+    """A copy of their values, in the dtype of sums."""
+    return row_of(flat.parameters)
+
+
+def _counts(group: Group) -> dict[str, int]:
+    return {"steps": group.steps, "turns": group.turns, "mixings": group.mixings}
+
+
+def _equal(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:
+    return some.keys() == others.keys() and set(some.values()) == set(others.values())
+
+
+def _overlap(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:
+    return bool(some.keys() & others.keys() or set(some.values()) & set(others.values()))
