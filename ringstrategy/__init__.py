@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         Choco,
         Gossip,
         GradientAlgorithm,
+        LocalSGD,
+        Nesterov,
         ParameterAlgorithm,
         PowerSGD,
         PushSum,
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "algorithms": (
         *("Algorithm", "GradientAlgorithm", "ParameterAlgorithm"),
-        *("AllReduce", "Auto", "Choco", "Gossip", "PowerSGD", "PushSum", "SmallExact"),
+        *("AllReduce", "Auto", "Choco", "Gossip", "LocalSGD", "Nesterov", "PowerSGD", "PushSum", "SmallExact"),
     ),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
@@ -95,7 +97,9 @@ __all__ = [
     "Hierarchical",
     "Identity",
     "LeftBehindError",
+    "LocalSGD",
     "Native",
+    "Nesterov",
     "ParameterAlgorithm",
     "PeerLostError",
     "Peers",

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringstrategy.algorithms import Algorithm, AllReduce, Auto, Choco, Gossip, PowerSGD, PushSum
+from ringstrategy.algorithms import (
+    Algorithm,
+    AllReduce,
+    Auto,
+    Choco,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    PowerSGD,
+    PushSum,
+    SmallExact,
+)
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.topologies import OnePeerExponential
@@ -25,4 +36,14 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "gossip_exponential": lambda: Gossip(OnePeerExponential()),
     "gossip_int8": lambda: Choco(codec=BlockInt(8)),
     "push_sum": lambda: PushSum(),
+    "local_sgd": lambda: LocalSGD(),
+    "diloco": lambda: LocalSGD(interval=32, outer=Nesterov()),
+    "diloco_int4": lambda: LocalSGD(
+        interval=32,
+        outer=Nesterov(),
+        codec=SmallExact(Rotated(Gaussian(4))),
+        collective=Direct(),
+        fragments=4,
+        overlap=4,
+    ),
 }

@@ -6,6 +6,8 @@ from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.choco import Choco
 from ringstrategy.algorithms.parameters.gossip import Gossip
+from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.algorithms.policy import SmallExact
 
@@ -16,6 +18,8 @@ __all__ = [
     "Choco",
     "Gossip",
     "GradientAlgorithm",
+    "LocalSGD",
+    "Nesterov",
     "ParameterAlgorithm",
     "PowerSGD",
     "PushSum",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ringstrategy._version import __version__
 from ringstrategy.codecs.base import WIRE_FORMAT
@@ -177,6 +178,13 @@ class ParameterAlgorithm(Algorithm):
 
     decentralized = True
     consensus: bool = True
+
+    def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the last exchange told, by name, for logs; of this rank, no collective. Empty if nothing is new."""
+        return {}
 
     @abstractmethod
     def bind(self, parameters: Collection[Parameter]) -> None:

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.base import Collective
 
 Policy = Callable[[str, Parameter], Codec]
 
@@ -59,6 +60,34 @@ class SmallExact:
             or any(fnmatchcase(name, pattern) for pattern in self.names)
         )
         return self.small if small else self.codec
+
+
+def check_codec(codec: Codec | Policy, collective: Collective) -> None:
+    """Raise with the cure unless it is a codec or a policy, whose codecs the collective can carry."""
+    if isinstance(codec, type) or not (isinstance(codec, Codec) or callable(codec)):
+        raise TypeError(
+            "codec is a Codec such as ringstrategy.Identity(), or a policy, a function (name, parameter) -> Codec, "
+            f"got {codec!r}"
+        )
+    for each in (codec,) if isinstance(codec, Codec) else getattr(codec, "codecs", ()):
+        collective.check(each)
+
+
+def check_feedback(error_feedback: bool | None) -> None:
+    """TypeError unless it is a choice."""
+    if error_feedback is not None and not isinstance(error_feedback, bool):
+        raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
+
+
+def codec_of(codec: Codec | Policy, collective: Collective, name: str, parameter: Parameter) -> Codec:
+    """The parameter's codec; TypeError if a policy gives none."""
+    if isinstance(codec, Codec):
+        return codec
+    chosen = codec(name, parameter)
+    if not isinstance(chosen, Codec):
+        raise TypeError(f"the policy gave {name} {chosen!r}, which is no Codec such as ringstrategy.Identity()")
+    collective.check(chosen)
+    return chosen
 
 
 def described(value: object) -> str:

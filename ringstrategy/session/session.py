@@ -120,6 +120,8 @@ class Session:
             self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
+        if self._parameters is not None:
+            self._parameters.attend(lambda: shared_buffers(self.module), lambda: self._optimizers)
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         if self.algorithm.uneven == "join":

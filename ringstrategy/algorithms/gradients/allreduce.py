@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.policy import Policy, described
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
@@ -58,13 +58,7 @@ class AllReduce(Synchronous):
     ) -> None:
         super().__init__(collective, bucket_mb, find_unused_parameters, local, on_nonfinite, uneven)
         self.codec = Identity() if codec is None else codec
-        if isinstance(self.codec, type) or not (isinstance(self.codec, Codec) or callable(self.codec)):
-            raise TypeError(
-                "codec is a Codec such as ringstrategy.Identity(), or a policy, a function (name, parameter) -> Codec, "
-                f"got {codec!r}"
-            )
-        if error_feedback is not None and not isinstance(error_feedback, bool):
-            raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
+        check_feedback(error_feedback)
         if residual_dtype not in _RESIDUAL_DTYPES:
             raise ValueError(f"residual_dtype is None, torch.bfloat16 or 'bfloat16', got {residual_dtype!r}")
         if codec_threads is not None and (type(codec_threads) is not int or codec_threads < 1):
@@ -72,8 +66,7 @@ class AllReduce(Synchronous):
                 "codec_threads is how many cores encode and decode: a whole number >= 1, or None for those that are "
                 f"free, got {codec_threads!r}"
             )
-        for each in (self.codec,) if isinstance(self.codec, Codec) else getattr(self.codec, "codecs", ()):
-            self.collective.check(each)
+        check_codec(self.codec, self.collective)
         self.error_feedback = error_feedback
         self.delivers = False  # lossless codecs get residuals too, and deliver what is loaded into them
         self.residual_dtype = _RESIDUAL_DTYPES[residual_dtype]
@@ -103,13 +96,7 @@ class AllReduce(Synchronous):
 
     def codec_of(self, name: str, parameter: Parameter) -> Codec:
         """The codec of the parameter's bucket; TypeError if a policy gives none."""
-        if isinstance(self.codec, Codec):
-            return self.codec
-        codec = self.codec(name, parameter)
-        if not isinstance(codec, Codec):
-            raise TypeError(f"the policy gave {name} {codec!r}, which is no Codec such as ringstrategy.Identity()")
-        self.collective.check(codec)
-        return codec
+        return codec_of(self.codec, self.collective, name, parameter)
 
     def feeds_back(self, codec: Codec) -> bool:
         """Do buckets of this codec keep residuals?"""

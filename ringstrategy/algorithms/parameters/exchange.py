@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.digests import Digests, differing
+from ringstrategy.algorithms.parameters.group import Vector, row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import cut, mean_
+from ringstrategy.collectives.base import Collective, cut, mean_
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
@@ -121,6 +123,32 @@ class Exchange:
         sources, targets = self.sources(topology, peers, step), _targets(topology, peers, step)
         arriving = {peer: torch.empty(1, dtype=torch.uint8, device=device) for peer in sources}
         peers.post(dict.fromkeys(targets, torch.zeros(1, dtype=torch.uint8, device=device)), arriving).wait()
+
+    def mean_(
+        self, flat: Tensor, peers: Peers, collective: Collective, codec: Codec, residual: Tensor | None, seed: int
+    ) -> None:
+        """Replace by the mean over all ranks, with the same bits on all of them, in the communication thread.
+
+        Args:
+            flat: this rank's values.
+            peers: all ranks.
+            collective: the schedule.
+            codec: how values travel.
+            residual: see `ringstrategy.collectives.base.mean_`, in the scale of the mean.
+            seed: everyone's.
+        """
+        flat /= peers.size
+        mean_(flat, peers, collective, codec, residual=residual, seed=seed)
+
+    def common(self, tensors: Sequence[Tensor], peers: Peers, where: str) -> Tensor:
+        """All their values in a row, in the dtype of sums: their mean over all ranks, if any differs between ranks.
+
+        The training thread waits.
+        """
+        row = row_of(tensors)
+        if differing(tensors, peers, Digests(), where):
+            self.average_(row, peers, where)
+        return row
 
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
         """Replace by the mean over all ranks, with the same bits on all of them; the training thread waits."""

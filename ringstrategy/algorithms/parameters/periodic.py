@@ -31,8 +31,8 @@ class Periodic(ParameterAlgorithm):
 
     Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.
 
-    Subclasses say what is exchanged (`group`, `begin`, `gather`, `meet`), what becomes of it (`apply`), and what
-    validation and checkpoints see (`seen`).
+    Subclasses say what is exchanged (`parts`, `group`, `begin`, `gather`, `meet`), what becomes of it (`apply`), and
+    what validation and checkpoints see (`seen`).
 
     Args:
         consensus: False: each rank validates, and ends with, its own parameters.
@@ -60,9 +60,12 @@ class Periodic(ParameterAlgorithm):
     def __repr__(self) -> str:
         """The arguments."""
         names = [name for name in inspect.signature(type(self).__init__).parameters if name != "self"]
-        values = ((name, getattr(self, name)) for name in names)
-        said = [f"{name}={described(value) if callable(value) else value}" for name, value in values]
-        return f"{type(self).__name__}({', '.join(said)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={self.argument(name)}' for name in names)})"
+
+    def argument(self, name: str) -> str:
+        """An argument's value in words, which ranks compare."""
+        value = getattr(self, name)
+        return described(value) if callable(value) else str(value)
 
     # What subclasses say
 
@@ -73,9 +76,9 @@ class Periodic(ParameterAlgorithm):
 
     @abstractmethod
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """A new group of these. The kernels for them are ready when this returns."""
+        """A new group of these, in the same order on all ranks. The kernels for them are ready when this returns."""
 
-    def fragments(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
         """The parameters of one optimizer as groups that are exchanged at different times; the same on all ranks."""
         return [dict(parameters)]
 
@@ -205,7 +208,7 @@ class Periodic(ParameterAlgorithm):
     @torch.no_grad()
     def _bind(self, wanted: Mapping[str, Parameter]) -> list[Group]:
         """The groups of these parameters. Ranks compare the members of new groups, which replace older ones."""
-        parts = self.fragments(wanted)
+        parts = self.parts(wanted)
         same = [group for group in self._groups if any(_equal(group.parameters, part) for part in parts)]
         if len(same) == len(parts):
             return same

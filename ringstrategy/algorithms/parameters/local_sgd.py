@@ -1,0 +1,396 @@
+"""Train apart and meet seldom: local SGD, DiLoCo and Streaming DiLoCo, through any codec."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.consensus import has_a_mean
+from ringstrategy.algorithms.parameters.fragments import cut_fragments
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
+from ringstrategy.algorithms.parameters.inner_states import average_states
+from ringstrategy.algorithms.parameters.outer import Outer, Shared, described_outer
+from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.base import Collective, sums_dtype
+from ringstrategy.collectives.by_size import BySize
+from ringstrategy.transport.agree import all_gather_floats
+from ringstrategy.transport.base import Peers
+
+_BESIDE = "beside"  # the vector of what is averaged exactly: squared norms, buffers
+_TRIAL = 8  # steps to each of the two exchanges by which an interval is chosen
+_MARGIN = 1.25  # an interval lasts so many times as long as the exchange that hides in it
+_LONGEST = 500  # interval that is chosen: the longest with which DiLoCo was published
+
+
+class LocalSGD(Periodic):
+    """Every rank trains alone for `interval` steps; then all agree on new shared parameters, and go on from there.
+
+    With Theta the shared parameters and theta a rank's own, an agreement averages the progress theta - Theta of all
+    ranks. Its negative is the outer gradient, by which the outer optimizer steps Theta (DiLoCo, Douillard et al. 2023);
+    without one, Theta becomes the mean of all ranks (local SGD, Stich 2018). Theta has the same bits on all ranks,
+    whatever the codec. What a codec loses is added to the progress of the next agreement.
+
+    Validation, test, checkpoints and what training returns see Theta as last agreed, with the mean of buffers. So
+    steps after the last agreement count only when the next one is due. A checkpoint also has a file of each rank, from
+    which the same number of ranks goes on bit for bit. Another number starts from Theta, with the outer optimizer's
+    state. Floating-point buffers, such as batch-norm statistics, are averaged at agreements.
+
+    Args:
+        interval: optimizer steps from one agreement to the next. More: fewer bytes, ranks drift further apart.
+            "auto": the shortest whose exchange hides behind computing. Two agreements, after 8 and 16 steps, measure
+            it. It needs `overlap=True`.
+        outer: makes the outer optimizer, such as `Nesterov()`, or `functools.partial(torch.optim.AdamW, lr=0.1)`. It
+            must compute the same bits on all ranks. None: Theta is the mean of all ranks.
+        codec: how progress travels; or a policy, see `AllReduce`. 4 bits are enough for it.
+        collective: by which it is averaged.
+        error_feedback: see `AllReduce`.
+        fragments: cut the model into so many parts of whole layers, each of which is exchanged at a time of its own
+            (Streaming DiLoCo, Douillard et al. 2025). More: the same bytes in smaller portions.
+        overlap: exchange while so many of the next steps are computed, at most `interval`, and use what came at their
+            end. True: during the whole interval. False: ranks wait.
+        blend: what becomes of a rank's own parameters when Theta comes. None: they keep the steps that they made
+            during the exchange, theta += Theta - (theta as it was sent). A number from 0 to 1: theta = blend theta +
+            (1 - blend) Theta, as in Streaming DiLoCo.
+        eager: with `overlap=True`, use a rank's own part of the outer gradient at once, and that of the others when it
+            comes (Kale et al. 2025). Costs memory for one more Theta and outer optimizer.
+        warmup_steps: at first, agree exactly on the mean at each of so many steps (post-local SGD, Lin et al. 2018).
+        average_optimizer: also average the inner optimizers' state at each agreement, exactly; all ranks wait for it.
+        unit: "step", or "epoch": the interval counts epochs.
+        consensus: False: each rank validates, and ends with, its own parameters.
+        local: see `Synchronous`.
+        uneven: see `Algorithm`. With "join" a rank without data takes part in agreements, and does not step.
+    """
+
+    def __init__(
+        self,
+        interval: int | Literal["auto"] = 16,
+        outer: Outer | None = None,
+        codec: Codec | Policy | None = None,
+        collective: Collective | None = None,
+        error_feedback: bool | None = None,
+        fragments: int = 1,
+        overlap: bool | int = False,
+        blend: float | None = None,
+        eager: bool = False,
+        warmup_steps: int = 0,
+        average_optimizer: bool = False,
+        unit: Unit = "step",
+        consensus: bool = True,
+        local: Local | None = None,
+        uneven: str = "error",
+    ) -> None:
+        super().__init__(consensus, local, uneven)
+        self.codec = Identity() if codec is None else codec
+        self.collective = BySize() if collective is None else collective
+        if not isinstance(self.collective, Collective):
+            raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
+        check_codec(self.codec, self.collective)
+        check_feedback(error_feedback)
+        self._outer_text = described_outer(outer)
+        if interval == "auto" and (overlap is not True or unit != "step"):
+            raise ValueError(
+                "interval='auto' is the shortest whose exchange hides behind computing: add overlap=True and "
+                f"unit='step', got overlap={overlap!r}, unit={unit!r}"
+            )
+        Schedule(_TRIAL if interval == "auto" else interval, overlap, unit)  # refuses what these cannot be
+        for name, number, least in (("fragments", fragments, 1), ("warmup_steps", warmup_steps, 0)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < least:
+                raise ValueError(f"{name} is a whole number >= {least}, got {number!r}")
+        if isinstance(interval, int) and fragments > interval:
+            raise ValueError(
+                f"fragments={fragments} cannot each have an exchange in interval={interval}: take at most as many"
+            )
+        if blend is not None and (isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend <= 1):
+            raise ValueError(f"blend is None or a number from 0 to 1, got {blend!r}")
+        for name, flag in (("eager", eager), ("average_optimizer", average_optimizer)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} is True or False, got {flag!r}")
+        if eager and (overlap is not True or blend is not None):
+            raise ValueError("eager=True is for overlap=True with blend=None: a rank goes on from its own outer step")
+        if warmup_steps and unit != "step":
+            raise ValueError("warmup_steps count steps: pass unit='step'")
+        self.interval, self.outer, self.error_feedback, self.fragments = interval, outer, error_feedback, fragments
+        self.overlap, self.blend, self.eager, self.unit = overlap, blend, eager, unit
+        self.warmup_steps, self.average_optimizer = warmup_steps, average_optimizer
+        self._chosen: int | None = None  # interval="auto"
+        self._began = self._waited = 0.0  # the second trial, seconds
+        self._said: list[str] = []
+        self._metrics: dict[str, float] = {}
+
+        self._shared: dict[Flat, Shared] = {}
+        self._anchors: dict[Flat, Shared] = {}  # from which this rank goes on, if eager
+        self._saved: dict[str, Mapping[str, Any]] = {}  # of a checkpoint, for groups that are not bound yet
+        self._saved_anchors: dict[str, Mapping[str, Any]] = {}
+        self._buffers: Callable[[], Sequence[Tensor]] = tuple
+        self._optimizers: Callable[[], Sequence[Optimizer]] = tuple
+
+    def argument(self, name: str) -> str:
+        """See `Periodic.argument`."""
+        return self._outer_text if name == "outer" else super().argument(name)
+
+    # When
+
+    @property
+    def schedule(self) -> Schedule:
+        """See `Periodic.schedule`."""
+        if self.interval != "auto":
+            return Schedule(self.interval, self.overlap, self.unit, self.warmup_steps)
+        if self._chosen is None:
+            return Schedule(_TRIAL, False, self.unit, self.warmup_steps)
+        return Schedule(self._chosen, True, self.unit, self.warmup_steps + 2 * _TRIAL)
+
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """See `Algorithm.after_step`."""
+        super().after_step(parameters, stepped)
+        if self.interval == "auto" and self._chosen is None:
+            self._choose()
+
+    def _choose(self) -> None:
+        """After the second trial of all groups: the shortest interval whose exchange hides; the same on all ranks."""
+        turns = [group.turns - self.warmup_steps for group in self._groups]
+        if turns and turns[0] == _TRIAL and self._began == 0.0:
+            self._began, self._waited = time.perf_counter(), self._exposed()
+        if not turns or min(turns) < 2 * _TRIAL or self._began == 0.0:
+            return
+        assert self._peers is not None
+        exchange = self._exposed() - self._waited
+        compute = (time.perf_counter() - self._began - exchange) / _TRIAL
+        measured = all_gather_floats(self._peers, [exchange, compute])
+        slowest, fastest = max(row[0] for row in measured), min(row[1] for row in measured)
+        needed = math.ceil(_MARGIN * slowest / max(fastest, 1e-9))
+        self._chosen = min(max(needed, self.fragments), _LONGEST)
+        self._said.append(
+            f"LocalSGD(interval='auto') takes interval={self._chosen}: an exchange took {slowest:.3g} s and a step "
+            f"{fastest:.3g} s"
+        )
+
+    def _exposed(self) -> float:
+        assert self._peers is not None
+        return self._peers.stats.exposed_seconds
+
+    def news(self) -> list[str]:
+        """See `Algorithm.news`."""
+        said, self._said = self._said, []
+        return said
+
+    def _is_plain(self, group: Group) -> bool:
+        """Is this turn one of the exact start?"""
+        return group.turns <= self.warmup_steps
+
+    # What
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        self._shared, self._anchors, self._saved, self._saved_anchors = {}, {}, {}, {}
+        self._metrics = {}
+        super().setup(parameters, peers, sparse=sparse)
+
+    def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+        """See `ParameterAlgorithm.attend`."""
+        self._buffers, self._optimizers = buffers, optimizers
+
+    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+        """See `Periodic.parts`."""
+        return cut_fragments(parameters, self.fragments)
+
+    def group(self, parameters: Mapping[str, Parameter]) -> Group:
+        """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have."""
+        assert self._peers is not None
+        group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
+        for flat in group.flats:
+            warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
+            shared = self._shared[flat] = Shared(flat, self.outer)
+            if not shared.load_state_dict(self._saved):
+                shared.values.copy_(self.exchange.common(flat.parameters, self._peers, "for the shared parameters"))
+            if self.eager:
+                anchor = self._anchors[flat] = Shared(flat, self.outer)
+                if not anchor.load_state_dict(self._saved_anchors):
+                    anchor.load_state_dict(shared.state_dict())
+        return group
+
+    def begin(self, group: Group) -> None:
+        """Nothing was lost so far, and nothing sent."""
+        for flat in group.flats:
+            for kind in self._kinds(flat):
+                flat.memory[kind] = torch.zeros_like(flat.correction)
+
+    def _kinds(self, flat: Flat) -> list[str]:
+        """What is kept for a flat: what its codec lost; what this rank sent, and the others did, if that is needed."""
+        feedback = flat.codec.error_feedback if self.error_feedback is None else self.error_feedback
+        kinds = ["residual"] if feedback and not flat.codec.lossless else []
+        if self.eager:
+            kinds.append("own")
+        elif self.overlap and self.blend is None:
+            kinds.append("sent")
+        return kinds
+
+    def gather(self, group: Group) -> None:
+        """The progress since the last agreement; beside it its squared norm, and buffers."""
+        squares = torch.zeros(self.exchange.ranks, dtype=torch.float64)
+        for flat in group.flats:
+            origin = self._anchors[flat] if self.eager else self._shared[flat]
+            flat.gather_sum(origin.values, -1.0, into=flat.correction)
+            squares += torch.linalg.vector_norm(self._rows(flat), dim=1).double().square().cpu()
+            if self.eager and not self._is_plain(group):
+                self._step_alone(flat)
+            elif "sent" in flat.memory:
+                flat.gather(into=flat.memory["sent"])
+        if group.place[0] == 0:
+            self._gather_beside(group, squares)
+
+    def _step_alone(self, flat: Flat) -> None:
+        """Go on from an outer step by this rank's own progress now, and the others' of the last agreement."""
+        assert self._peers is not None
+        own, anchor, share = flat.memory["own"], self._anchors[flat], 1.0 / self._peers.size
+        anchor.step(own.add_(flat.correction, alpha=share))  # it held the others' part
+        flat.write(anchor.values)
+        torch.mul(flat.correction, share, out=own)
+
+    def _gather_beside(self, group: Group, squares: Tensor) -> None:
+        buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
+        values = squares.to(group.flats[0].device)
+        if buffers:
+            values = torch.cat([values, *(buffer.detach().reshape(-1).double() for buffer in buffers)])
+        beside = group.others.get(_BESIDE)
+        if beside is None or beside.numel != values.numel():
+            beside = group.others[_BESIDE] = Vector(values.numel(), values.dtype, values.device)
+        beside.values.copy_(values)
+        beside.correction.copy_(values)
+
+    def meet(self, group: Group, peers: Peers, number: int) -> None:
+        """Average the progress, and exactly what is beside it."""
+        plain = self._is_plain(group)
+        for place, flat in enumerate(group.flats):
+            codec, seed = Identity() if plain else flat.codec, derive_seed(group.seed, number, place)
+            self.exchange.mean_(flat.correction, peers, self.collective, codec, flat.memory.get("residual"), seed)
+        for vector in group.others.values():
+            self.exchange.mean_(vector.correction, peers, BySize(), Identity(), None, 0)
+
+    def apply(self, group: Group) -> None:
+        """Step Theta, and take it over."""
+        plain, waited = self._is_plain(group), self.schedule.waits(group.turns, group.place)
+        squares = 0.0
+        for flat in group.flats:
+            squares += float(torch.linalg.vector_norm(self._rows(flat)[0])) ** 2
+            shared = self._shared[flat]
+            if self.eager and not plain:
+                own = flat.memory["own"]
+                torch.sub(flat.correction, own, out=own)
+            shared.step(flat.correction, plain=plain)
+            if plain and self.eager:
+                self._anchors[flat].values.copy_(shared.values)
+            if plain or (waited and self.blend is None and not self.eager):
+                flat.write(shared.values)
+            elif self.blend is not None:
+                flat.blend(shared.values, self.blend)
+            elif not self.eager:
+                flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
+        if group.place[0] == 0:
+            self._apply_beside(group, squares, waited=waited)
+        if self.average_optimizer:
+            assert self._peers is not None
+            average_states(group.parameters, self._optimizers(), self.exchange, self._peers)
+
+    def _apply_beside(self, group: Group, squares: float, *, waited: bool) -> None:
+        assert self._peers is not None
+        beside, ranks, size = group.others[_BESIDE], self.exchange.ranks, self._peers.size
+        mean_square = float(beside.correction[:ranks].mean())
+        alike = squares / mean_square if mean_square else 1.0  # 1 / size: at right angles; 1: all the same
+        self._metrics = {
+            "outer_gradient_norm": math.sqrt(squares),
+            "direction_agreement": (size * alike - 1) / (size - 1),
+        }
+        buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
+        if sum(buffer.numel() for buffer in buffers) != beside.numel - ranks:
+            return  # others than were sent
+        rows = (cut_like(row[ranks:], buffers) for row in (beside.values, beside.correction))
+        for buffer, sent, mean in zip(buffers, *rows, strict=True):
+            buffer.copy_(mean if waited else buffer + (mean - sent))
+
+    def _rows(self, flat: Flat) -> Tensor:
+        """What is exchanged, a row for each rank that lies in it."""
+        return flat.correction.view(self.exchange.ranks, -1)
+
+    def metrics(self) -> dict[str, float]:
+        """The norm of the last outer gradient (of the first fragment), and how far the ranks' directions agree.
+
+        1: all ranks went the same way. 0: at right angles to each other, as by noise alone.
+        """
+        metrics, self._metrics = self._metrics, {}
+        return metrics
+
+    def rehearse(self, group: Group, peers: Peers) -> None:
+        """See `Periodic.rehearse`."""
+
+        def work() -> None:
+            for flat in group.flats:
+                zeros = torch.zeros_like(flat.correction)
+                residual = torch.zeros_like(zeros) if "residual" in flat.memory else None
+                self.exchange.mean_(zeros, peers, self.collective, flat.codec, residual, group.seed)
+
+        with peers.stats.probe():
+            peers.submit(work, "while setting up").wait()
+
+    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
+        """Theta; or the mean of all ranks, where the parameters hold other values."""
+        if replaced:
+            assert self._view is not None
+            return self._view.means(group, row_of_parameters)
+        return [(flat, self._shared[flat].values) for flat in group.flats]
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Algorithm.state_dict`: also Theta, the outer optimizer's state, and the interval that was chosen."""
+        shared = self._saved | _states(self._shared, self._groups)
+        return {**super().state_dict(), "shared": shared, "interval": self._chosen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Algorithm.load_state_dict`."""
+        super().load_state_dict(state)
+        self._shared, self._anchors = {}, {}
+        self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
+
+    @property
+    def keeper(self) -> str:
+        """What is kept depends on these."""
+        how = "eager" if self.eager else f"overlap={bool(self.overlap)}, blend={self.blend}"
+        return f"{super().keeper} with codec={self.argument('codec')}, error_feedback={self.error_feedback}, {how}"
+
+    def own_state(self) -> dict[str, Any]:
+        """See `ParameterAlgorithm.own_state`: if eager, also the shared parameters as this rank goes on from them."""
+        return {**super().own_state(), "anchors": self._saved_anchors | _states(self._anchors, self._groups)}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> bool:
+        """See `ParameterAlgorithm.load_own_state`."""
+        mine = super().load_own_state(state)
+        self._saved_anchors = dict(state["anchors"]) if mine else {}
+        return mine
+
+    def close(self) -> None:
+        """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
+        self._saved = self.state_dict()["shared"]
+        super().close()
+        self._shared, self._anchors = {}, {}
+        self._buffers = self._optimizers = tuple
+
+
+def _states(by_flat: Mapping[Flat, Shared], groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
+    """By parameter name."""
+    states: dict[str, Mapping[str, Any]] = {}
+    for group in groups:
+        for flat in group.flats if by_flat else ():
+            states |= by_flat[flat].state_dict()
+    return states
