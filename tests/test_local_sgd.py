@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
-from torch import Tensor, nn
+from torch import nn
 
-from ringstrategy import BlockInt, Direct, Gaussian, Identity, LocalSGD, Nesterov, Rotated, SmallExact
+from ringstrategy import LocalSGD, Nesterov
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
-from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.transport.connect import connect
 
 pytestmark = pytest.mark.timeout(120)
