@@ -14,7 +14,21 @@ from pool import Pool
 from test_gossip import directed
 from torch import Tensor, nn
 
-from ringstrategy import BlockInt, Cast, Choco, Gaussian, Gossip, PushSum, Rotated
+from ringstrategy import (
+    BlockInt,
+    Cast,
+    Choco,
+    Codec,
+    Direct,
+    Gaussian,
+    Gossip,
+    Identity,
+    LocalSGD,
+    Nesterov,
+    PushSum,
+    Rotated,
+    SmallExact,
+)
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.simulator import __main__ as report
@@ -39,7 +53,7 @@ def change(values: Tensor, rank: int | slice) -> Tensor:
     return (values - b[rank]) * a[rank] / -4
 
 
-def really(algorithm: Decentralized) -> tuple[np.ndarray, np.ndarray, int]:
+def really(algorithm: Decentralized | LocalSGD) -> tuple[np.ndarray, np.ndarray, int]:
     """This rank's parameters after all steps, the mean it saw, and the bytes it sent for all mixings but the first."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     peers = connect(torch.device("cpu"), timedelta(seconds=30))
@@ -47,6 +61,8 @@ def really(algorithm: Decentralized) -> tuple[np.ndarray, np.ndarray, int]:
     parameter = nn.Parameter(start()[peers.rank])
     try:
         algorithm.setup({NAME: parameter}, peers)
+        if isinstance(algorithm, LocalSGD):
+            algorithm.bind({parameter})
         for step in range(STEPS):
             parameter.data += change(parameter.data, peers.rank)
             algorithm.after_step({parameter})
@@ -77,10 +93,14 @@ def really(algorithm: Decentralized) -> tuple[np.ndarray, np.ndarray, int]:
         # gain times a weight is 1/4, so that fused multiply-adds change no bit, and no rounding turns
         Choco(RingGraph(), BlockInt(8, block=16), gain=0.75),
         Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.75, overlap=False),
+        LocalSGD(3),
+        LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(4, block=16), Direct(segments=1), overlap=2),
+        LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True, eager=True),
     ],
     ids=str,
 )
-def test_it_does_what_real_processes_do(ranks: Pool, algorithm: Decentralized) -> None:
+def test_it_does_what_real_processes_do(ranks: Pool, algorithm: Decentralized | LocalSGD) -> None:
+    assert isinstance(algorithm.interval, int)
     simulation, first = Simulation(algorithm, start()), 0.0
     for step in range(STEPS):
         simulation.step(change(simulation.values, slice(None)))
@@ -93,6 +113,26 @@ def test_it_does_what_real_processes_do(ranks: Pool, algorithm: Decentralized) -
         np.testing.assert_allclose(mean.numpy(), seen, rtol=0, atol=1e-6)
     assert simulation.bytes_sent - first == np.mean([sent for _, _, sent in real]) > 0
     assert simulation.consensus_distance() > 1e-3
+
+
+@pytest.mark.parametrize("codec", [Identity(), Rotated(Gaussian(4))], ids=str)
+def test_a_thousand_ranks_that_meet_seldom_share_parameters_and_learn(codec: Codec) -> None:
+    problem = Quadratic(1000, dim=256, unequal=1.0)
+    seldom = train(LocalSGD(16, Nesterov(0.7, 0.5), codec, Direct(), fragments=1, overlap=4), problem, 0.1, 400)
+    always = train(None, problem, 0.1, 400)
+    assert seldom.losses[-1] < 0.02
+    assert seldom.losses[-1] < 20 * always.losses[-1]
+    assert seldom.bytes_sent[-1] < always.bytes_sent[-1] / (15 if codec == Identity() else 100)
+    simulation = Simulation(LocalSGD(2, Nesterov(), codec, Direct()), torch.zeros(1000, 256))
+    for step in range(4):
+        simulation.step(-0.1 * problem.gradient(simulation.values, step))
+    assert (simulation.values == simulation.values[0]).all()
+    assert simulation.values[0].abs().max() > 0.1
+
+
+def test_a_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="pass one codec"):
+        Simulation(LocalSGD(codec=SmallExact(BlockInt(8))), torch.zeros(4, 256))
 
 
 def test_what_people_see_without_a_mixing_is_the_mean_too() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ringstrategy.algorithms import Choco, Gossip, PushSum
+from ringstrategy.algorithms import Choco, Gossip, LocalSGD, PushSum
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text_table import text_table
@@ -73,7 +73,7 @@ class Curve:
     distance: float  # of a rank's parameter from the mean at the end, root of the mean square
 
 
-def train(algorithm: Decentralized | None, problem: Problem, rate: float, rounds: int) -> Curve:
+def train(algorithm: Decentralized | LocalSGD | None, problem: Problem, rate: float, rounds: int) -> Curve:
     """SGD from zeros, with each rank's gradient at its own parameters; no algorithm: exact all-reduce."""
     start = torch.zeros(problem.size, problem.dim)
     ranks = AllReduced(start) if algorithm is None else Simulation(algorithm, start)
@@ -101,7 +101,7 @@ def topologies(size: int) -> dict[str, Topology]:
     return {type(topology).__name__: topology for topology in TOPOLOGIES if size <= _MOST.get(topology, size)}
 
 
-def algorithms(size: int) -> dict[str, Decentralized | None]:
+def algorithms(size: int) -> dict[str, Decentralized | LocalSGD | None]:
     """What trains, by name."""
     ring = RingGraph()
     return {

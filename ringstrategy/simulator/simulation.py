@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -11,7 +12,10 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
-from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.group import Vector, row_of
+from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.collectives.base import Collective, cut
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
 from ringstrategy.transport.worker import Task
@@ -50,6 +54,49 @@ class AllInOne(Exchange):
             correction.addcmul_(seen, _surplus(topology, self.ranks, when).to(seen.dtype), value=gain)
         sent = sum(len(sources) for _, _, sources in terms) * codec.nbytes(seen.shape[1], piece.values.dtype)
         peers.stats.count(sent, sent)
+
+    def mean_(
+        self, flat: Tensor, peers: Peers, collective: Collective, codec: Codec, residual: Tensor | None, seed: int
+    ) -> None:
+        """See `Exchange.mean_`: as `Direct` does it, whatever the collective."""
+        ranks, rows = self.ranks, flat.view(self.ranks, -1)
+        rows /= ranks
+        sent = 2 * (ranks - 1) * codec.nbytes(rows.shape[1], flat.dtype)
+        peers.stats.count(sent, sent)
+        if codec.lossless:
+            if residual is not None:
+                flat.add_(residual)
+                residual.zero_()
+            rows.copy_(rows.double().sum(0).to(rows.dtype).expand_as(rows))
+            return
+        # each rank owns a part, of which it encodes the sum instead of its own values
+        owners = cut(0, rows.shape[1], ranks, codec.block)
+        kept = torch.zeros_like(flat) if residual is None else residual
+        held = zip(rows, kept.view(ranks, -1), owners, strict=True)
+        own = [row[begin:end] + rest[begin:end] for row, rest, (begin, end) in held]
+        self._encode(flat, flat, codec, kept, seed)
+        for row, rest, (begin, end), part in zip(rows, kept.view(ranks, -1), owners, own, strict=True):
+            row[begin:end] = part
+            rest[begin:end] = 0
+        total = rows.sum(0)
+        lost = torch.zeros_like(total)
+        self._encode(total, total, codec, lost, derive_seed(seed, ranks))
+        for rest, (begin, end) in zip(kept.view(ranks, -1), owners, strict=True):
+            rest[begin:end] = lost[begin:end]
+        rows.copy_(total.expand_as(rows))
+
+    @staticmethod
+    def _encode(values: Tensor, out: Tensor, codec: Codec, residual: Tensor, seed: int) -> None:
+        """Write what others decode of values + residual to `out`; the residual becomes what is lost."""
+        wire = torch.empty(codec.nbytes(values.numel(), values.dtype), dtype=torch.uint8)
+        codec.hop([], values.clone(), wire, residual=residual, lost=residual, seed=seed, own_seed=seed)
+        codec.deliver(wire, out, seed=seed)
+
+    def common(self, tensors: Sequence[Tensor], peers: Peers, where: str) -> Tensor:
+        """See `Exchange.common`."""
+        row = row_of(tensors)
+        self.average_(row, peers, where)
+        return row
 
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
         """See `Exchange.average_`."""
@@ -111,7 +158,7 @@ class _Everyone(Peers):
 
 
 class Simulation:
-    """A decentralized algorithm among `size` ranks, whose parameters are the rows of one tensor.
+    """An algorithm that averages parameters among `size` ranks, whose parameters are the rows of one tensor.
 
     Args:
         algorithm: copied.
@@ -122,8 +169,10 @@ class Simulation:
         bytes_sent: by a rank in all mixings so far, on average over the ranks.
     """
 
-    def __init__(self, algorithm: Decentralized, start: Tensor) -> None:
+    def __init__(self, algorithm: Decentralized | LocalSGD, start: Tensor) -> None:
         size, dim = start.shape
+        if not isinstance(algorithm.codec, Codec):
+            raise ValueError(f"a simulated model is one parameter: pass one codec, not the policy {algorithm.codec}")
         if dim % algorithm.codec.block:
             raise ValueError(
                 f"{dim} values a rank are not whole blocks of {algorithm.codec}, so blocks would run over ranks: "
@@ -134,6 +183,8 @@ class Simulation:
         self._peers = _Everyone(0, size)
         self._parameter = Parameter(start.clone())
         self.algorithm.setup({NAME: self._parameter}, self._peers)
+        if isinstance(algorithm, LocalSGD):
+            self.algorithm.bind({self._parameter})  # the shared parameters are those of the start
 
     @property
     def values(self) -> Tensor:
