@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from pool import Pool
-from torch import nn
+from rank_files import rank_state
+from test_strategy import Net, fit, net, rows, same_everywhere, trainer_with
+from torch import Tensor, nn
 
-from ringstrategy import LocalSGD, Nesterov
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Codec,
+    Direct,
+    Gaussian,
+    Identity,
+    LocalSGD,
+    Nesterov,
+    Peers,
+    PlanMismatchError,
+    Ring,
+    RingStrategy,
+    Rotated,
+    Sign,
+    SmallExact,
+    TopK,
+)
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
+from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.transport.connect import connect
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,13 +73,22 @@ def arrays_of(parameters: Mapping[str, nn.Parameter]) -> Arrays:
     return {name: parameter.detach().numpy().copy() for name, parameter in parameters.items()}
 
 
-def run(algorithm: LocalSGD, steps: int) -> tuple[Arrays, Arrays, list[Arrays]]:
-    """This rank's parameters at the end, Theta as validation sees it then, and Theta after each step."""
+@contextmanager
+def process_group() -> Iterator[Peers]:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     peers = connect(torch.device("cpu"), timedelta(seconds=30))
+    try:
+        yield peers
+    finally:
+        peers.close()
+        dist.destroy_process_group()
+
+
+def run(algorithm: LocalSGD, steps: int) -> tuple[Arrays, Arrays, list[Arrays]]:
+    """This rank's parameters at the end, Theta as validation sees it then, and Theta after each step."""
     parameters = {name: nn.Parameter(torch.tensor(values)) for name, values in start().items()}
     thetas = []
-    try:
+    with process_group() as peers:
         algorithm.setup(parameters, peers)
         algorithm.bind(set(parameters.values()))
         for step in range(steps):
@@ -67,11 +103,8 @@ def run(algorithm: LocalSGD, steps: int) -> tuple[Arrays, Arrays, list[Arrays]]:
         seen = arrays_of(parameters)
         algorithm.leave_consensus()
         assert all(np.array_equal(own[name], again) for name, again in arrays_of(parameters).items())
-        return own, seen, thetas
-    finally:
         algorithm.close()
-        peers.close()
-        dist.destroy_process_group()
+        return own, seen, thetas
 
 
 def theta_of(algorithm: LocalSGD) -> Arrays:
@@ -199,3 +232,317 @@ def test_three_ranks_agree_with_a_numpy_twin(ranks: Pool, name: str) -> None:
 def test_ranks_agree_with_a_numpy_twin(ranks: Pool, size: int) -> None:
     for name in ALGORITHMS:
         compare(ranks, size, name)
+
+
+# What the codec does to it
+
+
+def _lossy(codec: Codec | SmallExact, steps: int) -> list[Arrays]:
+    return run(LocalSGD(4, Nesterov(), codec, Direct(), fragments=2, overlap=2), steps)[2]
+
+
+@pytest.mark.parametrize("codec", [Rotated(Gaussian(4)), SmallExact(BlockInt(4), below=16), Sign()], ids=str)
+def test_the_shared_parameters_have_the_same_bits_whatever_the_codec(ranks: Pool, codec: Codec | SmallExact) -> None:
+    exact = ranks(3, _lossy, Identity(), 24)[0]
+    found = ranks(3, _lossy, codec, 24)
+    for step in range(24):
+        for name in SHAPES:
+            for rank in (1, 2):
+                np.testing.assert_array_equal(found[rank][step][name], found[0][step][name])
+    moved = np.abs(exact[-1]["embed.weight"] - start()["embed.weight"]).mean()
+    apart = np.abs(exact[-1]["embed.weight"] - found[0][-1]["embed.weight"]).mean()
+    assert 0 < apart < (0.8 if codec == Sign() else 0.2) * moved
+
+
+def _losing(feedback: bool) -> np.ndarray:
+    """How far Theta moved when the same small progress is made again and again beside a large one."""
+    with process_group() as peers:
+        parameter = nn.Parameter(torch.zeros(256))
+        algorithm = LocalSGD(1, codec=BlockInt(4), collective=Direct(), error_feedback=feedback)
+        algorithm.setup({"weight": parameter}, peers)
+        algorithm.bind({parameter})
+        change = torch.full((256,), 0.01 * (1 + peers.rank))
+        change[0] = 1.0 if peers.rank else -1.0
+        for _ in range(100):
+            parameter.data += change
+            algorithm.after_step({parameter})
+        moved = parameter.detach().numpy().copy()
+        algorithm.close()
+        return moved
+
+
+def test_what_a_codec_lost_is_sent_later(ranks: Pool) -> None:
+    [fed, _], [lost, _] = ranks(2, _losing, True), ranks(2, _losing, False)
+    np.testing.assert_allclose(fed[1:], 1.5, atol=0.1)
+    assert np.abs(lost[1:] - 1.5).min() > 0.4, "so small a progress is rounded to nothing"
+
+
+# Fragments and schedules
+
+
+def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
+    def model(layers: int, embedding: int) -> dict[str, nn.Parameter]:
+        shapes = {"embed.weight": (embedding, 8), "norm.weight": (8,)}
+        for layer in range(layers):
+            shapes |= {f"blocks.{layer}.up.weight": (32, 8), f"blocks.{layer}.down.weight": (8, 32)}
+        return {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+
+    def layers_of(part: Mapping[str, nn.Parameter]) -> list[str]:
+        return sorted({name.split(".")[1] for name in part if name.startswith("blocks")})
+
+    parts = cut_fragments(model(6, 200), 4)
+    assert list(parts[0]) == ["embed.weight"]
+    assert [layers_of(part) for part in parts[1:]] == [["2", "5"], ["0", "3"], ["1", "4"]], "strided"
+    assert sum(map(len, parts)) == 14
+    sizes = [sum(p.numel() for p in part.values()) for part in cut_fragments(model(9, 1), 3)]
+    assert max(sizes) - min(sizes) <= 2 * 32 * 8
+    assert len(cut_fragments(model(9, 1), 1)) == 1
+    assert len(cut_fragments({"weight": nn.Parameter(torch.empty(3))}, 4)) == 1
+
+
+def test_each_fragment_is_exchanged_once_an_interval_at_a_time_of_its_own() -> None:
+    schedule = Schedule(8, 3, "step", start=2)
+    for place, turns in ((0, [4, 12, 20]), (1, [7, 15, 23]), (2, [10, 18])):
+        assert [t for t in range(3, 25) if schedule.mixes(t, (place, 3))] == turns
+        assert [t for t in range(3, 25) if schedule.applies(t, (place, 3))] == sorted(
+            {*turns, *(t + 3 for t in turns if t + 3 < 25), *((t - 5) for t in turns if t - 5 > 2)}
+        )
+    assert all(schedule.mixes(t) and schedule.waits(t) for t in (1, 2))
+    assert not schedule.waits(4, (0, 3))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cure"),
+    [
+        ({"interval": 0}, "at least 1"),
+        ({"interval": "auto"}, "add overlap=True"),
+        ({"interval": 4, "fragments": 5}, "take at most as many"),
+        ({"fragments": 0}, "whole number >= 1"),
+        ({"warmup_steps": -1}, "whole number >= 0"),
+        ({"warmup_steps": 3, "unit": "epoch"}, "unit='step'"),
+        ({"overlap": 99}, "1 to interval"),
+        ({"blend": 1.5}, "from 0 to 1"),
+        ({"eager": True}, "overlap=True with blend=None"),
+        ({"codec": TopK(), "collective": Ring()}, "Direct"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_right_is_a_value_error(arguments: dict[str, Any], cure: str) -> None:
+    with pytest.raises(ValueError, match=cure):
+        LocalSGD(**arguments)
+
+
+@pytest.mark.parametrize("outer", [0.7, Nesterov, lambda parameters: None], ids=["number", "class", "nothing"])
+def test_an_outer_that_makes_no_optimizer_is_a_type_error(outer: Any) -> None:
+    with pytest.raises(TypeError, match="outer makes an optimizer"):
+        LocalSGD(outer=outer)
+    assert "SGD(" in repr(LocalSGD(outer=torch.optim.SGD))  # whose lr has a default
+
+
+@pytest.mark.parametrize("arguments", [{"lr": 0}, {"lr": True}, {"momentum": 1.0}, {"momentum": -0.1}], ids=str)
+def test_a_nesterov_that_cannot_be_right_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="is a number"):
+        Nesterov(**arguments)
+
+
+def test_nesterov_is_that_of_torch() -> None:
+    ours, torchs = (nn.Parameter(torch.linspace(-1, 1, 7)) for _ in range(2))
+    one, other = Nesterov(0.3, 0.8)([ours]), torch.optim.SGD([torchs], lr=0.3, momentum=0.8, nesterov=True)
+    for step in range(5):
+        for parameter, optimizer in ((ours, one), (torchs, other)):
+            parameter.grad = torch.sin(parameter.detach() + step)
+            optimizer.step()
+    torch.testing.assert_close(ours, torchs)
+    assert (ours - torch.linspace(-1, 1, 7)).abs().max() > 0.1
+
+
+def _differs(rank_lr: list[float]) -> str:
+    with process_group() as peers:
+        algorithm = LocalSGD(outer=Nesterov(rank_lr[peers.rank]))
+        with pytest.raises(PlanMismatchError) as raised:
+            algorithm.setup({"weight": nn.Parameter(torch.zeros(3))}, peers)
+        algorithm.close()
+        return str(raised.value)
+
+
+def test_ranks_with_other_outer_optimizers_are_told(ranks: Pool) -> None:
+    for told in ranks(2, _differs, [0.7, 0.5]):
+        assert "lr=0.7" in told and "lr=0.5" in told  # noqa: PT018
+
+
+# Under a trainer
+
+
+class Watch(Callback):
+    """The parameters and buffers at each validation."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+        self.own: list[Tensor] = []
+
+    def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.seen.append(row(pl_module))
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.own.append(row(pl_module))
+
+
+def row(module: nn.Module) -> Tensor:
+    floats = [value for value in module.state_dict().values() if value.is_floating_point()]
+    return torch.cat([value.detach().reshape(-1) for value in floats])
+
+
+def normed() -> Net:
+    return net(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Tanh(), nn.Linear(17, 3))
+
+
+def _validates(algorithm: LocalSGD) -> tuple[list[bool], list[bool], bool, float]:
+    watch, model = Watch(), normed()
+    trainer = trainer_with(RingStrategy(algorithm), callbacks=[watch], val_check_interval=2, max_epochs=4)
+    trainer.fit(model, rows(96), rows(24))
+    assert isinstance(trainer.strategy, RingStrategy)
+    assert (trainer.strategy.stats.bytes_sent or 0) > 0
+    loss = float(trainer.callback_metrics["loss"])
+    return (
+        [same_everywhere(s) for s in watch.seen],
+        [same_everywhere(s) for s in watch.own],
+        same_everywhere(row(model)),
+        loss,
+    )
+
+
+def test_validation_and_the_end_see_the_shared_parameters_and_the_mean_of_buffers(ranks: Pool) -> None:
+    for seen, own, end, loss in ranks(3, _validates, LocalSGD(3, Nesterov(0.7, 0.3), overlap=1)):
+        assert len(seen) > 3
+        assert all(seen)
+        assert not any(own)
+        assert end
+        assert loss < 1.5
+    for _, own, _, _ in ranks(3, _validates, LocalSGD(3, average_optimizer=True)):
+        assert own[2::3] == [True] * len(own[2::3]), "buffers too are the same after an agreement"
+        assert not any(own[0::3])
+
+
+def _resume(folder: str, algorithm: LocalSGD) -> None:
+    """Four epochs, saved after the second: does a second run from there end alike?"""
+    options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
+    first = normed()
+    fit(RingStrategy(algorithm), first, callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], **options)
+    path = f"{folder}/epoch=1.ckpt"
+    saved = torch.load(path, weights_only=True)
+    second = normed()
+    again = fit(RingStrategy(algorithm), second, ckpt_path=path, **{**options, "enable_checkpointing": False})
+    assert again.global_step == again.num_training_batches * 4
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name]), name
+    own = rank_state(path, again.global_rank)["own"]["checkpoint"]["state_dict"]
+    shared = saved["ringstrategy"]["algorithm"]["shared"]
+    for name, kept in shared.items():
+        assert torch.equal(saved["state_dict"][name], kept["values"])
+        assert not torch.equal(saved["state_dict"][name], own[name])
+        assert same_everywhere(kept["values"])
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        LocalSGD(3, Nesterov(), SmallExact(BlockInt(4)), Direct(), fragments=2, overlap=2, consensus=False),
+        LocalSGD(5, Nesterov(), overlap=True, eager=True, consensus=False),
+        LocalSGD(1, partial(torch.optim.Adam, lr=0.01), unit="epoch", overlap=1, blend=0.5, consensus=False),
+    ],
+    ids=lambda algorithm: f"{algorithm.interval} {algorithm.unit}",
+)
+def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_shared_parameters(
+    ranks: Pool, algorithm: LocalSGD, tmp_path: Path
+) -> None:
+    ranks(3, _resume, str(tmp_path), algorithm)
+
+
+def _save(folder: str) -> None:
+    saver = ModelCheckpoint(folder, "saved")
+    fit(RingStrategy(LocalSGD(2, Nesterov())), Net(), callbacks=[saver], enable_checkpointing=True)
+
+
+def _load(path: str) -> tuple[bool, bool]:
+    """Does another number of ranks begin with the checkpoint's parameters, and with the outer momentum?"""
+    model, found = Net(), []
+    saved = torch.load(path, weights_only=True)
+
+    class Start(Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            if found:
+                return
+            held = pl_module.state_dict()
+            strategy = trainer.strategy
+            assert isinstance(strategy, RingStrategy)
+            shared, before = strategy.algorithm.state_dict()["shared"], saved["ringstrategy"]["algorithm"]["shared"]
+            momentum = [torch.equal(shared[n]["outer"]["momentum"], before[n]["outer"]["momentum"]) for n in before]
+            assert any(before[name]["outer"]["momentum"].abs().max() > 0 for name in before)
+            found.append((all(torch.equal(saved["state_dict"][name], held[name]) for name in held), all(momentum)))
+
+    fit(RingStrategy(LocalSGD(2, Nesterov())), model, ckpt_path=path, max_epochs=3, callbacks=[Start()])
+    return found[0]
+
+
+def test_another_number_of_ranks_starts_from_the_shared_parameters_and_keeps_the_momentum(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    ranks(3, _save, str(tmp_path))
+    assert ranks(2, _load, str(tmp_path / "saved.ckpt")) == [(True, True)] * 2
+
+
+def _as_ring(algorithm: LocalSGD | AllReduce) -> list[float]:
+    class Sgd(Net):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), 0.05, momentum=0.5)
+
+    model = Sgd()
+    fit(RingStrategy(algorithm), model)
+    return row(model).tolist()
+
+
+def test_plain_agreements_at_each_step_of_sgd_are_synchronous_training(ranks: Pool) -> None:
+    ring = ranks(3, _as_ring, AllReduce())[0]
+    for found in ranks(3, _as_ring, LocalSGD(1)) + ranks(3, _as_ring, LocalSGD(50, Nesterov(), warmup_steps=99)):
+        np.testing.assert_allclose(found, ring, rtol=1e-5, atol=1e-6)
+    seldom = ranks(3, _as_ring, LocalSGD(4))[0]
+    assert np.abs(np.subtract(seldom, ring)).max() > 1e-3
+
+
+def _automatic() -> tuple[int, list[str]]:
+    with process_group() as peers:
+        parameter = nn.Parameter(torch.zeros(1000))
+        algorithm, peers.stats.exposed_seconds = LocalSGD("auto", overlap=True, fragments=2), 0.0
+        algorithm.setup({"weight": parameter}, peers)
+        algorithm.bind({parameter})
+        mean_, waits = algorithm.exchange.mean_, 0.2 * (1 + peers.rank)
+
+        def slowly(flat: Tensor, *rest: Any) -> None:
+            time.sleep(waits * (flat.numel() == 1000))
+            mean_(flat, *rest)
+
+        algorithm.exchange.mean_ = slowly  # type: ignore[method-assign]
+        for _ in range(16):
+            time.sleep(0.02)
+            algorithm.after_step({parameter})
+        news, interval = algorithm.news(), algorithm.state_dict()["interval"]
+        mixings = algorithm._groups[0].mixings
+        for _ in range(interval):
+            assert algorithm._groups[0].under_way is None
+            algorithm.after_step({parameter})
+        assert algorithm._groups[0].under_way is not None, "begins at the end of the interval, and nobody waits"
+        assert algorithm._groups[0].mixings == mixings == 2
+        algorithm.settle()
+        algorithm.close()
+        return interval, news
+
+
+def test_the_interval_may_be_chosen_by_what_an_exchange_takes(ranks: Pool) -> None:
+    (one, [told]), (two, _) = ranks(2, _automatic)
+    assert one == two
+    assert 15 <= one <= 30, "0.4 s of the slower rank, by 0.02 s, with a margin"
+    assert f"interval={one}" in told

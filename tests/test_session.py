@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +26,20 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, PlanMismatchError, PowerSGD, RingStrategy, SmallExact
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Choco,
+    Direct,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    PlanMismatchError,
+    PowerSGD,
+    RingStrategy,
+    SmallExact,
+)
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.kernels import threads
 from ringstrategy.names import STRATEGIES
@@ -159,6 +173,9 @@ FAMILIES: dict[str, Callable[[], Algorithm]] = {
     "powersgd": lambda: PowerSGD(),
     "gossip": lambda: Gossip(interval=3, overlap=True),
     "choco": lambda: Choco(interval=2),
+    "diloco": lambda: LocalSGD(3, Nesterov(), SmallExact(BlockInt(4)), Direct(), fragments=2, overlap=2),
+    "eager": lambda: LocalSGD(2, Nesterov(), overlap=True, eager=True),
+    "adam outside": lambda: LocalSGD(2, partial(torch.optim.Adam, lr=0.01), blend=0.5, average_optimizer=True),
 }
 
 

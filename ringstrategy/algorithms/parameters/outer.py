@@ -73,7 +73,7 @@ def described_outer(outer: Outer | None) -> str:
         raise TypeError(f"{cure}; got {outer!r}")
     try:
         optimizer = outer([Parameter(torch.zeros(1))])
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"{cure}; got {outer!r}: {error}") from error
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{cure}; got {outer!r}, which made {optimizer!r}")
