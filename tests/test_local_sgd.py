@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -27,6 +29,7 @@ from ringstrategy import (
     Codec,
     Direct,
     Gaussian,
+    Hierarchical,
     Identity,
     LocalSGD,
     Nesterov,
@@ -546,3 +549,45 @@ def test_the_interval_may_be_chosen_by_what_an_exchange_takes(ranks: Pool) -> No
     assert one == two
     assert 15 <= one <= 30, "0.4 s of the slower rank, by 0.02 s, with a margin"
     assert f"interval={one}" in told
+
+
+def _of_two_hosts(
+    algorithm: LocalSGD | AllReduce, hosts: list[int], make: Callable[[], Net] = normed
+) -> tuple[Tensor, list[Tensor], int]:
+    """The shared parameters at the end, this rank's after each step, and the bytes it sent."""
+    rank, weights = int(os.environ["RANK"]), list[Tensor]()
+
+    class Weights(Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+            weights.append(torch.cat([value.detach().reshape(-1) for value in pl_module.parameters()]))
+
+    model = make()
+    with mock.patch("ringstrategy.transport.connect.this_host", return_value=f"host {hosts[rank]}"):
+        trainer = trainer_with(RingStrategy(algorithm), callbacks=[Weights()], max_epochs=4)
+        trainer.fit(model, rows(96), rows(24))
+    assert isinstance(trainer.strategy, RingStrategy)
+    return row(model), weights, trainer.strategy.stats.bytes_sent or 0
+
+
+def test_ranks_of_a_host_stay_equal_and_hosts_meet_seldom(ranks: Pool) -> None:
+    algorithm = LocalSGD(4, Nesterov(0.7, 0.3), collective=Hierarchical(), overlap=2, within_host=True)
+    found = ranks(4, _of_two_hosts, algorithm, [0, 0, 1, 1])
+    steps = len(found[0][1])
+    assert steps > 8
+    for step in range(steps):
+        one, two, three, four = (own[step] for _, own, _ in found)
+        assert torch.equal(one, two)
+        assert torch.equal(three, four)
+        assert not torch.equal(one, three)
+    assert all(torch.equal(end, found[0][0]) for end, _, _ in found)
+    alone = ranks(4, _of_two_hosts, algorithm, [0, 1, 2, 3])  # nobody shares a host
+    assert not torch.equal(alone[0][1][0], alone[1][1][0])
+
+
+def test_on_one_host_each_step_is_that_of_ring(ranks: Pool) -> None:
+    ring, seldom = (
+        ranks(2, _of_two_hosts, algorithm, [0, 0], Net)[0][1]
+        for algorithm in (AllReduce(), LocalSGD(4, within_host=True, average_optimizer=True))
+    )
+    for one, other in zip(ring, seldom, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

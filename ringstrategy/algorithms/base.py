@@ -174,10 +174,13 @@ class ParameterAlgorithm(Algorithm):
 
     Attributes:
         consensus: validation sees the mean, and training returns it.
+        within: averages the gradients of each step among the ranks of a host, whose parameters then stay equal; set up
+            with these ranks alone. None: each rank steps its own gradients.
     """
 
     decentralized = True
     consensus: bool = True
+    within: GradientAlgorithm | None = None
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""

@@ -18,6 +18,7 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, Parameter
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.kernels.sample import sample
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
+from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
@@ -86,6 +87,7 @@ class Session:
         self._buffers_due = True
         self._joined = Joined(module)
         self._peers: Peers | None = None
+        self._host: Host | None = None  # where gradients are averaged within it
         self._watch: Watch | None = None
         self._steps: OptimizerSteps | None = None
         self._new_parts: NewParts | None = None
@@ -122,6 +124,11 @@ class Session:
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
             self._parameters.attend(lambda: shared_buffers(self.module), lambda: self._optimizers)
+            if self._parameters.within is not None:
+                self._host = Host.around(self._peers, self._group, device, self._timeout)
+        if self._host is not None and self._parameters is not None and self._parameters.within is not None:
+            self._gradients = self._parameters.within
+            self._gradients.setup(parameters, self._host.peers, sparse=sparse_parameters(self.module))
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         if self.algorithm.uneven == "join":
@@ -163,12 +170,17 @@ class Session:
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
         peers, self._peers, watch, self._watch = self._peers, None, self._watch, None
+        host, self._host = self._host, None
         self._joined = Joined(self.module)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             if peers is not None:
                 ends.callback(end_threads)
                 ends.callback(peers.close)
             ends.callback(self.algorithm.close)
+            if host is not None and self._gradients is not None:
+                ends.callback(host.close)
+                ends.callback(self._gradients.close)
+                self._gradients = None
             for watching in (self._new_parts, self._steps, watch):
                 if watching is not None:
                     ends.callback(watching.close)
@@ -232,8 +244,8 @@ class Session:
         """
         self.place, self._noticed = place, 0
         self._joined.keep_buffers()
-        if self.lifeline is not None:
-            self.lifeline.begin_batch()
+        for lifeline in self._lifelines():
+            lifeline.begin_batch()
         if self._new_parts is None:
             return
         if self._steps is not None:
@@ -251,6 +263,8 @@ class Session:
         """Add new parameters, and give them rank 0's values on all ranks."""
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
+        if self._host is not None and self._gradients is not None:
+            self._gradients.adopt(parameters, sparse=sparse_parameters(self.module))
         self._know(parameters)
         self._from_rank_0(new)
 
@@ -272,10 +286,10 @@ class Session:
             )
         while self._peers is not None and steps is not None and self._noticed < steps:
             self._noticed += 1
-            self.algorithm.after_step(stepped_by(self._optimizers[0]), False)
+            self._tell_of_step(stepped_by(self._optimizers[0]), False)
         self._joined.put_buffers_back()
-        if self.lifeline is not None:
-            self.lifeline.end_batch()
+        for lifeline in self._lifelines():
+            lifeline.end_batch()
 
     def send_buffers(self, *, between: bool = False) -> None:
         """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
@@ -290,15 +304,15 @@ class Session:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
-            self._from_rank_0(buffers)
+            self._from_rank_0(buffers, self._group if self._host is None else self._host.group)
         self._joined.keep_buffers()
         self._buffers_due = between is False and not self.accumulating
 
-    def _from_rank_0(self, tensors: Sequence[Tensor]) -> None:
+    def _from_rank_0(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
         filled = [tensor.detach() for tensor in tensors if tensor.numel()]
         if filled and self._peers is not None:
             with self.naming_lost_peers():
-                group = self._group or dist.group.WORLD
+                group = group or self._group or dist.group.WORLD
                 assert group is not None
                 dist._broadcast_coalesced(group, filled, _BROADCAST_BYTES, 0)
 
@@ -382,6 +396,11 @@ class Session:
 
     def _end_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
         self._joined.after_step(parameters)
+        self._tell_of_step(parameters, stepped)
+
+    def _tell_of_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
+        if self._host is not None and self._gradients is not None:
+            self._gradients.after_step(parameters, stepped)
         self.algorithm.after_step(parameters, stepped)
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -410,8 +429,8 @@ class Session:
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
         self.place = place
-        if self.lifeline is not None:
-            self.lifeline.leave_training(what)
+        for lifeline in self._lifelines():
+            lifeline.leave_training(what)
 
     @property
     def shows_consensus(self) -> bool:
@@ -551,6 +570,11 @@ class Session:
         peers = self._peers
         return None if peers is None else peers.lifeline
 
+    def _lifelines(self) -> list[Lifeline]:
+        """That of all ranks, and that of this host."""
+        lines = [self.lifeline, None if self._host is None else self._host.peers.lifeline]
+        return [line for line in lines if line is not None]
+
     def _listen(self) -> None:
         lifeline = self.lifeline  # once: `close` may come between
         if lifeline is not None:
@@ -573,6 +597,8 @@ class Session:
 
     def part(self) -> None:
         """Before `close`, if this rank goes on with other ranks: disconnect, so that those that wait notice too."""
+        if self._host is not None:
+            self._host.peers.abort(None)
         if self._peers is not None:
             self._peers.abort(None)
 
@@ -582,4 +608,6 @@ class Session:
             return
         if is_of_a_connection(exception):  # a collective outside `naming_lost_peers`
             exception.args = (f"{self._peers.explain(exception, self.place)}",)
+        if self._host is not None:
+            self._host.peers.abort(last_words(exception))
         self._peers.abort(last_words(exception))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.consensus import has_a_mean
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
@@ -65,6 +66,8 @@ class LocalSGD(Periodic):
             (1 - blend) Theta, as in Streaming DiLoCo.
         eager: with `overlap=True`, use a rank's own part of the outer gradient at once, and that of the others when it
             comes (Kale et al. 2025). Costs memory for one more Theta and outer optimizer.
+        within_host: average the gradients of each step exactly among the ranks of a host, so that only hosts train
+            apart. For several GPUs a host; add `collective=Hierarchical()`, which sends once a host.
         warmup_steps: at first, agree exactly on the mean at each of so many steps (post-local SGD, Lin et al. 2018).
         average_optimizer: also average the inner optimizers' state at each agreement, exactly; all ranks wait for it.
         unit: "step", or "epoch": the interval counts epochs.
@@ -84,6 +87,7 @@ class LocalSGD(Periodic):
         overlap: bool | int = False,
         blend: float | None = None,
         eager: bool = False,
+        within_host: bool = False,
         warmup_steps: int = 0,
         average_optimizer: bool = False,
         unit: Unit = "step",
@@ -114,18 +118,23 @@ class LocalSGD(Periodic):
             )
         if blend is not None and (isinstance(blend, bool) or not isinstance(blend, int | float) or not 0 <= blend <= 1):
             raise ValueError(f"blend is None or a number from 0 to 1, got {blend!r}")
-        for name, flag in (("eager", eager), ("average_optimizer", average_optimizer)):
+        for name, flag in (("eager", eager), ("average_optimizer", average_optimizer), ("within_host", within_host)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is True or False, got {flag!r}")
         if eager and (overlap is not True or blend is not None):
             raise ValueError("eager=True is for overlap=True with blend=None: a rank goes on from its own outer step")
+        if within_host and uneven != "error":
+            raise ValueError("within_host=True is for ranks with as many batches: pass uneven='error'")
         if warmup_steps and unit != "step":
             raise ValueError("warmup_steps count steps: pass unit='step'")
         self.interval, self.outer, self.error_feedback, self.fragments = interval, outer, error_feedback, fragments
         self.overlap, self.blend, self.eager, self.unit = overlap, blend, eager, unit
         self.warmup_steps, self.average_optimizer = warmup_steps, average_optimizer
+        self.within_host = within_host
+        self.within = AllReduce(local=local) if within_host else None
         self._chosen: int | None = None  # interval="auto"
-        self._began = self._waited = 0.0  # the second trial, seconds
+        self._waits = 0.0  # for exchanges, seconds in all
+        self._began = self._waited = 0.0  # when the second trial began, and the waits before it
         self._said: list[str] = []
         self._metrics: dict[str, float] = {}
 
@@ -161,11 +170,11 @@ class LocalSGD(Periodic):
         """After the second trial of all groups: the shortest interval whose exchange hides; the same on all ranks."""
         turns = [group.turns - self.warmup_steps for group in self._groups]
         if turns and turns[0] == _TRIAL and self._began == 0.0:
-            self._began, self._waited = time.perf_counter(), self._exposed()
+            self._began, self._waited = time.perf_counter(), self._waits
         if not turns or min(turns) < 2 * _TRIAL or self._began == 0.0:
             return
         assert self._peers is not None
-        exchange = self._exposed() - self._waited
+        exchange = self._waits - self._waited
         compute = (time.perf_counter() - self._began - exchange) / _TRIAL
         measured = all_gather_floats(self._peers, [exchange, compute])
         slowest, fastest = max(row[0] for row in measured), min(row[1] for row in measured)
@@ -176,9 +185,10 @@ class LocalSGD(Periodic):
             f"{fastest:.3g} s"
         )
 
-    def _exposed(self) -> float:
-        assert self._peers is not None
-        return self._peers.stats.exposed_seconds
+    def _wait(self, group: Group) -> None:
+        begin = time.perf_counter()
+        super()._wait(group)
+        self._waits += time.perf_counter() - begin
 
     def news(self) -> list[str]:
         """See `Algorithm.news`."""
