@@ -28,7 +28,19 @@ from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import AllReduce, Auto, BlockInt, Collective, Direct, Gossip, PowerSGD, Ring, RingStrategy
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Collective,
+    Direct,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    PowerSGD,
+    Ring,
+    RingStrategy,
+)
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.session import Session
@@ -307,7 +319,14 @@ def test_survivors_that_are_a_step_apart_go_on(
 @pytest.mark.parametrize(("place", "victim"), [("backward", 0), ("validation", 2), ("epoch end", 0)])
 @pytest.mark.parametrize(
     "algorithm",
-    [AllReduce(BlockInt(8), error_feedback=True), PowerSGD(2), Auto(), Gossip(), Gossip(overlap=False)],
+    [
+        AllReduce(BlockInt(8), error_feedback=True),
+        PowerSGD(2),
+        Auto(),
+        Gossip(),
+        Gossip(overlap=False),
+        LocalSGD(3, Nesterov(0.5, 0.5), BlockInt(8), overlap=2),
+    ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
 def test_every_algorithm_goes_on(job: Callable[..., Job], algorithm: Algorithm, victim: int, place: str) -> None:
