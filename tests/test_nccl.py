@@ -21,8 +21,20 @@ from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
 import ringstrategy.session.session as session
-from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, Peers, PlanMismatchError, PowerSGD, PushSum
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Choco,
+    Gossip,
+    Identity,
+    LocalSGD,
+    Nesterov,
+    Peers,
+    PlanMismatchError,
+    PowerSGD,
+    PushSum,
+)
+from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.codecs import Cast, Gaussian, Rotated
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
@@ -462,11 +474,13 @@ def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
 
 # Warm-up
 
-MIXED: dict[str, Callable[[], Decentralized]] = {
+MIXED: dict[str, Callable[[], Periodic]] = {
     "gossip": lambda: Gossip(OnePeerExponential(), Cast("bf16")),
     "unequal data": lambda: Gossip(unequal_data=True, overlap=False),
     "choco": lambda: Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
     "push_sum": lambda: PushSum(Exponential()),
+    "diloco": lambda: LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct(), fragments=2, overlap=1),
+    "eager": lambda: LocalSGD(2, Nesterov(), overlap=True, eager=True),
 }
 
 
