@@ -134,7 +134,7 @@ class LocalSGD(Periodic):
         self.within = AllReduce(local=local) if within_host else None
         self._chosen: int | None = None  # interval="auto"
         self._waits = 0.0  # for exchanges, seconds in all
-        self._began = self._waited = 0.0  # when the second trial began, and the waits before it
+        self._trial: tuple[int, float, float] | None = None  # the turn and second at which it began, and waits before
         self._said: list[str] = []
         self._metrics: dict[str, float] = {}
 
@@ -169,13 +169,17 @@ class LocalSGD(Periodic):
     def _choose(self) -> None:
         """After the second trial of all groups: the shortest interval whose exchange hides; the same on all ranks."""
         turns = [group.turns - self.warmup_steps for group in self._groups]
-        if turns and turns[0] == _TRIAL and self._began == 0.0:
-            self._began, self._waited = time.perf_counter(), self._waits
-        if not turns or min(turns) < 2 * _TRIAL or self._began == 0.0:
+        if not turns or turns[0] < _TRIAL or turns[0] % _TRIAL:
+            return
+        if self._trial is None:  # the first exchange, here or after resuming, is not measured
+            self._trial = turns[0], time.perf_counter(), self._waits
+            return
+        if min(turns) < 2 * _TRIAL:
             return
         assert self._peers is not None
-        exchange = self._waits - self._waited
-        compute = (time.perf_counter() - self._began - exchange) / _TRIAL
+        began_at, began, waited_before = self._trial
+        steps, waited = turns[0] - began_at, self._waits - waited_before
+        exchange, compute = waited * _TRIAL / steps, (time.perf_counter() - began - waited) / steps
         measured = all_gather_floats(self._peers, [exchange, compute])
         slowest, fastest = max(row[0] for row in measured), min(row[1] for row in measured)
         needed = math.ceil(_MARGIN * slowest / max(fastest, 1e-9))
@@ -204,7 +208,7 @@ class LocalSGD(Periodic):
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         self._shared, self._anchors, self._saved, self._saved_anchors = {}, {}, {}, {}
-        self._metrics = {}
+        self._metrics, self._trial = {}, None
         super().setup(parameters, peers, sparse=sparse)
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
