@@ -297,6 +297,8 @@ def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
     assert list(parts[0]) == ["embed.weight"]
     assert [layers_of(part) for part in parts[1:]] == [["2", "5"], ["0", "3"], ["1", "4"]], "strided"
     assert sum(map(len, parts)) == 14
+    assert list(cut_fragments(model(7, 100), 4)[0]) == ["embed.weight"], "apart, though smaller than the others"
+    assert len(cut_fragments(model(7, 20), 4)[0]) > 1, "too small for that"
     sizes = [sum(p.numel() for p in part.values()) for part in cut_fragments(model(9, 1), 3)]
     assert max(sizes) - min(sizes) <= 2 * 32 * 8
     assert len(cut_fragments(model(9, 1), 1)) == 1
@@ -592,3 +594,46 @@ def test_on_one_host_each_step_is_that_of_ring(ranks: Pool) -> None:
     )
     for one, other in zip(ring, seldom, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class Moments(Callback):
+    """Are the optimizer's moments the same on all ranks, after each batch?"""
+
+    def __init__(self) -> None:
+        self.same: list[bool] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        states = trainer.optimizers[0].state
+        moments = [states[parameter]["exp_avg_sq"] for parameter in pl_module.layers.parameters()]
+        self.same.append(same_everywhere(torch.cat([moment.reshape(-1) for moment in moments])))
+
+
+class Unused(Net):
+    """A parameter that rank 1 never uses, so that its optimizer has no state for it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = nn.Parameter(torch.ones(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if self.trainer.global_rank == 1 else loss + self.rare.square().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), 0.01)
+
+
+def _moments(algorithm: LocalSGD) -> tuple[list[bool], Tensor]:
+    moments, model = Moments(), Unused()
+    fit(RingStrategy(algorithm), model, callbacks=[moments])
+    return moments.same, model.rare.detach()
+
+
+def test_the_state_of_inner_optimizers_is_averaged_on_demand(ranks: Pool) -> None:
+    for same, rare in ranks(3, _moments, LocalSGD(3, average_optimizer=True)):
+        assert len(same) > 5
+        assert same[2::3] == [True] * len(same[2::3])
+        assert not any(same[0::3])
+        assert 0 < rare.max() < 1, "two of three ranks moved it"
+    for same, _ in ranks(3, _moments, LocalSGD(3)):
+        assert not any(same)

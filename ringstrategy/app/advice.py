@@ -12,6 +12,7 @@ from ringstrategy.app.accuracy import HARMLESS, TOLERABLE
 from ringstrategy.cost.step import Prediction
 
 WIDTH, HEIGHT = 80, 24  # characters and lines of a screen
+APART = math.inf
 MATERIAL = 1.2  # times as fast: less is worth no loss, and no surer than a prediction is
 _CODE = 35  # characters of a line for what is pasted; longer code gets a line of its own
 
@@ -23,7 +24,8 @@ class Row:
     Attributes:
         strategy: what to pass to Trainer, as code: `"ring_int8"`, quotes included, or `RingStrategy(...)`.
         prediction: of a training step.
-        worst: per cent of the loss that its codec cost in our small tests (`ringstrategy.app.accuracy.worst`).
+        worst: per cent of the loss that its codec cost in our small tests (`ringstrategy.app.accuracy.worst`). `APART`
+            if ranks train alone most of the time, which is another training.
         loss: the same in words.
         codec_gb_per_s: GB of float32 gradients that its codec encodes in a second; None: nothing is encoded.
     """
@@ -53,6 +55,12 @@ def tempting(rows: Sequence[Row], chosen: Row) -> Row | None:
     return fastest if MATERIAL * fastest.seconds <= chosen.seconds else None
 
 
+def apart(rows: Sequence[Row], chosen: Row) -> Row | None:
+    """The fastest whose ranks train alone, if it is materially faster than the one chosen."""
+    candidates = [row for row in rows if row.worst == APART and MATERIAL * row.seconds <= chosen.seconds]
+    return min(candidates, key=lambda row: row.seconds, default=None)
+
+
 def beaten(rows: Sequence[Row]) -> list[Row]:
     """The rows that another row beats: it is as fast and loses no more."""
     losers, fastest = [], math.inf
@@ -64,7 +72,9 @@ def beaten(rows: Sequence[Row]) -> list[Row]:
 
 
 def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
-    """The answer, in `HEIGHT` lines of `WIDTH`. If rows must be left out, these are beaten ones, slowest first.
+    """The answer, in `HEIGHT` lines of `WIDTH`.
+
+    If rows must be left out, these are first those whose ranks train alone, then beaten ones, slowest first.
 
     Args:
         rows: what is compared, the baseline first.
@@ -74,8 +84,8 @@ def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
     base, chosen = rows[0], recommended(rows)
     shown = sorted(rows, key=lambda row: row.seconds)
     losers = beaten(rows)
-    dispensable = [row for row in shown if row not in losers] + [row for row in shown if row in losers]
-    dispensable = [row for row in dispensable if row not in (base, chosen)]
+    dispensable = sorted(shown, key=lambda row: (row.worst == APART, row in losers))
+    dispensable = [row for row in dispensable if row not in (base, chosen, apart(rows, chosen))]
     while True:
         lines = _lines(rows, shown, base, chosen, setting, codecs)
         if len(lines) <= HEIGHT or not dispensable:
@@ -123,6 +133,9 @@ def _advice(shown: Sequence[Row], base: Row, chosen: Row) -> list[str]:
     more = tempting(shown, chosen)
     if more is not None:
         lines.append(f"Faster still, at {more.loss} of the loss: the row with {_times(base, more)} x ddp.")
+    seldom = apart(shown, chosen)
+    if seldom is not None:
+        lines.append(f"By meeting seldom, another way to train (docs/local_sgd.md): {_times(base, seldom)} x ddp.")
     return lines
 
 

@@ -8,6 +8,7 @@ from hydra.errors import HydraException
 PARTS = {  # of a strategy, and where the configuration holds them
     "codec": "strategy.algorithm.codec",
     "collective": "strategy.algorithm.collective",
+    "outer": "strategy.algorithm.outer",
     "topology": "strategy.algorithm.topology",
     "algorithm": "strategy.algorithm",  # last: the other paths begin with it
 }

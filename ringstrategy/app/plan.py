@@ -12,14 +12,15 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.auto import Auto, eligible
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
+from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.app import accuracy, reference
-from ringstrategy.app.advice import Row, screen
+from ringstrategy.app.advice import APART, Row, screen
 from ringstrategy.app.as_code import as_code
 from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
-from ringstrategy.cost.step import Profile, predict
+from ringstrategy.cost.step import Apart, Profile, predict, predict_apart
 from ringstrategy.names import STRATEGIES
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
@@ -281,7 +282,20 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
             codec_gb_per_s=None if key[0].lossless else 4e-9 / cost.encode.per_value,
         )
 
+    def seldom(name: str, algorithm: LocalSGD) -> Row:
+        codec = algorithm.codec if isinstance(algorithm.codec, Codec) else algorithm.codec.codec  # type: ignore[attr-defined]
+        key = codec, codec.error_feedback
+        cost = speeds.codecs[key]
+        interval = algorithm.interval
+        assert isinstance(interval, int)
+        late = algorithm.schedule.late
+        how = Apart(algorithm.collective, codec, key[1], interval, late, algorithm.fragments)
+        prediction = predict_apart(how, each * _TENSORS, there, profile)
+        speed = None if codec.lossless else 4e-9 / cost.encode.per_value
+        return Row(f'"{name}"', prediction, APART, "apart", speed)
+
     rows = [row(name, algorithm) for name, algorithm in named.items()]
+    rows += [seldom(name, made) for name, make in STRATEGIES.items() if isinstance(made := make(), LocalSGD)]
     chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
     return [*rows, chosen], speeds.source
 

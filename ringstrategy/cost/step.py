@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective
 from ringstrategy.cost.model import Cost, Machines, exchange_cost
 
@@ -120,6 +121,45 @@ def predict(
         communication=sum(cost.seconds for cost in costs),
         bytes_sent=sum(cost.bytes_sent for cost in costs),
         bytes_across=sum(cost.bytes_across for cost in costs),
+    )
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Ranks that train alone, and average their parameters now and then: see `LocalSGD`.
+
+    Attributes:
+        interval: steps from one exchange of a parameter to the next.
+        late: steps that hide an exchange; 0: ranks wait.
+        fragments: exchanges in an interval, each of as many values.
+    """
+
+    collective: Collective
+    codec: Codec
+    feedback: bool
+    interval: int
+    late: int
+    fragments: int
+
+
+def predict_apart(apart: Apart, numel: int, machines: Machines, profile: Profile) -> Prediction:
+    """A step of ranks that average `numel` parameters of float32 every so many steps."""
+    cost = exchange_cost(
+        machines,
+        apart.collective,
+        apart.codec,
+        -(-numel // apart.fragments),
+        feedback=apart.feedback,
+        beside_computing=apart.late > 0,
+    )
+    share = apart.fragments / apart.interval  # of an exchange in each step
+    alone = profile.rest + profile.backward
+    computing = alone + (machines.crowding * cost.busy * share if apart.late else 0.0)
+    return Prediction(
+        seconds=computing + share * max(0.0, cost.seconds - apart.late * computing),
+        communication=share * cost.seconds,
+        bytes_sent=round(share * cost.bytes_sent),
+        bytes_across=round(share * cost.bytes_across),
     )
 
 
