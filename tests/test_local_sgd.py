@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from pool import Pool
 from rank_files import rank_state
 from test_strategy import Net, fit, net, rows, same_everywhere, trainer_with
@@ -27,6 +29,7 @@ from ringstrategy import (
     AllReduce,
     BlockInt,
     Codec,
+    CommunicationMonitor,
     Direct,
     Gaussian,
     Hierarchical,
@@ -637,3 +640,45 @@ def test_the_state_of_inner_optimizers_is_averaged_on_demand(ranks: Pool) -> Non
         assert 0 < rare.max() < 1, "two of three ranks moved it"
     for same, _ in ranks(3, _moments, LocalSGD(3)):
         assert not any(same)
+
+
+def _monitored(folder: str) -> None:
+    logger = CSVLogger(folder, name="", version="")
+    algorithm = LocalSGD(2, Nesterov())
+    fit(RingStrategy(algorithm), Net(), logger=logger, callbacks=[CommunicationMonitor()], log_every_n_steps=1)
+
+
+def test_the_monitor_logs_how_far_and_how_alike_ranks_went(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _monitored, str(tmp_path))
+    with open(tmp_path / "metrics.csv") as file:
+        lines = list(csv.DictReader(file))
+    norms = [float(line["communication/outer_gradient_norm"] or 0) for line in lines]
+    alike = [
+        float(line["communication/direction_agreement"]) for line in lines if line["communication/direction_agreement"]
+    ]
+    assert (
+        sum(norm > 0 for norm in norms)
+        == len(alike)
+        == sum(line["communication/exposed_ms"] != "" for line in lines) // 2
+    )
+    assert all(-0.5 <= each <= 1.0 for each in alike)
+    assert max(alike) > 0.2, "all ranks learn the same"
+
+
+def _directions(sign: float) -> float:
+    with process_group() as peers:
+        parameter = nn.Parameter(torch.zeros(64))
+        algorithm = LocalSGD(1)
+        algorithm.setup({"weight": parameter}, peers)
+        algorithm.bind({parameter})
+        parameter.data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
+        algorithm.after_step({parameter})
+        told = algorithm.metrics()
+        assert algorithm.metrics() == {}
+        algorithm.close()
+        return told["direction_agreement"]
+
+
+def test_directions_agree_from_minus_one_to_one(ranks: Pool) -> None:
+    assert ranks(2, _directions, 1.0) == pytest.approx([1.0, 1.0])
+    assert ranks(2, _directions, -1.0) == pytest.approx([-1.0, -1.0])

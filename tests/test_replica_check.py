@@ -11,7 +11,7 @@ from pool import Pool
 from test_strategy import Net, check_replicas, fit
 from torch import Tensor
 
-from ringstrategy import AllReduce, BlockInt, Gossip, ReplicaCheck, RingStrategy
+from ringstrategy import AllReduce, BlockInt, Gossip, LocalSGD, Nesterov, ReplicaCheck, RingStrategy
 from ringstrategy.kernels.checksum import checksums
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,6 +75,31 @@ def _identical(local: bool) -> None:
 @pytest.mark.parametrize("local", [False, True])
 def test_identical_replicas_pass_and_local_parameters_are_left_out(ranks: Pool, local: bool) -> None:
     ranks(2, _identical, local)
+
+
+class FlipsShared(Flips):
+    """The same of the shared parameters."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            shared = trainer.strategy.algorithm.shared_values()
+            shared["layers.2.weight"].view(torch.int32)[1, 3] ^= 1 << 12  # the lowest would be rounded away
+
+
+def _seldom(flips: bool) -> str:
+    callbacks = [ReplicaCheck(3), *([FlipsShared(1, 4)] if flips else [])]
+    if not flips:
+        fit(RingStrategy(LocalSGD(2, Nesterov())), Net(), callbacks=callbacks)
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        fit(RingStrategy(LocalSGD(2, Nesterov())), Net(), callbacks=callbacks)
+    return str(caught.value)
+
+
+def test_of_ranks_that_train_apart_the_shared_parameters_are_compared(ranks: Pool) -> None:
+    assert ranks(2, _seldom, False) == ["", ""]
+    for found in ranks(3, _seldom, True):
+        assert found.startswith("the replicas differ after step 6: rank 1 in layers.2.weight")
 
 
 def test_what_cannot_be_checked_is_refused() -> None:

@@ -25,12 +25,14 @@ class Algorithm(ABC):
 
     Attributes:
         decentralized: do ranks have different parameters between two steps?
+        replicates: do all ranks hold something with the same bits: their parameters, or what `shared_values` gives?
         uneven: what happens if ranks have different numbers of batches. "error": all ranks stop with an error that
             names ranks and numbers. "join": ranks that run out go on with their last batch, which counts nothing, until
             no rank has more; ranks wait for each other before each batch.
     """
 
     decentralized: bool = False
+    replicates: bool = True
     uneven: str = "error"
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
@@ -179,11 +181,16 @@ class ParameterAlgorithm(Algorithm):
     """
 
     decentralized = True
+    replicates = False
     consensus: bool = True
     within: GradientAlgorithm | None = None
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
+
+    def shared_values(self) -> dict[str, Tensor]:
+        """What all ranks hold with the same bits, by parameter name, if it `replicates`."""
+        return {}
 
     def metrics(self) -> dict[str, float]:
         """What the last exchange told, by name, for logs; of this rank, no collective. Empty if nothing is new."""

@@ -493,8 +493,10 @@ class Session:
         if self._parameters is not None:
             self._parameters.settle()
 
-    def equal_parameters(self) -> dict[str, Parameter]:
-        """Those that have the same bits on all ranks between two steps, by name."""
+    def equal_values(self) -> dict[str, Tensor]:
+        """What has the same bits on all ranks between two steps, by parameter name."""
+        if self._parameters is not None:
+            return self._parameters.shared_values()
         return {name: value for name, value in shared_parameters(self.module).items() if value in self._equal}
 
     def glance(self) -> list[Tensor]:

@@ -76,6 +76,8 @@ class LocalSGD(Periodic):
         uneven: see `Algorithm`. With "join" a rank without data takes part in agreements, and does not step.
     """
 
+    replicates = True
+
     def __init__(
         self,
         interval: int | Literal["auto"] = 16,
@@ -344,6 +346,10 @@ class LocalSGD(Periodic):
         """
         metrics, self._metrics = self._metrics, {}
         return metrics
+
+    def shared_values(self) -> dict[str, Tensor]:
+        """Theta."""
+        return {name: state["values"] for name, state in _states(self._shared, self._groups).items()}
 
     def rehearse(self, group: Group, peers: Peers) -> None:
         """See `Periodic.rehearse`."""

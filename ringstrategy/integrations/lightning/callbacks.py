@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ringstrategy.algorithms.base import ParameterAlgorithm
 from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.transport.stats import Stats
@@ -24,7 +25,8 @@ class CommunicationMonitorMixin(Callback):
 
     Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
     `communication/bytes_sent` (this rank's, without what `ring_auto` measures with), `communication/exposed_ms`
-    (training waited) and `communication/communication_ms` (hidden or not).
+    (training waited) and `communication/communication_ms` (hidden or not). With `LocalSGD` it logs after each agreement
+    `communication/outer_gradient_norm` and `communication/direction_agreement`: see `LocalSGD.metrics`.
 
     Args:
         consensus_every_n_steps: with gossip, after so many steps it logs `communication/consensus_distance` too: the
@@ -60,6 +62,7 @@ class CommunicationMonitorMixin(Callback):
     ) -> None:
         """Log the difference."""
         self._log_traffic(trainer)
+        self._log_agreement(trainer)
         self._log_consensus(trainer)
 
     def _log_traffic(self, trainer: Trainer) -> None:
@@ -76,6 +79,13 @@ class CommunicationMonitorMixin(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step - 1)
         self._remember(trainer)
+
+    def _log_agreement(self, trainer: Trainer) -> None:
+        algorithm = self._strategy(trainer).algorithm
+        told = algorithm.metrics() if isinstance(algorithm, ParameterAlgorithm) else {}
+        for logger in trainer.loggers if told else ():
+            metrics = {f"communication/{name}": value for name, value in told.items()}
+            logger.log_metrics(metrics, step=trainer.global_step - 1)
 
     def _log_consensus(self, trainer: Trainer) -> None:
         # by steps alone, so that all ranks ask at once: `should_update_logs` is true on a rank that is to stop, too
@@ -105,7 +115,8 @@ class ReplicaCheckMixin(Callback):
     Replicas stay identical by construction. This finds what breaks that from outside: memory that flips bits, or code
     of a user that changes parameters on one rank. All ranks raise the same RuntimeError, which names the ranks that
     differ from most others, and a parameter. A check reads all parameters once and sends 8 bytes for each parameter.
-    Parameters that are never averaged (`ring_local`) are left out. Not for gossip, whose replicas differ.
+    Parameters that are never averaged (`ring_local`) are left out. With `LocalSGD` it compares the shared parameters.
+    Not for gossip, whose replicas differ.
 
     Args:
         every_n_steps: check after so many optimizer steps. Less: found sooner, more time.
@@ -120,7 +131,7 @@ class ReplicaCheckMixin(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse another strategy, and gossip."""
         strategy = trainer.strategy
-        if not isinstance(strategy, RingStrategyMixin) or strategy.algorithm.decentralized:
+        if not isinstance(strategy, RingStrategyMixin) or not strategy.algorithm.replicates:
             other = strategy.algorithm if isinstance(strategy, RingStrategyMixin) else type(strategy).__name__
             raise ValueError(
                 f"ReplicaCheck compares replicas that a RingStrategy keeps identical, and with {other} they differ "
@@ -143,7 +154,7 @@ class ReplicaCheckMixin(Callback):
         session = trainer.strategy.session
         if session is None or trainer.world_size == 1:
             return
-        parameters = session.equal_parameters()
+        parameters = session.equal_values()
         mine = checksums(list(parameters.values())).to(trainer.strategy.root_device)
         rows = trainer.strategy.all_gather(mine).view(trainer.world_size, -1).cpu()
         differing = _differing(rows)

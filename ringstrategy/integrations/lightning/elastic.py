@@ -379,7 +379,7 @@ class Elastic:
         epochs = self._fit.epoch_progress.total.ready
         session = self._strategy.session
         assert session is not None
-        digest = checksums([parameter.detach() for parameter in session.equal_parameters().values()]).tolist()
+        digest = checksums([parameter.detach() for parameter in session.equal_values().values()]).tolist()
         place = (epochs, progress.processed, self._trainer.global_step, where)
         return _Standing(place, digest, (self._drawn, self._counted, self._ranks))
 
