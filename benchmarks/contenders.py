@@ -23,7 +23,21 @@ from benchmarks import cpu, harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
-from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, Ring
+from ringstrategy import (
+    Algorithm,
+    AllReduce,
+    BlockInt,
+    Choco,
+    Codec,
+    Direct,
+    Gaussian,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    Ring,
+    Rotated,
+    SmallExact,
+)
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -39,6 +53,7 @@ DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
+OUTER, INT4 = Nesterov(), SmallExact(Rotated(Gaussian(4)))  # of `diloco_int4`
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
 _MIXINGS: dict[str, Callable[..., Algorithm]] = {
     "gossip_exponential": partial(Gossip, OnePeerExponential()),
@@ -53,6 +68,12 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
         (f"{PERIODS[1]}", PERIODS[1], True),
     )
 }
+SELDOM: dict[str, Callable[[], Algorithm]] = {  # other intervals than those of the names
+    "local_sgd every 64": partial(LocalSGD, 64),
+    "diloco every 16": partial(LocalSGD, 16, OUTER),
+    "diloco every 64": partial(LocalSGD, 64, OUTER),
+    "diloco_int4 every 64": partial(LocalSGD, 64, OUTER, INT4, Direct(), True, fragments=4, overlap=4),
+}
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
@@ -60,6 +81,7 @@ BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not name
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
     **AT_INTERVALS,
+    **SELDOM,
 }
 
 
@@ -367,10 +389,30 @@ class WholeIntervals(Ours):
         self._session.settle()
 
 
+class Agreeing(Ours):
+    """Local SGD in runs of whole intervals. What a run sends arrives within it."""
+
+    def __init__(self, model: nn.Module, batches: Batches, algorithm: LocalSGD, **how: Any) -> None:
+        super().__init__(model, batches, algorithm, **how)
+        assert isinstance(algorithm.interval, int)
+        self.interval = algorithm.interval
+        self._late = algorithm.schedule.late
+        for _ in range(self._late):  # so many steps before the end of each run
+            super().after_step()
+
+    def limit(self, compute: Phases, wire: float) -> float:
+        return sum(compute) + max(0.0, wire - sum(compute) * self._late / self.interval)
+
+    def after_run(self) -> None:
+        self._session.settle()
+
+
 def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, **how: Any) -> Ours:
     """Any algorithm of this package; `how` as of `Training`."""
     if isinstance(algorithm, Decentralized):
         return WholeIntervals(model, batches, algorithm, **how)
+    if isinstance(algorithm, LocalSGD):
+        return Agreeing(model, batches, algorithm, **how)
     return Ours(model, batches, algorithm, **how)
 
 

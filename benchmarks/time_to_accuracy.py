@@ -4,11 +4,12 @@ python -m benchmarks time_to_accuracy --hosts 4 --rate 1gbit --out outputs/time_
 python -m benchmarks time_to_accuracy --hosts 4 --rate 100mbit --seed 1 --cases =ring_int8,ring_sign
 
 The target counts as reached where a straight line between two evaluations crosses it: the last one above the target and
-the first one at or below it. Nothing is smoothed. Evaluations are 16 steps apart, on the same text of which
-nobody trains; where ranks have parameters of their own, on their exact mean. Time is that of the training steps alone,
-the slowest rank's, measured on this network; contenders take turns of as many steps, in rotated order, so that
-whatever else the machine does hits all alike. A contender's first steps count, its setup does not; what `ring_auto`
-tries, it tries within its time.
+the first one at or below it. Nothing is smoothed. Evaluations are `--every` steps apart (whole intervals of those that
+average at intervals), on the same text of which nobody trains; where ranks have parameters of their own, on what
+validation would see: their exact mean, or the parameters that they share. Time is that of the training steps alone, the
+slowest rank's, measured on this network; contenders take turns of as many steps, in rotated order, so that whatever
+else the machine does hits all alike. A contender's first steps count, its setup does not; what `ring_auto` tries, it
+tries within its time.
 
 All contenders start from the same weights, see the same windows in the same order, others on each rank, and have the
 same optimizer: AdamW at 5e-4. The PowerSGD hook compresses from the first step on: torch's default, a thousand
@@ -47,7 +48,6 @@ _DEFAULT = (
     *("ring_auto", "gossip_exponential", *AT_INTERVALS),
 )
 _LAYERS = 2
-_EVERY = 16  # steps from one evaluation, and turn, to the next: whole periods of those that average at intervals
 _HELD_OUT = 128  # windows, shared out among the ranks
 
 
@@ -86,7 +86,6 @@ class _Run:
     def turn(self, batches: Batches) -> Case:
         """Its next one, to be measured as a whole."""
         self.training.batches = batches
-        assert len(batches) % self.training.interval == 0
         case = self.training.case(self.name)
         case.steps = 1
         self.turns.append(case)
@@ -117,7 +116,7 @@ def worker(options: argparse.Namespace) -> None:
         with training.as_seen() as model:
             return _loss(model, windows, following)
 
-    alone = Training(copy.deepcopy(initial), batches[:_EVERY], **how)
+    alone = Training(copy.deepcopy(initial), batches[: options.every], **how)
     start = loss_of(alone)
     if start <= options.target:
         sys.exit(
@@ -129,11 +128,11 @@ def worker(options: argparse.Namespace) -> None:
     known = contenders(initial, batches, **how)
     asked = _DEFAULT if options.cases is None else harness.chosen(known, options.cases)
     runs = [_Run(name, make(), start) for name, make in known.items() if name in (*_BESIDE, *asked)]
-    for turn, first in enumerate(range(0, options.most_steps, _EVERY)):
+    for turn, first in enumerate(range(0, options.most_steps, options.every)):
         going = [run for run in runs if run.goes_on(options)]
         if not going:
             break
-        turns = [run.turn(batches[first : first + _EVERY]) for run in going]
+        turns = [run.turn(batches[first : first + options.every]) for run in going]
         turn %= len(going)
         harness.interleave(turns[turn:] + turns[:turn], rounds=1, warmup=0)
         for run in going:
@@ -145,7 +144,7 @@ def worker(options: argparse.Namespace) -> None:
         "target": options.target,
         "compute_seconds": compute.median,
         "most_steps": options.most_steps,
-        "every": _EVERY,
+        "every": options.every,
         "learning_rate": options.learning_rate,
         "seed": options.seed,
         "size": task.described(initial, digits=2),
@@ -199,8 +198,10 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
 
 
 def _check(options: argparse.Namespace) -> None:
-    if options.most_steps < 1 or options.most_steps % _EVERY:
-        raise ValueError(f"--most-steps {options.most_steps}: turns have {_EVERY} steps, so it must be a multiple")
+    if options.every < 1 or options.most_steps < 1 or options.most_steps % options.every:
+        raise ValueError(
+            f"--most-steps {options.most_steps}: turns have --every {options.every} steps, so it must be a multiple"
+        )
     gpt(options.width, _LAYERS)
 
 
@@ -210,6 +211,7 @@ def main(given: Sequence[str]) -> None:
     parser = harness.over_hosts("time_to_accuracy", __doc__, rounds=None)
     parser.add_argument("--target", type=float, default=2.5, help="loss in nats a byte; the default is for 4 hosts")
     parser.add_argument("--most-steps", type=int, default=640, help="then a contender has missed the target")
+    parser.add_argument("--every", type=int, default=16, help="steps from one evaluation to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of data")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
     parser.add_argument("--width", type=int, default=192)
