@@ -53,7 +53,7 @@ DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
-OUTER, INT4 = Nesterov(), SmallExact(Rotated(Gaussian(4)))  # of `diloco_int4`
+OUTER, INT4 = Nesterov(0.4, 0.8), SmallExact(Rotated(Gaussian(4)))  # of `diloco_int4`
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
 _MIXINGS: dict[str, Callable[..., Algorithm]] = {
     "gossip_exponential": partial(Gossip, OnePeerExponential()),
@@ -72,7 +72,8 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {  # other intervals than those of 
     "local_sgd every 64": partial(LocalSGD, 64),
     "diloco every 16": partial(LocalSGD, 16, OUTER),
     "diloco every 64": partial(LocalSGD, 64, OUTER),
-    "diloco_int4 every 64": partial(LocalSGD, 64, OUTER, INT4, Direct(), True, fragments=4, overlap=4),
+    "diloco every 64 after 128": partial(LocalSGD, 64, OUTER, warmup_steps=128),
+    "diloco_int4 every 16": partial(LocalSGD, 16, OUTER, INT4, Direct(), True, fragments=4, overlap=1),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names

@@ -37,13 +37,14 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "gossip_int8": lambda: Choco(codec=BlockInt(8)),
     "push_sum": lambda: PushSum(),
     "local_sgd": lambda: LocalSGD(),
-    "diloco": lambda: LocalSGD(interval=32, outer=Nesterov()),
+    "diloco": lambda: LocalSGD(interval=32, outer=Nesterov(0.4, 0.8)),
     "diloco_int4": lambda: LocalSGD(
-        interval=32,
-        outer=Nesterov(),
+        interval=64,
+        outer=Nesterov(0.4, 0.8),
         codec=SmallExact(Rotated(Gaussian(4))),
         collective=Direct(),
+        error_feedback=True,
         fragments=4,
-        overlap=4,
+        overlap=1,
     ),
 }

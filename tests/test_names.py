@@ -12,7 +12,7 @@ from pool import Pool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import RingStrategy
+from ringstrategy import LocalSGD, RingStrategy
 from ringstrategy.names import STRATEGIES
 
 
@@ -63,7 +63,11 @@ def _train_all(size: int) -> dict[str, int]:
         strategy = trainer.strategy
         assert isinstance(strategy, RingStrategy)
         assert strategy.world_size == dist.get_world_size() == size > 1
-        assert strategy.stats.steps == 60
+        algorithm = strategy.algorithm
+        interval = algorithm.interval if isinstance(algorithm, LocalSGD) else 1
+        assert isinstance(interval, int)
+        parts = algorithm.fragments if isinstance(algorithm, LocalSGD) else 1
+        assert 60 // interval <= strategy.stats.steps <= -(-60 // interval) * parts
         for parameter in model.parameters():
             others = [torch.empty_like(parameter) for _ in range(size)]
             dist.all_gather(others, parameter.detach())

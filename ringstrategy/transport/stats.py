@@ -22,7 +22,8 @@ class Stats:
         values_averaged: gradient elements averaged.
         exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
-        steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings.
+        steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings;
+            with `LocalSGD`: exchanges of a fragment.
             With one process, where nothing is averaged: backward passes that do not only accumulate.
         steps_skipped: of these, those whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
