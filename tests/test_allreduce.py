@@ -291,7 +291,7 @@ def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: b
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
 
     def codec_of(name: str, parameter: nn.Parameter) -> Codec:
-        return BlockInt(4, block=16) if parameter.dim() < 2 else BlockInt(8)
+        return BlockInt(4, block=24) if parameter.dim() < 2 else BlockInt(8)
 
     algorithm = AllReduce(codec_of, collective, error_feedback=True, bucket_mb=0.03)
     algorithm.setup(parameters, peers)

@@ -28,7 +28,7 @@ ENGINE = compiled.Compiled()
 WHOLE: list[Blocked] = [
     *(BlockInt(bits) for bits in range(2, 9)),
     *(BlockInt(bits, block, scale="minmax") for bits, block in ((2, 64), (5, 256), (8, 256))),
-    BlockInt(4, rounding="stochastic"),
+    BlockInt(4, 64, rounding="stochastic"),
     BlockInt(5, scale="minmax", rounding="stochastic"),
     BlockInt(4, block=24),
     BlockInt(8, block=1024),
@@ -83,7 +83,7 @@ def test_whole_numbers_have_the_same_bytes(codec: Blocked, numel: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [BlockInt(4, rounding="stochastic"), BlockInt(5, rounding="stochastic", scale="minmax")], ids=str
+    "codec", [BlockInt(4, 64, rounding="stochastic"), BlockInt(5, rounding="stochastic", scale="minmax")], ids=str
 )
 def test_noise_is_the_same_where_its_period_ends(codec: BlockInt) -> None:
     (wire, lost), (wire_, lost_) = both(codec, values(1003), [], offset=2**20 - 2 * codec.block)
@@ -308,7 +308,7 @@ def test_a_sparse_block_that_is_not_finite_has_the_documented_bytes(engine, pois
 
 THREADED = [
     *(TopK(8, 256), TopK(3, 300), RandomK(8, 256), Cast("fp16"), Cast("bf16"), BlockInt(8), Sign(), Gaussian(3)),
-    *(BlockInt(5, scale="minmax"), BlockInt(4, rounding="stochastic"), BlockFloat8(), Rotated(Gaussian(4))),
+    *(BlockInt(5, scale="minmax"), BlockInt(4, 64, rounding="stochastic"), BlockFloat8(), Rotated(Gaussian(4))),
 ]
 
 
@@ -551,7 +551,7 @@ def test_cores_that_computing_leaves_free(ranks: int, busy: int, monkeypatch: py
 
 
 HOPS: list[Codec] = [
-    *(BlockInt(8), BlockInt(4, block=24), BlockInt(5, scale="minmax"), BlockInt(4, rounding="stochastic")),
+    *(BlockInt(8), BlockInt(4, block=24), BlockInt(5, scale="minmax"), BlockInt(4, 64, rounding="stochastic")),
     *(BlockFloat8(), Sign(), Gaussian(2), Rotated(Gaussian(4)), Rotated(Gaussian(1, 512)), Rotated(Sign())),
 ]
 
