@@ -140,21 +140,21 @@ def read(cubin: bytes) -> Code:
         file.write(cubin)
         file.flush()
         usage = _tool("cuobjdump", file.name, "--dump-resource-usage")
-        sass = _tool("nvdisasm", file.name, "-c")
+        sass = _tool("nvdisasm", file.name, "-c", "-ndf")  # no analysis of branches: the same lines in less time
     found = re.search(r"REG:(\d+) STACK:(\d+).*? LOCAL:(\d+)", usage)
     assert found is not None, usage
     registers, stack, local = map(int, found.groups())
     # a path ends where every thread leaves; that of whole blocks has the most wide loads
-    paths = [_widths("LDG", path) for path in re.split(r"\*/\s+EXIT ;", sass)]
-    place = max(range(len(paths)), key=lambda place: paths[place][128])
-    stores = _widths("STG", re.split(r"\*/\s+EXIT ;", sass)[place])
-    return Code(registers, stack + local, paths[place], stores, sass)
+    paths = re.split(r"\*/\s+EXIT ;", sass)
+    loads = [_widths("LDG", path) for path in paths]
+    place = max(range(len(paths)), key=lambda place: loads[place][128])
+    return Code(registers, stack + local, loads[place], _widths("STG", paths[place]), sass)
 
 
 def _widths(instruction: str, sass: str) -> Counter[int]:
     """How many of them there are, by their width in bits."""
     bits = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
-    found = re.findall(rf"\b{instruction}\.E(?:\.\w+)*", sass)
+    found = re.findall(rf"{instruction}\.E(?:\.\w+)*", sass)
     return Counter(next((bits[part] for part in each.split(".") if part in bits), 32) for each in found)
 
 

@@ -60,9 +60,9 @@ PAIRS = [(collective, codec) for collective in COLLECTIVES for codec in CODECS i
 @pytest.fixture(autouse=True)
 def _short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that small tensors too are cut into several."""
-    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_SEGMENT", 1 << 12)
-    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_HALF", 1 << 12)
-    monkeypatch.setattr("ringstrategy.collectives.direct._LONG", 1 << 10)  # so that some are long and others short
+    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_SEGMENT", 1 << 10)
+    monkeypatch.setattr("ringstrategy.collectives.base.SMALLEST_HALF", 1 << 10)
+    monkeypatch.setattr("ringstrategy.collectives.direct._LONG", 1 << 8)  # so that some are long and others short
 
 
 def data(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -81,7 +81,7 @@ def averaged(size: int, numel: int, collective: Collective, codec: Codec) -> lis
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("collective", "codec"), PAIRS, ids=str)
 def test_all_ranks_hold_the_same_bits_of_the_mean(size: int, collective: Collective, codec: Codec) -> None:
-    numel = 70_001
+    numel = 17_501
     results = averaged(size, numel, collective, codec)
     exact = torch.stack([data(rank, numel).double() for rank in range(size)]).mean(0)
     assert all(torch.equal(result, results[0]) for result in results)
@@ -482,9 +482,9 @@ def queueing(peers: FakePeers) -> FakePeers:
     return peers
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 257, 700, 9003, 70_001])
+@pytest.mark.parametrize("numel", [0, 1, 7, 257, 9003, 70_001])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_two_calls_give_the_bits_of_the_messages(size: int, codec: Codec, numel: int) -> None:
     def one(peers: FakePeers) -> list[torch.Tensor]:
         values, residual = data(peers.rank, numel) / size, data(peers.rank + 100, numel) / 64

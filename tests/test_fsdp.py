@@ -148,7 +148,7 @@ def _resumes(folder: str) -> list[torch.Tensor]:
 
     def made() -> tuple[nn.Module, torch.optim.Optimizer, FsdpResiduals]:
         module = sharded(net())
-        residuals = ringstrategy.fsdp(module, BlockInt(4, rounding="stochastic"), exact_below=0)
+        residuals = ringstrategy.fsdp(module, BlockInt(4, 64, rounding="stochastic"), exact_below=0)
         return module, torch.optim.Adam(module.parameters(), lr=0.01), residuals
 
     module, optimizer, residuals = made()

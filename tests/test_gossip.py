@@ -346,7 +346,7 @@ def test_a_consensus_that_fails_half_way_gives_own_values_back_and_closing_waits
 
 
 @pytest.mark.parametrize(
-    "algorithm", [Gossip(Star(), Cast("float16")), Choco(Star(), BlockInt(4, block=16, rounding="stochastic"))]
+    "algorithm", [Gossip(Star(), Cast("float16")), Choco(Star(), BlockInt(4, 64, rounding="stochastic"))]
 )
 def test_cutting_into_pieces_changes_no_bit(ranks: Pool, algorithm: Decentralized) -> None:
     whole, pieces = (ranks(3, run, algorithm, 5, True, piece) for piece in (1 << 21, 16))
@@ -555,7 +555,7 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
         Gossip(Star(), unequal_data=True, interval=2, consensus=False),
         Gossip(Star(), unequal_data=True, overlap=False, consensus=False),
         PushSum(directed(3), interval=2, consensus=False),
-        Choco(codec=BlockInt(4, block=16, rounding="stochastic"), interval=2, consensus=False),
+        Choco(codec=BlockInt(4, 64, rounding="stochastic"), interval=2, consensus=False),
         Choco(Star(), Rotated(Gaussian(2)), gain=0.5, overlap=False, consensus=False),
     ],
     ids=str,
