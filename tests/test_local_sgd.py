@@ -326,7 +326,7 @@ def test_each_fragment_is_exchanged_once_an_interval_at_a_time_of_its_own() -> N
     ("arguments", "cure"),
     [
         ({"interval": 0}, "at least 1"),
-        ({"interval": "auto"}, "add overlap=True"),
+        ({"interval": "auto", "unit": "epoch"}, "unit='step'"),
         ({"interval": 4, "fragments": 5}, "take at most as many"),
         ({"fragments": 0}, "whole number >= 1"),
         ({"warmup_steps": -1}, "whole number >= 0"),
@@ -522,13 +522,13 @@ def test_plain_agreements_at_each_step_of_sgd_are_synchronous_training(ranks: Po
     assert np.abs(np.subtract(seldom, ring)).max() > 1e-3
 
 
-def _automatic() -> tuple[int, list[str]]:
+def _automatic(overlap: bool | int, seconds: float) -> tuple[int, list[str]]:
     with process_group() as peers:
         parameter = nn.Parameter(torch.zeros(1000))
-        algorithm, peers.stats.exposed_seconds = LocalSGD("auto", overlap=True, fragments=2), 0.0
+        algorithm, peers.stats.exposed_seconds = LocalSGD("auto", overlap=overlap, fragments=1), 0.0
         algorithm.setup({"weight": parameter}, peers)
         algorithm.bind({parameter})
-        mean_, waits = algorithm.exchange.mean_, 0.2 * (1 + peers.rank)
+        mean_, waits = algorithm.exchange.mean_, seconds * (1 + peers.rank)
 
         def slowly(flat: Tensor, *rest: Any) -> None:
             time.sleep(waits * (flat.numel() == 1000))
@@ -543,18 +543,23 @@ def _automatic() -> tuple[int, list[str]]:
         for _ in range(interval):
             assert algorithm._groups[0].under_way is None
             algorithm.after_step({parameter})
-        assert algorithm._groups[0].under_way is not None, "begins at the end of the interval, and nobody waits"
-        assert algorithm._groups[0].mixings == mixings == 2
+        assert (algorithm._groups[0].under_way is not None) == bool(overlap), "begins at the end of the interval"
+        assert algorithm._groups[0].mixings - mixings == (not overlap)
+        assert mixings == 2
         algorithm.settle()
         algorithm.close()
         return interval, news
 
 
 def test_the_interval_may_be_chosen_by_what_an_exchange_takes(ranks: Pool) -> None:
-    (one, [told]), (two, _) = ranks(2, _automatic)
+    (one, [told]), (two, _) = ranks(2, _automatic, True, 0.2)
     assert one == two
     assert 15 <= one <= 30, "0.4 s of the slower rank, by 0.02 s, with a margin"
     assert f"interval={one}" in told
+    (waiting, _), _ = ranks(2, _automatic, False, 0.03)
+    assert 70 <= waiting <= 130, "waiting 0.06 s is 3 % of 100 steps"
+    (hidden, _), _ = ranks(2, _automatic, 2, 0.03)
+    assert 5 <= hidden <= 60, "of 0.06 s two steps hide 0.04 s"
 
 
 def _of_two_hosts(

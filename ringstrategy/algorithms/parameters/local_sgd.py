@@ -31,6 +31,7 @@ from ringstrategy.transport.base import Peers
 
 _BESIDE = "beside"  # the vector of what is averaged exactly: squared norms, buffers
 _TRIAL = 8  # steps to each of the two exchanges by which an interval is chosen
+_WAITS = 0.03  # of computing: what waiting may take
 _MARGIN = 1.25  # an interval lasts so many times as long as the exchange that hides in it
 _LONGEST = 500  # interval that is chosen: the longest with which DiLoCo was published
 
@@ -50,8 +51,8 @@ class LocalSGD(Periodic):
 
     Args:
         interval: optimizer steps from one agreement to the next. More: fewer bytes, ranks drift further apart.
-            "auto": the shortest whose exchange hides behind computing. Two agreements, after 8 and 16 steps, measure
-            it. It needs `overlap=True`.
+            "auto": the shortest with which waiting takes at most 3 % of computing; with `overlap=True` the shortest
+            whose exchange hides behind computing. Two agreements, after 8 and 16 steps, measure it.
         outer: makes the outer optimizer, such as `Nesterov()`, or `functools.partial(torch.optim.AdamW, lr=0.1)`. It
             must compute the same bits on all ranks. None: Theta is the mean of all ranks.
         codec: how progress travels; or a policy, see `AllReduce`. 4 bits are enough for it.
@@ -105,12 +106,9 @@ class LocalSGD(Periodic):
         check_codec(self.codec, self.collective)
         check_feedback(error_feedback)
         self._outer_text = described_outer(outer)
-        if interval == "auto" and (overlap is not True or unit != "step"):
-            raise ValueError(
-                "interval='auto' is the shortest whose exchange hides behind computing: add overlap=True and "
-                f"unit='step', got overlap={overlap!r}, unit={unit!r}"
-            )
-        Schedule(_TRIAL if interval == "auto" else interval, overlap, unit)  # refuses what these cannot be
+        if interval == "auto" and unit != "step":
+            raise ValueError("interval='auto' counts steps: pass unit='step'")
+        Schedule(_LONGEST if interval == "auto" else interval, overlap, unit)  # refuses what these cannot be
         for name, number, least in (("fragments", fragments, 1), ("warmup_steps", warmup_steps, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {number!r}")
@@ -160,7 +158,7 @@ class LocalSGD(Periodic):
             return Schedule(self.interval, self.overlap, self.unit, self.warmup_steps)
         if self._chosen is None:
             return Schedule(_TRIAL, False, self.unit, self.warmup_steps)
-        return Schedule(self._chosen, True, self.unit, self.warmup_steps + 2 * _TRIAL)
+        return Schedule(self._chosen, self.overlap, self.unit, self.warmup_steps + 2 * _TRIAL)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
@@ -169,7 +167,7 @@ class LocalSGD(Periodic):
             self._choose()
 
     def _choose(self) -> None:
-        """After the second trial of all groups: the shortest interval whose exchange hides; the same on all ranks."""
+        """After the second trial of all groups, the same on all ranks."""
         turns = [group.turns - self.warmup_steps for group in self._groups]
         if not turns or turns[0] < _TRIAL or turns[0] % _TRIAL:
             return
@@ -184,8 +182,12 @@ class LocalSGD(Periodic):
         exchange, compute = waited * _TRIAL / steps, (time.perf_counter() - began - waited) / steps
         measured = all_gather_floats(self._peers, [exchange, compute])
         slowest, fastest = max(row[0] for row in measured), min(row[1] for row in measured)
-        needed = math.ceil(_MARGIN * slowest / max(fastest, 1e-9))
-        self._chosen = min(max(needed, self.fragments), _LONGEST)
+        exchanged = slowest / max(fastest, 1e-9)  # in steps
+        if self.overlap is True:
+            needed = _MARGIN * exchanged
+        else:
+            needed = max(float(self.overlap), (exchanged - self.fragments * self.overlap) / _WAITS)
+        self._chosen = min(max(math.ceil(needed), self.fragments), _LONGEST)
         self._said.append(
             f"LocalSGD(interval='auto') takes interval={self._chosen}: an exchange took {slowest:.3g} s and a step "
             f"{fastest:.3g} s"
