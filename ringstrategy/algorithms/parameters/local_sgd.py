@@ -136,7 +136,7 @@ class LocalSGD(Periodic):
         self._waits = 0.0  # for exchanges, seconds in all
         self._trial: tuple[int, float, float] | None = None  # the turn and second at which it began, and waits before
         self._said: list[str] = []
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Tensor] = {}  # a device need not be waited for
 
         self._shared: dict[Flat, Shared] = {}
         self._anchors: dict[Flat, Shared] = {}  # from which this rank goes on, if eager
@@ -256,11 +256,11 @@ class LocalSGD(Periodic):
 
     def gather(self, group: Group) -> None:
         """The progress since the last agreement; beside it its squared norm, and buffers."""
-        squares = torch.zeros(self.exchange.ranks, dtype=torch.float64)
+        squares = torch.zeros(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
         for flat in group.flats:
             origin = self._anchors[flat] if self.eager else self._shared[flat]
             flat.gather_sum(origin.values, -1.0, into=flat.correction)
-            squares += torch.linalg.vector_norm(self._rows(flat), dim=1).double().square().cpu()
+            squares += torch.linalg.vector_norm(self._rows(flat), dim=1).double().square()
             if self.eager and not self._is_plain(group):
                 self._step_alone(flat)
             elif "sent" in flat.memory:
@@ -278,9 +278,9 @@ class LocalSGD(Periodic):
 
     def _gather_beside(self, group: Group, squares: Tensor) -> None:
         buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
-        values = squares.to(group.flats[0].device)
+        values = squares
         if buffers:
-            values = torch.cat([values, *(buffer.detach().reshape(-1).double() for buffer in buffers)])
+            values = torch.cat([squares, *(buffer.detach().reshape(-1).double() for buffer in buffers)])
         beside = group.others.get(_BESIDE)
         if beside is None or beside.numel != values.numel():
             beside = group.others[_BESIDE] = Vector(values.numel(), values.dtype, values.device)
@@ -299,9 +299,9 @@ class LocalSGD(Periodic):
     def apply(self, group: Group) -> None:
         """Step Theta, and take it over."""
         plain, waited = self._is_plain(group), self.schedule.waits(group.turns, group.place)
-        squares = 0.0
+        square = torch.zeros((), dtype=torch.float64, device=group.flats[0].device)
         for flat in group.flats:
-            squares += float(torch.linalg.vector_norm(self._rows(flat)[0])) ** 2
+            square += torch.linalg.vector_norm(self._rows(flat)[0]).double().square()
             shared = self._shared[flat]
             if self.eager and not plain:
                 own = flat.memory["own"]
@@ -316,18 +316,17 @@ class LocalSGD(Periodic):
             elif not self.eager:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
         if group.place[0] == 0:
-            self._apply_beside(group, squares, waited=waited)
+            self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
             average_states(group.parameters, self._optimizers(), self.exchange, self._peers)
 
-    def _apply_beside(self, group: Group, squares: float, *, waited: bool) -> None:
+    def _apply_beside(self, group: Group, square: Tensor, *, waited: bool) -> None:
         assert self._peers is not None
         beside, ranks, size = group.others[_BESIDE], self.exchange.ranks, self._peers.size
-        mean_square = float(beside.correction[:ranks].mean())
-        alike = squares / mean_square if mean_square else 1.0  # 1 / size: at right angles; 1: all the same
+        alike = square / beside.correction[:ranks].mean()  # 1 / size: at right angles; 1: all the same
         self._metrics = {
-            "outer_gradient_norm": math.sqrt(squares),
+            "outer_gradient_norm": square.sqrt(),
             "direction_agreement": (size * alike - 1) / (size - 1),
         }
         buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
@@ -347,7 +346,7 @@ class LocalSGD(Periodic):
         1: all ranks went the same way. 0: at right angles to each other, as by noise alone.
         """
         metrics, self._metrics = self._metrics, {}
-        return metrics
+        return {name: float(value) for name, value in metrics.items()}
 
     def shared_values(self) -> dict[str, Tensor]:
         """Theta."""
