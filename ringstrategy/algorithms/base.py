@@ -188,6 +188,12 @@ class ParameterAlgorithm(Algorithm):
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
 
+    def start(self) -> None:
+        """Training begins, with the parameters as they are now; all ranks call it, perhaps after a checkpoint."""
+
+    def finish(self) -> None:
+        """Training has ended, as planned, after as many batches on all ranks; all of them call it."""
+
     def shared_values(self) -> dict[str, Tensor]:
         """What all ranks hold with the same bits, by parameter name, if it `replicates`."""
         return {}

@@ -85,6 +85,7 @@ class Session:
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._group, self._divisor = group, divisor
         self._buffers_due = True
+        self._has_begun = False
         self._joined = Joined(module)
         self._peers: Peers | None = None
         self._host: Host | None = None  # where gradients are averaged within it
@@ -255,6 +256,9 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
+        if not self._has_begun and self._parameters is not None:
+            self._parameters.start()
+        self._has_begun = True
         if first and later_epoch and self._parameters is not None:
             for parameters in self._optimized:
                 self._parameters.after_epoch(parameters)
@@ -492,6 +496,12 @@ class Session:
         """See `ParameterAlgorithm.settle`."""
         if self._parameters is not None:
             self._parameters.settle()
+
+    def finish(self) -> None:
+        """See `ParameterAlgorithm.finish`."""
+        if self._parameters is not None:
+            with self.naming_lost_peers():
+                self._parameters.finish()
 
     def equal_values(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks between two steps, by parameter name."""

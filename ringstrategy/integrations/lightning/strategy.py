@@ -391,6 +391,7 @@ class RingStrategyMixin(ProcessesMixin):
         self._log_news()
         self._fit.leave_training("at the end of training", "the end of its training")
         self._fit.settle()
+        self._fit.finish()
         if self._looks is not None and self._fit.shows_consensus:
             self._fit.enter_consensus(replaced=self._looks.replaced())
 
