@@ -287,6 +287,8 @@ class LocalSGD(Periodic):
                 flat.gather(into=flat.memory["sent"])
         if group is self._groups[0]:
             self._gather_beside(group, squares)
+        else:
+            group.others.pop(_BESIDE, None)
 
     def _step_alone(self, flat: Flat) -> None:
         """Go on from an outer step by this rank's own progress now, and the others' of the last agreement."""
@@ -336,7 +338,7 @@ class LocalSGD(Periodic):
                 flat.blend(shared.values, self.blend)
             elif not self.eager:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-        if group is self._groups[0]:
+        if _BESIDE in group.others:
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
@@ -447,6 +449,11 @@ class LocalSGD(Periodic):
         super().load_state_dict(state)
         self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), None
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
+
+    def forget(self) -> None:
+        """See `ParameterAlgorithm.forget`: Theta and the outer optimizer's state too."""
+        self.load_state_dict({**self.state_dict(), "shared": {}})
+        self._saved_anchors = {}
 
     @property
     def keeper(self) -> str:
