@@ -27,7 +27,10 @@ from ringstrategy import (
     AllReduce,
     BlockInt,
     Choco,
+    Direct,
     Gossip,
+    LocalSGD,
+    Nesterov,
     PeerLostError,
     PlanMismatchError,
     PowerSGD,
@@ -146,7 +149,7 @@ def test_each_name_is_fabrics_too(name: str, suffix: str) -> None:
 # All ranks
 
 
-def _replicas(name: str) -> tuple[list[Tensor], Tensor, int, int]:
+def _replicas(name: str | Algorithm) -> tuple[list[Tensor], Tensor, int, int]:
     with fabric_with(name) as fabric:
         model = net(seed=dist.get_rank())
         model, optimizer = fabric.setup(model, momentum(model))
@@ -159,8 +162,15 @@ def _replicas(name: str) -> tuple[list[Tensor], Tensor, int, int]:
         return everyone, start, strategy.stats.bytes_sent or 0, strategy.stats.steps
 
 
-@pytest.mark.parametrize("name", [*LOSSY, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_all_ranks_see_the_same_bits(ranks: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        *LOSSY,
+        pytest.param(LocalSGD(1, Nesterov(), BlockInt(4), Direct()), id="local_sgd"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
+    ],
+)
+def test_all_ranks_see_the_same_bits(ranks: Pool, name: str | Algorithm) -> None:
     outcomes = ranks(3, _replicas, name)
     for everyone, start, sent, steps in outcomes:
         assert all(torch.equal(each, everyone[0]) for each in everyone)
@@ -207,6 +217,8 @@ FAMILIES: dict[str, Callable[[], Algorithm]] = {
     "gossip": lambda: Gossip(interval=3, overlap=2),
     "choco": lambda: Choco(interval=2),
     "push_sum": lambda: PushSum(interval=2),
+    "local_sgd": lambda: LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1, error_feedback=True),
+    "eager": lambda: LocalSGD(3, Nesterov(), overlap=True, eager=True),
 }
 
 
@@ -269,25 +281,43 @@ def test_with_gossip_a_checkpoint_and_consensus_are_the_mean(ranks: Pool, tmp_pa
     ranks(3, _saves_the_mean, str(tmp_path / "run.ckpt"))
 
 
-def _loads_plain_weights(path: str) -> None:
-    with fabric_with(Gossip()) as fabric:
+def _loads_plain_weights(algorithm: Algorithm, path: str, raw: bool) -> None:
+    with fabric_with(algorithm) as fabric:
         state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(3))
-        plain = {"model": net(7).state_dict()}
+        train(fabric, state["model"], state["optimizer"], batches(4))
+        weights = net(7).state_dict()
         if fabric.is_global_zero:
-            torch.save(plain, path)
+            torch.save(weights if raw else {"model": weights}, path)
         fabric.barrier()
-        fabric.load(path, {"model": state["model"]})
+        if raw:
+            fabric.load_raw(path, state["model"])
+        else:
+            fabric.load(path, {"model": state["model"]})
+        with consensus(state["model"]):
+            assert torch.equal(parameters(state["model"]), parameters(net(7)))
+        if algorithm.replicates:  # the loaded weights are the shared ones, until the next agreement
+            train(fabric, state["model"], state["optimizer"], batches(1))
+            with consensus(state["model"]):
+                assert torch.equal(parameters(state["model"]), parameters(net(7)))
+            return
         state["optimizer"].param_groups[0].update(lr=0.0)
-        for _ in range(2):
+        for _ in range(4):
             for parameter in state["model"].parameters():
                 parameter.grad = torch.zeros_like(parameter)
             state["optimizer"].step()
         assert torch.equal(parameters(state["model"]), parameters(net(7)))
 
 
-def test_a_correction_of_other_weights_is_dropped_with_them(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _loads_plain_weights, str(tmp_path / "plain.ckpt"))
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(
+    "algorithm",
+    [Gossip(), LocalSGD(2, Nesterov(), overlap=1), LocalSGD(2, Nesterov(), overlap=True, eager=True)],
+    ids=["gossip", "local_sgd", "eager"],
+)
+def test_what_belongs_to_other_weights_is_dropped_with_them(
+    ranks: Pool, tmp_path: Path, algorithm: Algorithm, raw: bool
+) -> None:
+    ranks(2, _loads_plain_weights, algorithm, str(tmp_path / "plain.ckpt"), raw)
 
 
 # Several models
@@ -382,7 +412,7 @@ def _several_resume(family: str, path: str) -> None:
         assert all(map(torch.equal, go_on(fabric, state, batches(3, first=3)), through))
 
 
-@pytest.mark.parametrize("family", ["feedback", "gossip"])
+@pytest.mark.parametrize("family", ["feedback", "gossip", "local_sgd"])
 def test_several_models_go_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: str) -> None:
     ranks(2, _several_resume, family, str(tmp_path / "run.ckpt"))
 
@@ -428,8 +458,8 @@ def _scaled(scale: float) -> MixedPrecision:
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
 
 
-def _skips_on_one_rank() -> tuple[list[Tensor], int]:
-    with fabric_with("gossip", plugins=[_scaled(1.0 if os.environ["RANK"] == "0" else 2.0**26)]) as fabric:
+def _skips_on_one_rank(algorithm: Algorithm) -> tuple[list[Tensor], int]:
+    with fabric_with(algorithm, plugins=[_scaled(1.0 if os.environ["RANK"] == "0" else 2.0**26)]) as fabric:
         model = net()
         model, optimizer = fabric.setup(model, momentum(model))
         train_scaled(fabric, model, optimizer, batches(6))
@@ -438,8 +468,9 @@ def _skips_on_one_rank() -> tuple[list[Tensor], int]:
             return [value for value in values(model) if value.is_floating_point()], steps
 
 
-def test_gossip_goes_on_where_a_scaler_skips_a_step(ranks: Pool) -> None:
-    (one, steps), (other, others) = ranks(2, _skips_on_one_rank)
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(1, average_optimizer=True)], ids=["gossip", "local_sgd"])
+def test_ranks_go_on_where_a_scaler_skips_a_step_of_one(ranks: Pool, algorithm: Algorithm) -> None:
+    (one, steps), (other, others) = ranks(2, _skips_on_one_rank, algorithm)
     assert steps == others == 6
     assert all(map(torch.equal, one, other))
 
@@ -692,8 +723,9 @@ def _steps_by_closure(strategy: Any) -> list[Tensor]:
 def test_closures_step_as_with_ddp(ranks: Pool) -> None:
     for ours, theirs in zip(ranks(2, _steps_by_closure, "ring"), ranks(2, _steps_by_closure, "ddp"), strict=True):
         assert all(map(torch.equal, ours, theirs))
-    means = ranks(2, _steps_by_closure, "gossip")
-    assert all(map(torch.equal, *[[value for value in mean if value.is_floating_point()] for mean in means]))
+    for strategy in ("gossip", LocalSGD(1)):
+        means = ranks(2, _steps_by_closure, strategy)
+        assert all(map(torch.equal, *[[value for value in mean if value.is_floating_point()] for mean in means]))
 
 
 def _grows(strategy: Any) -> list[Tensor]:
@@ -708,11 +740,21 @@ def _grows(strategy: Any) -> list[Tensor]:
         optimizer.add_param_group({"params": model[4].parameters()})
         train(fabric, ring, optimizer, batches(3))
         assert model[0].weight.grad is None
-        return [p.detach().clone() for p in model.parameters()]
+        with consensus(ring):
+            return [p.detach().clone() for p in model.parameters()]
 
 
-def test_layers_may_unfreeze_and_join(ranks: Pool) -> None:
-    one, other = ranks(2, _grows, "ring_int8")
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ring_int8",
+        LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1),
+        LocalSGD(2, Nesterov(), overlap=True, eager=True),
+    ],
+    ids=["ring_int8", "local_sgd", "eager"],
+)
+def test_layers_may_unfreeze_and_join(ranks: Pool, strategy: str | Algorithm) -> None:
+    one, other = ranks(2, _grows, strategy)
     assert len(one) == 8
     assert all(map(torch.equal, one, other))
     assert not torch.equal(one[0], net()[0].weight)
@@ -740,7 +782,7 @@ def _loads_from_others(family: str, path: str) -> tuple[Tensor, Tensor]:
         return loaded, torch.cat(residuals) if residuals else torch.zeros(1)
 
 
-@pytest.mark.parametrize("family", ["feedback", "gossip"])
+@pytest.mark.parametrize("family", ["feedback", "gossip", "local_sgd"])
 def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: str) -> None:
     path = str(tmp_path / "run.ckpt")
     ranks(2, _saves_for_others, family, path)

@@ -682,6 +682,44 @@ def test_an_optimizer_takes_any_algorithm(ranks: Pool) -> None:
     ranks(3, _other_algorithms)
 
 
+def _meets_seldom(algorithm: ringstrategy.LocalSGD) -> None:
+    """Weights may be broadcast before or after."""
+    with horovod() as rank:
+        found = []
+        for broadcasts_before in (True, False):
+            model = network(seed=rank)
+            if broadcasts_before:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            optimizer = torch.optim.SGD(model.parameters(), 0.05)
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), algorithm=algorithm)
+            if not broadcasts_before:
+                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            losses = []
+            for step in range(12):
+                optimizer.zero_grad()
+                loss = loss_of(model, rank, step % 3)
+                loss.backward()
+                losses.append(loss.item())
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            assert sum(losses[-3:]) < 0.97 * sum(losses[:3])
+            with optimizer.session.consensus():
+                same_everywhere(model)
+                found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+            own = nn.utils.parameters_to_vector(model.parameters()).detach()
+            assert not torch.equal(own, found[-1])
+            assert optimizer.session.stats.steps == 3
+            assert optimizer.session.stats.bytes_sent > 0
+            optimizer.close()
+        close(*found)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_optimizer_may_meet_the_others_seldom(ranks: Pool, eager: bool) -> None:
+    outer = ringstrategy.Nesterov(0.7, 0.5)
+    ranks(2, _meets_seldom, ringstrategy.LocalSGD(4, outer, overlap=True if eager else 1, eager=eager))
+
+
 def _scales() -> None:
     with horovod() as rank:
         model = network()
@@ -825,6 +863,7 @@ def _refuses() -> None:
             ({"compression": CODECS["int8"], "algorithm": "ring"}, "not both"),
             ({"algorithm": "rings"}, "one of ring, ring_fp16"),
             ({"algorithm": "gossip", "op": hvd.Sum}, "sums no gradients"),
+            ({"algorithm": "diloco", "scaler": torch.amp.GradScaler("cpu")}, "train in bfloat16 without a scaler"),
             ({"local": ["0.wait"]}, "a list of names of the optimizer's parameters"),
             ({"sparse": ["0.wait"]}, r"names \['0.wait'\], which no parameter"),
         ):

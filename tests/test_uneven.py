@@ -27,6 +27,7 @@ from ringstrategy import (
     Choco,
     Gossip,
     Identity,
+    LocalSGD,
     PeerLostError,
     PowerSGD,
     PushSum,
@@ -219,8 +220,8 @@ def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
         assert torch.allclose(delivered, lossless, rtol=0, atol=2e-6), (delivered - lossless).abs().max()
 
 
-def _buffers(algorithm: Algorithm, first: int, second: int) -> bool:
-    """Are the buffers at each batch's end those of the last batch with data? Both of rank 0, in every forward."""
+def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, list[Tensor]]]:
+    """At each batch's end: was it a repeated one, and the buffers."""
     with process_group():
         module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
         session = Session(module, algorithm, timeout=MINUTE)
@@ -228,8 +229,7 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> bool:
         session.synchronize()
         optimizer = torch.optim.SGD(module.parameters(), 0.1)
         session.bind([optimizer])
-        kept: list[Tensor] = []
-        same = []
+        ends = []
         data = list(loader(0, 0, (first if dist.get_rank() == 0 else second,)))
         for place, (_, inputs, targets) in enumerate(session.join(data)):
             session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
@@ -238,19 +238,28 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> bool:
                 loss = nn.functional.mse_loss(module(inputs), targets)
             optimizer.zero_grad()
             session.backward(loss)
+            module(inputs)
             optimizer.step()
             session.end_batch(1)
-            now = [buffer.clone() for buffer in module.buffers()]
-            if session.idle:
-                same += map(torch.equal, kept, now)
-            kept = now
+            ends.append((session.idle, [buffer.clone() for buffer in module.buffers()]))
         session.close()
-        return bool(same) and all(same)
+        return ends
 
 
 @pytest.mark.parametrize("make", [AllReduce, Gossip])
 def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[AllReduce | Gossip]) -> None:
-    assert ranks(2, _buffers, make(uneven="join"), 2, 4)[0]
+    ends = ranks(2, _buffers, make(uneven="join"), 2, 4)[0]
+    assert [idle for idle, _ in ends] == [False, False, True, True]
+    assert all(map(torch.equal, ends[1][1] * 2, ends[2][1] + ends[3][1]))
+
+
+def test_a_rank_without_data_takes_the_mean_of_statistics_and_adds_nothing_to_it(ranks: Pool) -> None:
+    ends = ranks(2, _buffers, LocalSGD(2, uneven="join"), 3, 6)
+    assert [idle for idle, _ in ends[0]] == [False] * 3 + [True] * 3
+    for (_, mine), (_, others) in list(zip(*ends, strict=True))[1::2]:
+        assert torch.equal(mine[0], others[0])
+    assert torch.equal(ends[0][3][1][0], ends[0][4][1][0])
+    assert not torch.equal(ends[1][3][1][0], ends[1][4][1][0])
 
 
 def _gossip(algorithm: Algorithm, zeros: bool) -> tuple[Tensor, int]:
@@ -349,7 +358,7 @@ def test_what_cannot_be_joined_is_refused(ranks: Pool, case: str, said: str) -> 
         assert said in messages[0]
 
 
-@pytest.mark.parametrize("make", [AllReduce, Auto, PowerSGD, Gossip, Choco, PushSum])
+@pytest.mark.parametrize("make", [AllReduce, Auto, PowerSGD, Gossip, Choco, PushSum, LocalSGD])
 def test_uneven_is_one_of_two(make: Callable[..., Algorithm]) -> None:
     assert make().uneven == "error"
     assert "uneven='join'" in repr(make(uneven="join")) or "uneven=join" in repr(make(uneven="join"))

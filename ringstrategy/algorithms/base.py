@@ -243,6 +243,13 @@ class ParameterAlgorithm(Algorithm):
     def as_own(self) -> AbstractContextManager[None]:
         """Within, the parameters and the others have this rank's own values, consensus or not; no collective."""
 
+    def forget(self) -> None:
+        """The parameters were replaced: drop what is under way and what is kept of the old ones, but for counts.
+
+        After `setup`, before `bind`; all ranks call it.
+        """
+        self.load_state_dict(self.state_dict())
+
     @abstractmethod
     def consensus_distance(self, sample: int | None = None) -> float | None:
         """Mean over ranks of the squared distance of all parameters from their mean; every rank calls it.

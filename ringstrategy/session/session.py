@@ -401,7 +401,9 @@ class Session:
     def _tell_of_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
         if self._host is not None and self._gradients is not None:
             self._gradients.after_step(parameters, stepped)
+        self._joined.put_buffers_back()  # an algorithm may average them
         self.algorithm.after_step(parameters, stepped)
+        self._joined.keep_buffers()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged.

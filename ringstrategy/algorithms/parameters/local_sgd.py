@@ -142,6 +142,7 @@ class LocalSGD(Periodic):
         self._anchors: dict[Flat, Shared] = {}  # from which this rank goes on, if eager
         self._saved: dict[str, Mapping[str, Any]] = {}  # of a checkpoint, for groups that are not bound yet
         self._saved_anchors: dict[str, Mapping[str, Any]] = {}
+        self._young: list[Flat] = []  # bound, and not trained yet
         self._buffers: Callable[[], Sequence[Tensor]] = tuple
         self._optimizers: Callable[[], Sequence[Optimizer]] = tuple
 
@@ -163,6 +164,7 @@ class LocalSGD(Periodic):
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
         super().after_step(parameters, stepped)
+        self._young = []
         if self.interval == "auto" and self._chosen is None:
             self._choose()
 
@@ -212,12 +214,19 @@ class LocalSGD(Periodic):
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         self._shared, self._anchors, self._saved, self._saved_anchors = {}, {}, {}, {}
-        self._metrics, self._trial = {}, None
+        self._metrics, self._trial, self._young = {}, None, []
         super().setup(parameters, peers, sparse=sparse)
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """See `ParameterAlgorithm.attend`."""
         self._buffers, self._optimizers = buffers, optimizers
+
+    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
+        """See `Algorithm.adopt`. Theta is what ranks have at the first batch, if that was set after `bind`."""
+        for flat in (flat for group in self._groups for flat in group.flats if flat in self._young):
+            self._start(flat)
+        self._young = []
+        return super().adopt(parameters, sparse=sparse)
 
     def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
         """See `Periodic.parts`."""
@@ -230,13 +239,22 @@ class LocalSGD(Periodic):
         for flat in group.flats:
             warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
             shared = self._shared[flat] = Shared(flat, self.outer)
-            if not shared.load_state_dict(self._saved):
-                shared.values.copy_(self.exchange.common(flat.parameters, self._peers, "for the shared parameters"))
             if self.eager:
-                anchor = self._anchors[flat] = Shared(flat, self.outer)
-                if not anchor.load_state_dict(self._saved_anchors):
-                    anchor.load_state_dict(shared.state_dict())
+                self._anchors[flat] = Shared(flat, self.outer)
+            if not shared.load_state_dict(self._saved):
+                self._start(flat)
+                self._young.append(flat)
+            elif self.eager and not self._anchors[flat].load_state_dict(self._saved_anchors):
+                self._anchors[flat].load_state_dict(shared.state_dict())
         return group
+
+    @torch.no_grad()
+    def _start(self, flat: Flat) -> None:
+        """Theta becomes what the ranks have."""
+        assert self._peers is not None
+        values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
+        for shared in (self._shared, self._anchors) if self.eager else (self._shared,):
+            shared[flat].values.copy_(values)
 
     def begin(self, group: Group) -> None:
         """Nothing was lost so far, and nothing sent."""
@@ -366,10 +384,12 @@ class LocalSGD(Periodic):
 
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """Theta; or the mean of all ranks, where the parameters hold other values."""
-        if replaced:
-            assert self._view is not None
-            return self._view.means(group, row_of_parameters)
-        return [(flat, self._shared[flat].values) for flat in group.flats]
+        return self.ended(group) if replaced else [(flat, self._shared[flat].values) for flat in group.flats]
+
+    def ended(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
+        """The mean of all ranks: Theta lacks the steps since the last agreement."""
+        assert self._view is not None
+        return self._view.means(group, row_of_parameters)
 
     # Checkpoints
 
@@ -381,8 +401,13 @@ class LocalSGD(Periodic):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
-        self._shared, self._anchors = {}, {}
+        self._shared, self._anchors, self._young = {}, {}, []
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
+
+    def forget(self) -> None:
+        """See `ParameterAlgorithm.forget`: Theta and the outer optimizer's state too."""
+        self.load_state_dict({**self.state_dict(), "shared": {}})
+        self._saved_anchors = {}
 
     @property
     def keeper(self) -> str:
@@ -404,7 +429,7 @@ class LocalSGD(Periodic):
         """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
         self._saved = self.state_dict()["shared"]
         super().close()
-        self._shared, self._anchors = {}, {}
+        self._shared, self._anchors, self._young = {}, {}, []
         self._buffers = self._optimizers = tuple
 
 

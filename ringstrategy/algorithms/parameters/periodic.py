@@ -110,6 +110,10 @@ class Periodic(ParameterAlgorithm):
             replaced: see `ParameterAlgorithm.enter_consensus`.
         """
 
+    def ended(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
+        """For each flat the values from which all ranks go on in another group; as `seen`, and no step is lost."""
+        return self.seen(group)
+
     def mass(self, flat: Flat) -> Tensor:
         """A copy of the values whose mean over ranks is what ranks are some distance from."""
         return row_of_parameters(flat)
@@ -251,9 +255,9 @@ class Periodic(ParameterAlgorithm):
             )
 
     def _end(self, group: Group) -> dict[str, int]:
-        """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
+        """Apply what is pending, give all ranks the same parameters, and drop the group; returns its counts."""
         self._apply(group)
-        for flat, values in self.seen(group):
+        for flat, values in self.ended(group):
             for parameter, value in zip(flat.parameters, cut_like(values, flat.parameters), strict=True):
                 parameter.copy_(value)
         self._groups.remove(group)

@@ -99,7 +99,7 @@ def DistributedOptimizer(  # Horovod's name
                 "another hvd.DistributedOptimizer averages the gradients of these parameters already: call its close() "
                 "before, or step all of them by one optimizer"
             )
-    chosen = _algorithm(algorithm, compression, op)
+    chosen = _algorithm(algorithm, compression, op, scaler)
     _mark_local(named, local)
     devices = {parameter.device for parameter in named.values()}
     for device in devices:
@@ -169,7 +169,9 @@ def _named(optimizer: Optimizer, named_parameters: Iterable[tuple[str, Parameter
     return named
 
 
-def _algorithm(algorithm: Algorithm | str | None, compression: object, op: ReduceOp) -> Algorithm:
+def _algorithm(
+    algorithm: Algorithm | str | None, compression: object, op: ReduceOp, scaler: torch.amp.GradScaler | None
+) -> Algorithm:
     if op is Adasum:
         raise ValueError(ADASUM)
     if op not in (Average, Sum):
@@ -189,6 +191,11 @@ def _algorithm(algorithm: Algorithm | str | None, compression: object, op: Reduc
         raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
     if op is Sum and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and sums no gradients: leave out op=hvd.Sum")
+    if scaler is not None and isinstance(algorithm, ParameterAlgorithm):
+        raise ValueError(
+            f"{algorithm} averages parameters after each rank's own steps, and a loss scaler would skip a step on one "
+            "rank alone: train in bfloat16 without a scaler, or with Lightning's Trainer or Fabric"
+        )
     return algorithm
 
 

@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import reachable
 from ringstrategy.errors import PeerLostError, is_of_a_connection
@@ -380,6 +380,10 @@ class RingFabricStrategyMixin(DDPStrategy):
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """See `get_module_state_dict`."""
         super().load_module_state_dict(_without_ring(module), state_dict, strict)
+        if isinstance(module, RingModule) and self.world_size > 1:
+            algorithm = module.session.algorithm
+            if isinstance(algorithm, ParameterAlgorithm):
+                algorithm.forget()
 
     def save_checkpoint(
         self,
@@ -441,7 +445,10 @@ class RingFabricStrategyMixin(DDPStrategy):
         ValueError on all ranks if the file of one of them is damaged.
         """
         if not isinstance(state, dict) or not state:
-            return super().load_checkpoint(path, state, strict, weights_only)
+            rest: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            if isinstance(state, RingModule):
+                self._bind(state)
+            return rest
         checkpoint: dict[str, Any] = dict(self.checkpoint_io.load_checkpoint(path, weights_only=weights_only))
         shared = checkpoint.pop(_KEY, {})
         files = RankFiles(self.checkpoint_io, path, weights_only=weights_only)
@@ -474,8 +481,6 @@ class RingFabricStrategyMixin(DDPStrategy):
             if key in saved:
                 carried = restore(_Ranks(self, algorithm), saved[key], LOG)
                 self._carried |= {} if carried is None else {key: carried}
-            elif algorithm.decentralized and self.world_size > 1:
-                algorithm.load_state_dict(algorithm.state_dict())  # a correction of other parameters is none of these
             self._bind(model)
         return checkpoint
 
