@@ -540,7 +540,7 @@ def _automatic(overlap: bool | int, seconds: float) -> tuple[int, list[str]]:
             algorithm.after_step({parameter})
         news, interval = algorithm.news(), algorithm.state_dict()["interval"]
         mixings = algorithm._groups[0].mixings
-        for _ in range(interval):
+        for _ in range(interval - 16 % interval):
             assert algorithm._groups[0].under_way is None
             algorithm.after_step({parameter})
         assert (algorithm._groups[0].under_way is not None) == bool(overlap), "begins at the end of the interval"
@@ -687,3 +687,182 @@ def _directions(sign: float) -> float:
 def test_directions_agree_from_minus_one_to_one(ranks: Pool) -> None:
     assert ranks(2, _directions, 1.0) == pytest.approx([1.0, 1.0])
     assert ranks(2, _directions, -1.0) == pytest.approx([-1.0, -1.0])
+
+
+# What users do
+
+
+def _fits(model: Net, algorithm: LocalSGD, **options: Any) -> tuple[list[bool], Tensor]:
+    """Which parameters all ranks have alike at the end, and where the first ended."""
+    fit(RingStrategy(algorithm), model, **options)
+    return [same_everywhere(p.detach()) for p in model.parameters()], model.layers[0].weight.detach()
+
+
+def _short(unit: str) -> tuple[bool, list[bool]]:
+    """Fewer steps than an interval has, or the one epoch: is there something to see at the end?"""
+    before = Net().layers[0].weight.detach().clone()
+    algorithm = LocalSGD(99 if unit == "step" else 1, Nesterov(), overlap=1, unit=unit)  # type: ignore[arg-type]
+    same, after = _fits(Net(), algorithm, max_epochs=1)
+    return not torch.equal(before, after), same
+
+
+@pytest.mark.parametrize("unit", ["step", "epoch"])
+def test_the_result_has_the_last_steps_in_it(ranks: Pool, unit: str) -> None:
+    for moved, same in ranks(3, _short, unit):
+        assert moved
+        assert all(same)
+
+
+class Buffered(Net):
+    """Buffers as language models have them, and one that each rank changes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("seen", torch.zeros(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += self.trainer.global_rank
+        return super().training_step(batch, batch_idx)
+
+
+def _buffers(overlap: int) -> list[Tensor]:
+    model = Buffered()
+    fit(RingStrategy(LocalSGD(2, overlap=overlap)), model)
+    return [model.mask, model.turns, model.seen]
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_buffers_that_have_no_mean_stay(ranks: Pool, overlap: int) -> None:
+    for mask, turns, seen in ranks(3, _buffers, overlap or False):
+        assert torch.equal(mask, torch.full((3,), -torch.inf))
+        assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0)))
+        assert seen[0] == pytest.approx(seen[1])
+        assert seen[0] > 1
+
+
+def _several(count: int) -> list[float]:
+    """A buffer at each step, with so many optimizers that each agree at each step, one step late."""
+    with process_group() as peers:
+        buffer = torch.tensor(float(peers.rank + 1))
+        parameters = {f"{number}": nn.Parameter(torch.zeros(3)) for number in range(count)}
+        algorithm, found = LocalSGD(1, overlap=1), []
+        algorithm.setup(parameters, peers)
+        algorithm.attend(lambda: [buffer], tuple)
+        for parameter in parameters.values():
+            algorithm.bind({parameter})
+        for _ in range(6):
+            for parameter in parameters.values():
+                algorithm.after_step({parameter})
+            found.append(buffer.item())
+        algorithm.settle()
+        algorithm.close()
+        return found
+
+
+def test_several_optimizers_average_a_buffer_once(ranks: Pool) -> None:
+    for found in ranks(2, _several, 3):
+        assert found[2:] == [1.5] * 4
+
+
+class Adapted(Net):
+    """A frozen part in the optimizer, which is thawed later."""
+
+    def __init__(self, thaws: bool) -> None:
+        super().__init__()
+        self.thaws = thaws
+        self.layers[0].requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.thaws and self.current_epoch == 1:
+            self.layers[0].requires_grad_(True)
+
+
+def _adapts(thaws: bool) -> tuple[bool, list[bool], int]:
+    before, model = Net().layers[0].weight.detach().clone(), Adapted(thaws)
+    algorithm = LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct())
+    trainer = trainer_with(RingStrategy(algorithm), max_epochs=3)
+    trainer.fit(model, rows(96))
+    assert isinstance(trainer.strategy, RingStrategy)
+    same = [same_everywhere(p.detach()) for p in model.parameters()]
+    return torch.equal(before, model.layers[0].weight), same, trainer.strategy.stats.values_averaged
+
+
+def test_frozen_parameters_are_neither_sent_nor_moved_until_they_are_thawed(ranks: Pool) -> None:
+    frozen, thawed = ranks(2, _adapts, False)[0], ranks(2, _adapts, True)[0]
+    assert frozen[0]
+    assert not thawed[0]
+    assert all(frozen[1])
+    assert all(thawed[1])
+    assert frozen[2] < thawed[2]
+
+
+class LoadsLate(Net):
+    """Weights that come from a file when training starts."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.data.add_(100.0)
+
+
+def _loads_late() -> float:
+    model = LoadsLate()
+    fit(RingStrategy(LocalSGD(3, Nesterov())), model, max_epochs=1)
+    return model.layers[0].weight.mean().item()
+
+
+def test_weights_that_are_loaded_when_training_starts_are_shared(ranks: Pool) -> None:
+    assert ranks(2, _loads_late) == pytest.approx([100.0, 100.0], abs=2.0)
+
+
+def _narrow() -> list[float]:
+    """Nothing moves, though the shared parameters are no values of this dtype."""
+    with process_group() as peers:
+        parameter = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        algorithm = LocalSGD(1, Nesterov(0.4, 0.0))
+        algorithm.setup({"weight": parameter}, peers)
+        algorithm.bind({parameter})
+        parameter.data.fill_(1.0 + peers.rank * 2**-7)
+        found = []
+        for _ in range(5):
+            algorithm.after_step({parameter})
+            found.append(algorithm.shared_values()["weight"][0].item())
+        algorithm.close()
+        return found
+
+
+def test_rounding_to_16_bits_is_no_progress(ranks: Pool) -> None:
+    for found in ranks(2, _narrow):
+        assert len(set(found)) == 1
+
+
+def _policies() -> str:
+    with process_group() as peers:
+        policy = SmallExact(BlockInt(4)) if peers.rank else SmallExact(BlockInt(8))
+        algorithm = LocalSGD(codec=lambda name, parameter: policy(name, parameter), collective=Direct())
+        with pytest.raises(PlanMismatchError) as raised:
+            algorithm.setup({"weight": nn.Parameter(torch.zeros(64, 64))}, peers)
+        algorithm.close()
+        return str(raised.value)
+
+
+def test_policies_that_choose_other_codecs_are_told(ranks: Pool) -> None:
+    for told in ranks(2, _policies):
+        assert "bits=4" in told
+        assert "bits=8" in told
+
+
+def test_parameters_without_elements_are_left_out(ranks: Pool) -> None:
+    assert ranks(2, _empty) == [0, 0]
+
+
+def _empty() -> int:
+    with process_group() as peers:
+        parameter = nn.Parameter(torch.zeros(0, 4))
+        algorithm = LocalSGD(1, fragments=1)
+        algorithm.setup({"nothing": parameter}, peers)
+        algorithm.bind({parameter})
+        algorithm.after_step({parameter})
+        algorithm.close()
+        return peers.stats.values_averaged

@@ -155,8 +155,9 @@ def predict_apart(apart: Apart, numel: int, machines: Machines, profile: Profile
     share = apart.fragments / apart.interval  # of an exchange in each step
     alone = profile.rest + profile.backward
     computing = alone + (machines.crowding * cost.busy * share if apart.late else 0.0)
+    waiting = share * max(0.0, cost.seconds - apart.late * computing)
     return Prediction(
-        seconds=computing + share * max(0.0, cost.seconds - apart.late * computing),
+        seconds=max(computing + waiting, share * cost.seconds),  # one thread exchanges all fragments
         communication=share * cost.seconds,
         bytes_sent=round(share * cost.bytes_sent),
         bytes_across=round(share * cost.bytes_across),

@@ -85,6 +85,7 @@ class Session:
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._group, self._divisor = group, divisor
         self._buffers_due = True
+        self._has_begun = False
         self._joined = Joined(module)
         self._peers: Peers | None = None
         self._host: Host | None = None  # where gradients are averaged within it
@@ -162,7 +163,7 @@ class Session:
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
 
-        With gossip ranks may differ.
+        Where ranks have parameters of their own, optimizers may differ.
         """
         if self._peers is not None and self._gradients is not None:
             self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
@@ -255,6 +256,9 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
+        if not self._has_begun and self._parameters is not None:
+            self._parameters.start()
+        self._has_begun = True
         if first and later_epoch and self._parameters is not None:
             for parameters in self._optimized:
                 self._parameters.after_epoch(parameters)
@@ -426,7 +430,7 @@ class Session:
                     )
         self._gradients.before_step(parameters)
 
-    # The mean of all ranks, where they have parameters of their own
+    # What all ranks see, where they have parameters of their own
 
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
@@ -436,7 +440,7 @@ class Session:
 
     @property
     def shows_consensus(self) -> bool:
-        """Do validation, and whoever takes the model after training, see the mean of all ranks?"""
+        """Do validation, and whoever takes the model after training, see the same on all ranks?"""
         return self._parameters is not None and self._parameters.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
@@ -458,7 +462,10 @@ class Session:
 
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
-        """Within, the module holds the mean of all ranks; all ranks enter. Then each gets its own values back."""
+        """Within, the module is the same on all ranks, which all enter; then each gets its own values back.
+
+        See `ParameterAlgorithm.enter_consensus`.
+        """
         try:
             entered = self.enter_consensus()
         except BaseException:
@@ -471,7 +478,7 @@ class Session:
                 self.leave_consensus()
 
     def means_of(self, state: Callable[[], dict[str, Any]]) -> Means:
-        """What `state` gives of the mean of all ranks, and of this one; all ranks call it.
+        """What `state` gives of what all ranks see, and of this one; all ranks call it.
 
         Args:
             state: of the module, such as its `state_dict`.
@@ -494,6 +501,12 @@ class Session:
         """See `ParameterAlgorithm.settle`."""
         if self._parameters is not None:
             self._parameters.settle()
+
+    def finish(self) -> None:
+        """See `ParameterAlgorithm.finish`."""
+        if self._parameters is not None:
+            with self.naming_lost_peers():
+                self._parameters.finish()
 
     def equal_values(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks between two steps, by parameter name."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch.nn import Parameter
 
 _NUMBERED = re.compile(r"^(?:.*?\.)?\d+(?=\.)")  # up to the first number: "model.layers.3"
-_EMBEDDING = re.compile(r"emb|wte|wpe")
+_EMBEDDING = re.compile(r"embed|(^|[._])(emb|wte|wpe)([._]|$)")
 
 
 def cut_fragments(parameters: Mapping[str, Parameter], count: int) -> list[dict[str, Parameter]]:

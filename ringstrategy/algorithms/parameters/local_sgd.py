@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.consensus import has_a_mean
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
 from ringstrategy.algorithms.parameters.inner_states import average_states
@@ -26,7 +26,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, sums_dtype
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.transport.agree import all_gather_floats
+from ringstrategy.transport.agree import all_gather_floats, compare_plans
 from ringstrategy.transport.base import Peers
 
 _BESIDE = "beside"  # the vector of what is averaged exactly: squared norms, buffers
@@ -44,10 +44,10 @@ class LocalSGD(Periodic):
     without one, Theta becomes the mean of all ranks (local SGD, Stich 2018). Theta has the same bits on all ranks,
     whatever the codec. What a codec loses is added to the progress of the next agreement.
 
-    Validation, test, checkpoints and what training returns see Theta as last agreed, with the mean of buffers. So
-    steps after the last agreement count only when the next one is due. A checkpoint also has a file of each rank, from
-    which the same number of ranks goes on bit for bit. Another number starts from Theta, with the outer optimizer's
-    state. Floating-point buffers, such as batch-norm statistics, are averaged at agreements.
+    Validation, test and checkpoints see Theta as last agreed, with the mean of buffers. When training ends, all ranks
+    take their exact mean. A checkpoint also has a file of each rank, from which the same number of ranks goes on bit
+    for bit. Another number starts from Theta, with the outer optimizer's state. Real floating-point buffers, such as
+    batch-norm statistics, are averaged at the agreements of the first fragment. Frozen parameters are not sent.
 
     Args:
         interval: optimizer steps from one agreement to the next. More: fewer bytes, ranks drift further apart.
@@ -136,13 +136,14 @@ class LocalSGD(Periodic):
         self._waits = 0.0  # for exchanges, seconds in all
         self._trial: tuple[int, float, float] | None = None  # the turn and second at which it began, and waits before
         self._said: list[str] = []
+        self._ends = False  # this is the last agreement
         self._metrics: dict[str, Tensor] = {}  # a device need not be waited for
 
+        self._sent: set[Tensor] = set()  # all groups' parameters
         self._shared: dict[Flat, Shared] = {}
         self._anchors: dict[Flat, Shared] = {}  # from which this rank goes on, if eager
         self._saved: dict[str, Mapping[str, Any]] = {}  # of a checkpoint, for groups that are not bound yet
         self._saved_anchors: dict[str, Mapping[str, Any]] = {}
-        self._young: list[Flat] = []  # bound, and not trained yet
         self._buffers: Callable[[], Sequence[Tensor]] = tuple
         self._optimizers: Callable[[], Sequence[Optimizer]] = tuple
 
@@ -159,12 +160,11 @@ class LocalSGD(Periodic):
             return Schedule(self.interval, self.overlap, self.unit, self.warmup_steps)
         if self._chosen is None:
             return Schedule(_TRIAL, False, self.unit, self.warmup_steps)
-        return Schedule(self._chosen, self.overlap, self.unit, self.warmup_steps + 2 * _TRIAL)
+        return Schedule(self._chosen, self.overlap, self.unit, self.warmup_steps)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
         super().after_step(parameters, stepped)
-        self._young = []
         if self.interval == "auto" and self._chosen is None:
             self._choose()
 
@@ -196,8 +196,14 @@ class LocalSGD(Periodic):
         )
 
     def _wait(self, group: Group) -> None:
+        assert self._peers is not None
+        measures = self.interval == "auto" and self._chosen is None and self._peers.queues
+        if measures:
+            torch.cuda.synchronize()
         begin = time.perf_counter()
         super()._wait(group)
+        if measures:
+            torch.cuda.synchronize()
         self._waits += time.perf_counter() - begin
 
     def news(self) -> list[str]:
@@ -207,54 +213,49 @@ class LocalSGD(Periodic):
 
     def _is_plain(self, group: Group) -> bool:
         """Is this turn one of the exact start?"""
-        return group.turns <= self.warmup_steps
+        return self._ends or group.turns <= self.warmup_steps
 
     # What
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         self._shared, self._anchors, self._saved, self._saved_anchors = {}, {}, {}, {}
-        self._metrics, self._trial, self._young = {}, None, []
+        self._metrics, self._trial, self._chosen = {}, None, None
         super().setup(parameters, peers, sparse=sparse)
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
         """See `ParameterAlgorithm.attend`."""
         self._buffers, self._optimizers = buffers, optimizers
 
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """See `Algorithm.adopt`. Theta is what ranks have at the first batch, if that was set after `bind`."""
-        for flat in (flat for group in self._groups for flat in group.flats if flat in self._young):
-            self._start(flat)
-        self._young = []
-        return super().adopt(parameters, sparse=sparse)
-
     def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
         """See `Periodic.parts`."""
-        return cut_fragments(parameters, self.fragments)
+        return cut_fragments({name: value for name, value in parameters.items() if value.numel()}, self.fragments)
+
+    def line(self, name: str, parameter: Parameter) -> str:
+        """See `Periodic.line`."""
+        return f"{super().line(name, parameter)} by {codec_of(self.codec, self.collective, name, parameter)}"
+
+    def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
+        """Of those that are trained, or were when their group was made: frozen ones are not sent."""
+        return super()._groups_of(
+            [parameter for parameter in parameters if parameter.requires_grad or parameter in self._sent]
+        )
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
         """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have."""
         assert self._peers is not None
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
+        self._sent.update(parameters.values())
         for flat in group.flats:
             warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
             shared = self._shared[flat] = Shared(flat, self.outer)
+            if not _taken(self._saved, shared):
+                shared.values.copy_(self.exchange.common(flat.parameters, self._peers, "for the shared parameters"))
             if self.eager:
-                self._anchors[flat] = Shared(flat, self.outer)
-            if not shared.load_state_dict(self._saved):
-                self._start(flat)
-                self._young.append(flat)
-            elif self.eager and not self._anchors[flat].load_state_dict(self._saved_anchors):
-                self._anchors[flat].load_state_dict(shared.state_dict())
+                anchor = self._anchors[flat] = Shared(flat, self.outer)
+                if not _taken(self._saved_anchors, anchor):
+                    anchor.load_state_dict(shared.state_dict())
         return group
-
-    @torch.no_grad()
-    def _start(self, flat: Flat) -> None:
-        """Theta becomes what the ranks have."""
-        assert self._peers is not None
-        values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
-        for shared in (self._shared, self._anchors) if self.eager else (self._shared,):
-            shared[flat].values.copy_(values)
 
     def begin(self, group: Group) -> None:
         """Nothing was lost so far, and nothing sent."""
@@ -276,14 +277,15 @@ class LocalSGD(Periodic):
         """The progress since the last agreement; beside it its squared norm, and buffers."""
         squares = torch.zeros(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
         for flat in group.flats:
-            origin = self._anchors[flat] if self.eager else self._shared[flat]
-            flat.gather_sum(origin.values, -1.0, into=flat.correction)
+            origin = self._anchors[flat] if self.eager and not self._is_plain(group) else self._shared[flat]
+            begun = origin.values.to(flat.parameters[0].dtype).to(origin.values.dtype)  # where a rank began, rounded
+            flat.gather_sum(begun, -1.0, into=flat.correction)
             squares += torch.linalg.vector_norm(self._rows(flat), dim=1).double().square()
             if self.eager and not self._is_plain(group):
                 self._step_alone(flat)
             elif "sent" in flat.memory:
                 flat.gather(into=flat.memory["sent"])
-        if group.place[0] == 0:
+        if group is self._groups[0]:
             self._gather_beside(group, squares)
 
     def _step_alone(self, flat: Flat) -> None:
@@ -295,7 +297,7 @@ class LocalSGD(Periodic):
         torch.mul(flat.correction, share, out=own)
 
     def _gather_beside(self, group: Group, squares: Tensor) -> None:
-        buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
+        buffers = [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
         values = squares
         if buffers:
             values = torch.cat([squares, *(buffer.detach().reshape(-1).double() for buffer in buffers)])
@@ -316,7 +318,8 @@ class LocalSGD(Periodic):
 
     def apply(self, group: Group) -> None:
         """Step Theta, and take it over."""
-        plain, waited = self._is_plain(group), self.schedule.waits(group.turns, group.place)
+        plain = self._is_plain(group)
+        waited = plain or self.schedule.waits(group.turns, group.place)
         square = torch.zeros((), dtype=torch.float64, device=group.flats[0].device)
         for flat in group.flats:
             square += torch.linalg.vector_norm(self._rows(flat)[0]).double().square()
@@ -333,7 +336,7 @@ class LocalSGD(Periodic):
                 flat.blend(shared.values, self.blend)
             elif not self.eager:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-        if group.place[0] == 0:
+        if group is self._groups[0] and _BESIDE in group.others:  # it may be the first one only since then
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
@@ -342,17 +345,17 @@ class LocalSGD(Periodic):
     def _apply_beside(self, group: Group, square: Tensor, *, waited: bool) -> None:
         assert self._peers is not None
         beside, ranks, size = group.others[_BESIDE], self.exchange.ranks, self._peers.size
-        alike = square / beside.correction[:ranks].mean()  # 1 / size: at right angles; 1: all the same
+        alike = (square / beside.correction[:ranks].mean()).nan_to_num(1.0)  # 1 / size: at right angles; 1: the same
         self._metrics = {
             "outer_gradient_norm": square.sqrt(),
-            "direction_agreement": (size * alike - 1) / (size - 1),
+            "direction_agreement": (size * alike - 1) / max(1, size - 1),
         }
-        buffers = [buffer for buffer in self._buffers() if has_a_mean(buffer) and buffer.numel()]
+        buffers = [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
         if sum(buffer.numel() for buffer in buffers) != beside.numel - ranks:
             return  # others than were sent
         rows = (cut_like(row[ranks:], buffers) for row in (beside.values, beside.correction))
         for buffer, sent, mean in zip(buffers, *rows, strict=True):
-            buffer.copy_(mean if waited else buffer + (mean - sent))
+            buffer.copy_(mean if waited else torch.where(mean == sent, buffer, buffer + (mean - sent)))
 
     def _rows(self, flat: Flat) -> Tensor:
         """What is exchanged, a row for each rank that lies in it."""
@@ -365,6 +368,49 @@ class LocalSGD(Periodic):
         """
         metrics, self._metrics = self._metrics, {}
         return {name: float(value) for name, value in metrics.items()}
+
+    def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
+        """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
+        assert self._view is not None
+        return self._view.means(group, row_of_parameters)
+
+    def _end(self, group: Group) -> dict[str, int]:
+        counts = super()._end(group)
+        self._sent.difference_update(group.parameters.values())
+        for flat in group.flats:
+            del self._shared[flat]
+            self._anchors.pop(flat, None)
+        return counts
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
+        if self._peers is None:
+            return
+        for group in self._groups:
+            for flat in group.flats if group.turns == 0 else ():
+                values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
+                for shared in (self._shared[flat], self._anchors.get(flat)):
+                    if shared is not None:
+                        shared.values.copy_(values)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks."""
+        peers = self._peers
+        if peers is None or not self.consensus:
+            return
+        compare_plans(peers, "the last agreement")
+        for group in self._groups:
+            self._apply(group)
+        self._ends = True
+        try:
+            for group in self._groups:
+                self.gather(group)
+                peers.finish([peers.submit(partial(self.meet, group, peers, group.mixings), "at the last agreement")])
+                self.apply(group)
+        finally:
+            self._ends = False
 
     def shared_values(self) -> dict[str, Tensor]:
         """Theta."""
@@ -384,12 +430,10 @@ class LocalSGD(Periodic):
 
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """Theta; or the mean of all ranks, where the parameters hold other values."""
-        return self.ended(group) if replaced else [(flat, self._shared[flat].values) for flat in group.flats]
-
-    def ended(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
-        """The mean of all ranks: Theta lacks the steps since the last agreement."""
-        assert self._view is not None
-        return self._view.means(group, row_of_parameters)
+        if replaced:
+            assert self._view is not None
+            return self._view.means(group, row_of_parameters)
+        return [(flat, self._shared[flat].values) for flat in group.flats]
 
     # Checkpoints
 
@@ -401,7 +445,7 @@ class LocalSGD(Periodic):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
-        self._shared, self._anchors, self._young = {}, {}, []
+        self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), None
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
 
     def forget(self) -> None:
@@ -429,8 +473,16 @@ class LocalSGD(Periodic):
         """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
         self._saved = self.state_dict()["shared"]
         super().close()
-        self._shared, self._anchors, self._young = {}, {}, []
+        self._shared, self._anchors, self._sent = {}, {}, set()
         self._buffers = self._optimizers = tuple
+
+
+def _taken(saved: dict[str, Mapping[str, Any]], shared: Shared) -> bool:
+    """Has it been restored? What it took is not there for a later group."""
+    found = shared.load_state_dict(saved)
+    for name in shared.names if found else ():
+        del saved[name]
+    return found
 
 
 def _states(by_flat: Mapping[Flat, Shared], groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:

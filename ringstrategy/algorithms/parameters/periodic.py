@@ -110,9 +110,13 @@ class Periodic(ParameterAlgorithm):
             replaced: see `ParameterAlgorithm.enter_consensus`.
         """
 
-    def ended(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the values from which all ranks go on in another group; as `seen`, and no step is lost."""
+    def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
+        """For each flat the values that stay when its optimizer steps other parameters; all ranks call it."""
         return self.seen(group)
+
+    def line(self, name: str, parameter: Parameter) -> str:
+        """What ranks compare of a parameter."""
+        return f"{INDENT}{name}: {tuple(parameter.shape)} {parameter.dtype}"
 
     def mass(self, flat: Flat) -> Tensor:
         """A copy of the values whose mean over ranks is what ranks are some distance from."""
@@ -255,9 +259,9 @@ class Periodic(ParameterAlgorithm):
             )
 
     def _end(self, group: Group) -> dict[str, int]:
-        """Apply what is pending, give all ranks the same parameters, and drop the group; returns its counts."""
+        """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
         self._apply(group)
-        for flat, values in self.ended(group):
+        for flat, values in self.left(group):
             for parameter, value in zip(flat.parameters, cut_like(values, flat.parameters), strict=True):
                 parameter.copy_(value)
         self._groups.remove(group)
@@ -266,7 +270,7 @@ class Periodic(ParameterAlgorithm):
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
         assert self._peers is not None
-        lines = [f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in parameters.items()]
+        lines = [self.line(name, parameter) for name, parameter in parameters.items()]
         if len(parts) > 1:
             lines += [f"{INDENT}{name}: fragment {number}" for number, part in enumerate(parts) for name in part]
         compare_plans(self._peers, self.plan_text(self._peers.size, lines))

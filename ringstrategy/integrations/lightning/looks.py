@@ -1,4 +1,4 @@
-"""When Lightning's hooks look at the model, they see parameters that are the same on all ranks: the mean."""
+"""When Lightning's hooks look at the model, they see parameters that are the same on all ranks."""
 
 from __future__ import annotations
 
