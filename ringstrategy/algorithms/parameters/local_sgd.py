@@ -287,6 +287,8 @@ class LocalSGD(Periodic):
                 flat.gather(into=flat.memory["sent"])
         if group is self._groups[0]:
             self._gather_beside(group, squares)
+        else:
+            group.others.pop(_BESIDE, None)
 
     def _step_alone(self, flat: Flat) -> None:
         """Go on from an outer step by this rank's own progress now, and the others' of the last agreement."""
@@ -336,7 +338,7 @@ class LocalSGD(Periodic):
                 flat.blend(shared.values, self.blend)
             elif not self.eager:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-        if group is self._groups[0] and _BESIDE in group.others:  # it may be the first one only since then
+        if _BESIDE in group.others:
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
