@@ -391,8 +391,10 @@ class RingStrategyMixin(ProcessesMixin):
         self._log_news()
         self._fit.leave_training("at the end of training", "the end of its training")
         self._fit.settle()
+        if self._looks is None or not self._looks.attends:
+            return
         self._fit.finish()
-        if self._looks is not None and self._fit.shows_consensus:
+        if self._fit.shows_consensus:
             self._fit.enter_consensus(replaced=self._looks.replaced())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
