@@ -695,7 +695,7 @@ def _meets_seldom(algorithm: ringstrategy.LocalSGD) -> None:
             if not broadcasts_before:
                 hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             losses = []
-            for step in range(12):
+            for step in range(13):
                 optimizer.zero_grad()
                 loss = loss_of(model, rank, step % 3)
                 loss.backward()
@@ -710,6 +710,10 @@ def _meets_seldom(algorithm: ringstrategy.LocalSGD) -> None:
             assert not torch.equal(own, found[-1])
             assert optimizer.session.stats.steps == 3
             assert optimizer.session.stats.bytes_sent > 0
+            mean = hvd.allreduce(own)
+            optimizer.session.finish()
+            same_everywhere(model)
+            close(nn.utils.parameters_to_vector(model.parameters()).detach(), mean)
             optimizer.close()
         close(*found)
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import ringstrategy
-from ringstrategy import AllReduce, BlockInt
+from ringstrategy import AllReduce, BlockInt, Direct, LocalSGD, Nesterov
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish
 from ringstrategy.integrations.lightning.register import START_METHODS
@@ -59,6 +59,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "feedback": lambda ours: ours.RingStrategy(AllReduce(BlockInt(4), error_feedback=True, bucket_mb=1e-3)),
     "gossip": lambda ours: "gossip",
     "gossip_int8": lambda ours: "gossip_int8",
+    "local_sgd": lambda ours: ours.RingStrategy(LocalSGD(1, Nesterov(0.7, 0.3), BlockInt(4), Direct(), overlap=1)),
 }
 
 
@@ -116,6 +117,7 @@ def _equal_fits(kind: str, folder: str) -> None:
     for name, (pl, ours) in PACKAGES.items():
         logger = pl.loggers.CSVLogger(folder, name.replace(".", "-"), version=0)
         callbacks = [ours.CommunicationMonitor(consensus_every_n_steps=4)]
+        apart = "gossip" in kind or kind == "local_sgd"
         if "gossip" in kind:
             callbacks.append(pl.callbacks.EMAWeightAveraging(decay=0.5))
         else:
@@ -124,19 +126,19 @@ def _equal_fits(kind: str, folder: str) -> None:
         assert type(trainer.strategy) is ours.RingStrategy
         trainers.append(trainer)
         if trainer.is_global_zero:
-            # exchanges of gossip overlap with the steps at which they are counted
-            varies = ("_ms", "bytes_sent") if "gossip" in kind else ("_ms",)
+            # exchanges of parameters overlap with the steps at which they are counted
+            varies = ("_ms", "bytes_sent") if apart else ("_ms",)
             with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
                 lines = list(csv.DictReader(file))
             logged.append([{key: line[key] for key in line if not key.endswith(varies)} for line in lines])
     check_same(*trainers)
     if logged:
         assert logged[0] == logged[1]
-        shown = "communication/consensus_distance" if "gossip" in kind else "communication/bytes_sent"
+        shown = "communication/consensus_distance" if apart else "communication/bytes_sent"
         assert sum(float(line[shown] or 0) for line in logged[0]) > 0
 
 
-@pytest.mark.parametrize("kind", ["ring", "ring_int8", "gossip"])
+@pytest.mark.parametrize("kind", ["ring", "ring_int8", "gossip", "local_sgd"])
 def test_a_fit_gives_the_same_bits(ranks: Pool, tmp_path: Path, kind: str) -> None:
     ranks(2, _equal_fits, kind, str(tmp_path))
 
@@ -154,7 +156,10 @@ def _resumed(kind: str, saves: str, resumes: str, folder: str) -> None:
     assert (whole.global_step, resumed.global_step, resumed.strategy.stats.steps) == (18, 18, 12)
 
 
-@pytest.mark.parametrize("kind", ["feedback", "gossip", pytest.param("gossip_int8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind",
+    ["feedback", "gossip", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("gossip_int8", "local_sgd"))],
+)
 @pytest.mark.parametrize(("saves", "resumes"), [BOTH, BOTH[::-1]])
 def test_each_resumes_from_the_others_checkpoint(
     ranks: Pool, tmp_path: Path, kind: str, saves: str, resumes: str

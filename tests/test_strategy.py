@@ -39,7 +39,18 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
-from ringstrategy import AllReduce, BySize, Cast, CommunicationMonitor, RingStrategy, Stats
+from ringstrategy import (
+    AllReduce,
+    BySize,
+    Cast,
+    CommunicationMonitor,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    RingStrategy,
+    Stats,
+)
+from ringstrategy.algorithms import Algorithm
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(120)
@@ -658,17 +669,29 @@ def test_a_batch_size_is_found_as_the_cure_says(ranks: Pool, tmp_path: Path, mon
     assert ranks(1, _find_alone) == [4]
 
 
-def _find_learning_rate() -> float | None:
-    model = Net()
-    found = Tuner(trainer_with("ring")).lr_find(model, rows(400), num_training=20)
+def _find_learning_rate(algorithm: Algorithm) -> float | None:
+    """What it tries changes nothing, and the next fit is one as any other."""
+    model, untuned = Net(), Net()
+    trainer = trainer_with(RingStrategy(algorithm))
+    found = Tuner(trainer).lr_find(model, rows(400), num_training=20)
     assert found is not None
-    assert same_everywhere(model.layers[0].weight)
+    untuned.lr = model.lr
+    trainer.fit(model, rows(), rows(24))
+    fit(RingStrategy(algorithm), untuned)
+    for one, other in zip(model.parameters(), untuned.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert same_everywhere(one)
     return found.suggestion()
 
 
-def test_a_learning_rate_is_found(ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), Gossip(), LocalSGD(2, Nesterov(), overlap=1)], ids=["ring", "gossip", "local_sgd"]
+)
+def test_a_learning_rate_is_found(
+    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm
+) -> None:
     monkeypatch.chdir(tmp_path)
-    first, second = ranks(2, _find_learning_rate)
+    first, second = ranks(2, _find_learning_rate, algorithm)
     assert first == second is not None
 
 

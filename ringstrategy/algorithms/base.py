@@ -171,11 +171,11 @@ class GradientAlgorithm(Algorithm):
 class ParameterAlgorithm(Algorithm):
     """Each rank steps its own gradients; parameters are averaged now and then.
 
-    Between two averagings the ranks' parameters differ. Validation and checkpoints see the mean of all ranks, between
-    `enter_consensus` and `leave_consensus`.
+    Between two averagings the ranks' parameters differ. Validation and checkpoints see the same on all ranks, between
+    `enter_consensus` and `leave_consensus`: the mean of all ranks, or `shared_values` if the algorithm `replicates`.
 
     Attributes:
-        consensus: validation sees the mean, and training returns it.
+        consensus: validation sees it, and training returns it. False: each rank sees its own.
         within: averages the gradients of each step among the ranks of a host, whose parameters then stay equal; set up
             with these ranks alone. None: each rank steps its own gradients.
     """
@@ -233,8 +233,9 @@ class ParameterAlgorithm(Algorithm):
     def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
         """Put the exact mean of all ranks into the parameters and into `others`, until `leave_consensus`.
 
-        All ranks call it. What no optimizer steps stays as it is, bit for bit, if it is the same on all of them. False
-        if nothing was to be done, so that there is nothing to leave.
+        All ranks call it. Parameters show `shared_values` instead, if the algorithm `replicates`. What no optimizer
+        steps stays as it is, bit for bit, if it is the same on all of them. False if nothing was to be done, so that
+        there is nothing to leave.
 
         Args:
             others: what is averaged too, such as buffers.

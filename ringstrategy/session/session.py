@@ -163,7 +163,7 @@ class Session:
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
 
-        With gossip ranks may differ.
+        Where ranks have parameters of their own, optimizers may differ.
         """
         if self._peers is not None and self._gradients is not None:
             self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
@@ -430,7 +430,7 @@ class Session:
                     )
         self._gradients.before_step(parameters)
 
-    # The mean of all ranks, where they have parameters of their own
+    # What all ranks see, where they have parameters of their own
 
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
@@ -440,7 +440,7 @@ class Session:
 
     @property
     def shows_consensus(self) -> bool:
-        """Do validation, and whoever takes the model after training, see the mean of all ranks?"""
+        """Do validation, and whoever takes the model after training, see the same on all ranks?"""
         return self._parameters is not None and self._parameters.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
@@ -462,7 +462,10 @@ class Session:
 
     @contextmanager
     def consensus(self) -> Generator[None, None, None]:
-        """Within, the module holds the mean of all ranks; all ranks enter. Then each gets its own values back."""
+        """Within, the module is the same on all ranks, which all enter; then each gets its own values back.
+
+        See `ParameterAlgorithm.enter_consensus`.
+        """
         try:
             entered = self.enter_consensus()
         except BaseException:
@@ -475,7 +478,7 @@ class Session:
                 self.leave_consensus()
 
     def means_of(self, state: Callable[[], dict[str, Any]]) -> Means:
-        """What `state` gives of the mean of all ranks, and of this one; all ranks call it.
+        """What `state` gives of what all ranks see, and of this one; all ranks call it.
 
         Args:
             state: of the module, such as its `state_dict`.

@@ -1,8 +1,8 @@
 """State that each rank saves beside a checkpoint, and how a run of any world size restores it. No framework.
 
 A checkpoint holds what all ranks share, and the sum of all ranks' residuals. Beside it lies one file a rank: its
-residuals or, with gossip, its parameters, optimizers and whatever the algorithm keeps. Both hold tensors and primitives
-only, so that `weights_only=True` loads them.
+residuals or, if it has parameters of its own, these, its optimizers and whatever the algorithm keeps. Both hold tensors
+and primitives only, so that `weights_only=True` loads them.
 
 All ranks write their files before the checkpoint that names them is written, and agree on it. So it is whole, or not
 there. All ranks also agree on what they read: none goes on alone.
@@ -107,7 +107,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Means:
-    """The module's state in a checkpoint (the mean of all ranks), and the state of this rank."""
+    """The module's state in a checkpoint (what all ranks see), and the state of this rank."""
 
     means: Mapping[str, Any]
     own: Mapping[str, Any]
@@ -225,7 +225,7 @@ def found(ranks: Ranks, files: Files, shared: Mapping[str, Any], log: Log) -> Sa
     if before != now:
         log.info(
             f"The checkpoint is of world size {before}, this run of {now}: "
-            "all ranks start from the mean of its ranks and from rank 0's optimizers."
+            "all ranks start from its parameters, which its ranks shared, and from rank 0's optimizers."
         )
         return saved
     mine = _mine(ranks, saved, "all ranks start from the checkpoint's parameters and optimizers")

@@ -44,7 +44,8 @@ def connect(
             group uses it for them (as torch decides where no backend was named), else over gloo.
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
-        beside_steps: exchanges may last through whole steps, as gossip's do; NCCL then leaves more of the GPU to them.
+        beside_steps: exchanges may last through whole steps, as those of parameters do; NCCL then leaves more of the
+            GPU to them.
         group: whose ranks. If it has gloo for CPU tensors, host messages travel on its connections, beside its
             collectives, and these stay open when the peers are closed. None: all ranks, in a new group for gradient
             traffic alone.

@@ -61,7 +61,8 @@ def DistributedOptimizer(  # Horovod's name
     It returns the same object, whose class has become one of the same name derived from its own. It has Horovod's
     methods `synchronize`, `skip_synchronize`, `set_backward_passes_per_step` and `register_local_var` too, `close`, and
     `session`: the `Session` that does the work (`optimizer.session.stats`, `.state_dict()` for residuals,
-    `.consensus()` under gossip). Parameters are not made equal: call `broadcast_parameters`.
+    `.consensus()` where ranks have different parameters, as with "gossip" and "diloco"). Parameters are not made
+    equal: call `broadcast_parameters`.
 
     Args:
         optimizer: one of torch's.
@@ -76,7 +77,7 @@ def DistributedOptimizer(  # Horovod's name
         sparse_as_dense: gradients of embeddings with `sparse=True` travel as dense ones.
         process_set: the ranks.
         algorithm: what is averaged, and when: any `ringstrategy` algorithm, or the name of a strategy, such as
-            `PowerSGD()` or "gossip".
+            `PowerSGD()` or "diloco".
         local: names of parameters, or a function `(name, parameter) -> bool`: these are never averaged.
         sparse: names of the parameters whose gradients are sparse, and travel so.
         scaler: the loss scaler. Residuals follow its scale; not needed for codecs without error feedback.
@@ -481,7 +482,7 @@ class Distributed(Optimizer):
 
     @property
     def session(self) -> Session:
-        """Does the work: statistics, state for checkpoints, the mean of all ranks under gossip."""
+        """Does the work: statistics, state for checkpoints, what all ranks share if they have different parameters."""
         return self._exchange.session
 
     def synchronize(self) -> None:

@@ -29,10 +29,11 @@ class CommunicationMonitorMixin(Callback):
     `communication/outer_gradient_norm` and `communication/direction_agreement`: see `LocalSGD.metrics`.
 
     Args:
-        consensus_every_n_steps: with gossip, after so many steps it logs `communication/consensus_distance` too: the
-            mean over ranks of the squared distance of all mixed parameters from their mean. Of models of more than
-            262,144 parameters it is estimated from as many, drawn at random each time: all ranks wait for each other,
-            and each sends up to 2 MB, which `bytes_sent` counts. 0: never.
+        consensus_every_n_steps: where ranks have parameters of their own, after so many steps it logs
+            `communication/consensus_distance` too: the mean over ranks of the squared distance of all averaged
+            parameters from their mean. Of models of more than 262,144 parameters it is estimated from as many, drawn at
+            random each time: all ranks wait for each other, and each sends up to 2 MB, which `bytes_sent` counts. 0:
+            never.
     """
 
     def __init__(self, consensus_every_n_steps: int = 50) -> None:

@@ -115,7 +115,7 @@ class RingFabricStrategyMixin(DDPStrategy):
             for so long ranks wait at the start in any case.
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward, and
-            before the first forward of an evaluation. With gossip each rank keeps its own.
+            before the first forward of an evaluation. With gossip and `LocalSGD` each rank keeps its own.
     """
 
     package: FabricPackage
@@ -374,7 +374,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         self._checkpoint_io = checkpoint_io
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """That of the model, under the names that it has without Fabric; with gossip this rank's own values."""
+        """That of the model, under the names that it has without Fabric, with this rank's own values."""
         return super().get_module_state_dict(_without_ring(module))
 
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -394,9 +394,9 @@ class RingFabricStrategyMixin(DDPStrategy):
     ) -> None:
         """As `ddp`, with the state of the algorithms, and a file of what is its own for each rank beside.
 
-        With gossip the checkpoint holds the mean of all ranks. All ranks call it. The files of the ranks are on the
-        disk before the checkpoint that names them replaces the one before. RuntimeError on all ranks if one of them
-        could not write.
+        Where ranks have different parameters, the checkpoint holds what `consensus` shows. All ranks call it. The
+        files of the ranks are on the disk before the checkpoint that names them replaces the one before. RuntimeError
+        on all ranks if one of them could not write.
         """
         if _KEY in state:
             raise ValueError(f"the key {_KEY!r} of a checkpoint is this package's: give your state another one")
@@ -404,9 +404,9 @@ class RingFabricStrategyMixin(DDPStrategy):
         files = RankFiles(self.checkpoint_io, path, storage_options=storage_options)
         models = {key: value for key, value in state.items() if isinstance(value, RingModule)}
         filter = filter or {}
-        gossips = self.algorithm.decentralized and self.world_size > 1
+        apart = self.algorithm.decentralized and self.world_size > 1
         checkpoint = own = self._convert_stateful_objects_in_state(state, filter)
-        if gossips:
+        if apart:
             means: dict[str, Any] = {}
             for key, model in models.items():
                 with model.session.collective("fabric.save()"):
@@ -419,7 +419,7 @@ class RingFabricStrategyMixin(DDPStrategy):
                 ours |= {key: self._carried[key]} if key in self._carried else {}
             else:
                 ranks = _Ranks(self, models[key].session.algorithm)
-                ours[key] = collect(ranks, mine if gossips else None, files, f"{token}-{number}")
+                ours[key] = collect(ranks, mine if apart else None, files, f"{token}-{number}")
         if ours:
             checkpoint = checkpoint | {_KEY: ours}
 
@@ -510,7 +510,7 @@ class RingFabricStrategyMixin(DDPStrategy):
     def close(self) -> None:
         """Close the sessions of all models: join threads, remove hooks. They train no more, but others can be set up.
 
-        At the end of a process it is called by itself. No collective; gossip's last exchange is dropped.
+        At the end of a process it is called by itself. No collective; an exchange of parameters under way is dropped.
         """
         models, self._models, self._optimizers = self._models, [], []
         if self._excepthook is not None:
@@ -531,10 +531,11 @@ class RingFabricStrategyMixin(DDPStrategy):
 
 @contextmanager
 def consensus(model: Module) -> Generator[None, None, None]:
-    """Within, a model that `fabric.setup` returned holds the mean of all ranks; then each rank gets its own back.
+    """Within, a model that `fabric.setup` returned is the same on all ranks; then each rank gets its own back.
 
-    With gossip ranks have different parameters, and validate, or export, their mean. All ranks enter. Where replicas
-    are equal, under another strategy too, nothing happens.
+    With gossip ranks have different parameters, and validate, or export, their mean; with `LocalSGD` the shared
+    parameters of the last agreement. All ranks enter. Where replicas are equal, under another strategy too, nothing
+    happens.
 
     Raises:
         TypeError: Fabric has not set up this model.

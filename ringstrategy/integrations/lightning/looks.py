@@ -1,4 +1,4 @@
-"""When Lightning's hooks look at the model, they see parameters that are the same on all ranks: the mean."""
+"""When Lightning's hooks look at the model, they see parameters that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -38,9 +38,14 @@ class LooksMixin(Callback):
         self._global_step = 0  # at this batch's beginning
         callbacks(trainer).insert(0, self)
 
+    @property
+    def attends(self) -> bool:
+        """Is it called? Not while a tuner tries something with callbacks of its own, and takes it back then."""
+        return self in callbacks(self._trainer)
+
     def close(self) -> None:
         """Take part no more."""
-        if self in callbacks(self._trainer):
+        if self.attends:
             callbacks(self._trainer).remove(self)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

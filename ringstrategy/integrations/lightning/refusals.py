@@ -27,7 +27,7 @@ _FROM_DDP = {
     "bucket_cap_mb": "here it is {name}(AllReduce(bucket_mb=...))",
     "gradient_as_bucket_view": "leave it out, gradients always are views of the buckets",
     "static_graph": "leave it out, nothing here depends on the graph",
-    "model_averaging_period": "here it is {name}(Gossip(interval=...))",
+    "model_averaging_period": "here it is {name}(LocalSGD(interval=...))",
 }
 
 _UNWRAPPED = {  # what only a module that torch DDP wraps has

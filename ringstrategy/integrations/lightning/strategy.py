@@ -67,7 +67,7 @@ class RingStrategyMixin(ProcessesMixin):
             for so long ranks wait at the start in any case.
         start_method: "popen", "spawn", "fork" or "forkserver".
         broadcast_buffers: give every rank rank 0's buffers (batch-norm statistics) before each training forward and
-            before validation. With gossip each rank keeps its own, and validation sees their mean.
+            before validation. With gossip and `LocalSGD` each rank keeps its own, and validation sees their mean.
         on_peer_loss: "raise": all ranks stop with a `PeerLostError`. "shrink": the others drop the batch and go on
             without the rank that was lost, with the mean over those that are there. "wait": they wait until another
             takes its place, and go on. For gloo, with processes of their own for each rank. See docs/failures.md.
@@ -256,7 +256,7 @@ class RingStrategyMixin(ProcessesMixin):
         return {"checkpoint": checkpoint, "algorithm": None if self._kept is None else self._kept[0]}
 
     def unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
-        """Take what another rank has packed. With gossip a rank that trained before keeps its own parameters."""
+        """Take what another rank has packed. A rank that trained before keeps parameters that are its own."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
         connector = trainer._checkpoint_connector
@@ -362,7 +362,7 @@ class RingStrategyMixin(ProcessesMixin):
     # Validation, where ranks have parameters of their own
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As `ddp`. Within a fit, the first batch of a validation must see the mean of all ranks."""
+        """As `ddp`. Within a fit, the first batch of a validation must see what all ranks see."""
         if self._looks is not None:
             self._looks.look()
         return super().batch_to_device(batch, device, dataloader_idx)
@@ -386,13 +386,15 @@ class RingStrategyMixin(ProcessesMixin):
             self._looks.end()
 
     def on_train_end(self) -> None:
-        """The mean is what training returns."""
+        """What all ranks see is what training returns."""
         super().on_train_end()
         self._log_news()
         self._fit.leave_training("at the end of training", "the end of its training")
         self._fit.settle()
+        if self._looks is None or not self._looks.attends:
+            return
         self._fit.finish()
-        if self._looks is not None and self._fit.shows_consensus:
+        if self._fit.shows_consensus:
             self._fit.enter_consensus(replaced=self._looks.replaced())
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
