@@ -23,21 +23,7 @@ from benchmarks import cpu, harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
-from ringstrategy import (
-    Algorithm,
-    AllReduce,
-    BlockInt,
-    Choco,
-    Codec,
-    Direct,
-    Gaussian,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    Ring,
-    Rotated,
-    SmallExact,
-)
+from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, LocalSGD, Ring
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -53,7 +39,6 @@ DDP, FP16_HOOK = "ddp", "ddp fp16 hook"
 POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
-OUTER, INT4 = Nesterov(0.4, 0.8), SmallExact(Rotated(Gaussian(4)))  # of `diloco_int4`
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
 _MIXINGS: dict[str, Callable[..., Algorithm]] = {
     "gossip_exponential": partial(Gossip, OnePeerExponential()),
@@ -68,12 +53,22 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
         (f"{PERIODS[1]}", PERIODS[1], True),
     )
 }
-SELDOM: dict[str, Callable[[], Algorithm]] = {  # other intervals than those of the names
-    "local_sgd every 64": partial(LocalSGD, 64),
-    "diloco every 16": partial(LocalSGD, 16, OUTER),
-    "diloco every 64": partial(LocalSGD, 64, OUTER),
-    "diloco every 64 after 128": partial(LocalSGD, 64, OUTER, warmup_steps=128),
-    "diloco_int4 every 16": partial(LocalSGD, 16, OUTER, INT4, Direct(), True, fragments=4, overlap=1),
+
+
+def _seldom(name: str, interval: int, warmup_steps: int = 0) -> LocalSGD:
+    """That of the name, at another interval."""
+    algorithm = STRATEGIES[name]()
+    assert isinstance(algorithm, LocalSGD)
+    algorithm.interval, algorithm.warmup_steps = interval, warmup_steps
+    return algorithm
+
+
+SELDOM: dict[str, Callable[[], Algorithm]] = {
+    **{
+        f"{name} every {interval}": partial(_seldom, name, interval)
+        for name, interval in (("local_sgd", 64), ("diloco", 16), ("diloco", 64), ("diloco_int4", 16))
+    },
+    "diloco every 64 after 128": partial(_seldom, "diloco", 64, 128),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
@@ -354,7 +349,24 @@ class Ours(Training):
         self._session.close()
 
 
-class WholeIntervals(Ours):
+class Intervals(Ours):
+    """Ranks with parameters of their own, in runs of whole intervals. What a run sends arrives within it."""
+
+    algorithm: Decentralized | LocalSGD
+
+    def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized | LocalSGD, **how: Any) -> None:
+        super().__init__(model, batches, algorithm, **how)
+        assert isinstance(algorithm.interval, int)
+        self.interval = algorithm.interval
+
+    def limit(self, compute: Phases, wire: float) -> float:
+        return sum(compute) + max(0.0, wire - sum(compute) * self.algorithm.schedule.late / self.interval)
+
+    def after_run(self) -> None:
+        self._session.settle()
+
+
+class WholeIntervals(Intervals):
     """A decentralized algorithm, timed from the start of one exchange to the end of another, as many as intervals.
 
     The mixing due after a run's last step begins the next run instead, and a run's last exchange is waited for within
@@ -366,7 +378,6 @@ class WholeIntervals(Ours):
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
-        self.interval = algorithm.interval
         for _ in range(algorithm.interval - 1):  # count up, so that the first step of each run begins with a mixing
             super().after_step()
 
@@ -376,9 +387,6 @@ class WholeIntervals(Ours):
             return None
         return mixed(self.algorithm, self.full) / self.interval
 
-    def limit(self, compute: Phases, wire: float) -> float:
-        return sum(compute) + max(0.0, wire - sum(compute) * self.algorithm.late / self.interval)
-
     def before_forward(self) -> None:
         super().after_step()
         super().before_forward()
@@ -386,26 +394,14 @@ class WholeIntervals(Ours):
     def after_step(self) -> None:
         """Nothing: see the class."""
 
-    def after_run(self) -> None:
-        self._session.settle()
 
-
-class Agreeing(Ours):
-    """Local SGD in runs of whole intervals. What a run sends arrives within it."""
+class Agreeing(Intervals):
+    """Local SGD, whose last exchange of a run begins so early that it is used within it."""
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: LocalSGD, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
-        assert isinstance(algorithm.interval, int)
-        self.interval = algorithm.interval
-        self._late = algorithm.schedule.late
-        for _ in range(self._late):  # so many steps before the end of each run
+        for _ in range(algorithm.schedule.late):
             super().after_step()
-
-    def limit(self, compute: Phases, wire: float) -> float:
-        return sum(compute) + max(0.0, wire - sum(compute) * self._late / self.interval)
-
-    def after_run(self) -> None:
-        self._session.settle()
 
 
 def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, **how: Any) -> Ours:

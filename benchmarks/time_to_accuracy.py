@@ -86,6 +86,7 @@ class _Run:
     def turn(self, batches: Batches) -> Case:
         """Its next one, to be measured as a whole."""
         self.training.batches = batches
+        assert len(batches) % self.training.interval == 0
         case = self.training.case(self.name)
         case.steps = 1
         self.turns.append(case)
@@ -128,6 +129,12 @@ def worker(options: argparse.Namespace) -> None:
     known = contenders(initial, batches, **how)
     asked = _DEFAULT if options.cases is None else harness.chosen(known, options.cases)
     runs = [_Run(name, make(), start) for name, make in known.items() if name in (*_BESIDE, *asked)]
+    for run in runs:
+        if options.every % run.training.interval:
+            sys.exit(
+                f"--every {options.every}: {run.name} averages every {run.training.interval} steps, and turns are "
+                "whole intervals; choose a multiple"
+            )
     for turn, first in enumerate(range(0, options.most_steps, options.every)):
         going = [run for run in runs if run.goes_on(options)]
         if not going:

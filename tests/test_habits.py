@@ -665,7 +665,7 @@ def _untoggled(strategy: Any) -> None:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        AllReduce(BlockInt(4, block=24), error_feedback=True),
+        AllReduce(BlockInt(2, block=16), error_feedback=True),
         AllReduce(TopK(2, block=16), Direct(), error_feedback=True),
     ],
     ids=str,

@@ -79,6 +79,11 @@ def check_feedback(error_feedback: bool | None) -> None:
         raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
 
 
+def feeds_back(codec: Codec, error_feedback: bool | None) -> bool:
+    """Is what this codec loses kept for the next exchange?"""
+    return not codec.lossless and (codec.error_feedback if error_feedback is None else error_feedback)
+
+
 def codec_of(codec: Codec | Policy, collective: Collective, name: str, parameter: Parameter) -> Codec:
     """The parameter's codec; TypeError if a policy gives none."""
     if isinstance(codec, Codec):

@@ -279,25 +279,28 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
             prediction=predict(algorithm, parameters, there, profile),
             worst=accuracy.worst(*key),
             loss=accuracy.in_words(*key),
-            codec_gb_per_s=None if key[0].lossless else 4e-9 / cost.encode.per_value,
+            codec_gb_per_s=_gb_per_second(key[0], cost),
         )
 
     def seldom(name: str, algorithm: LocalSGD) -> Row:
         codec = algorithm.codec if isinstance(algorithm.codec, Codec) else algorithm.codec.codec  # type: ignore[attr-defined]
         key = codec, codec.error_feedback
-        cost = speeds.codecs[key]
         interval = algorithm.interval
         assert isinstance(interval, int)
         late = algorithm.schedule.late
         how = Apart(algorithm.collective, codec, key[1], interval, late, algorithm.fragments)
         prediction = predict_apart(how, each * _TENSORS, there, profile)
-        speed = None if codec.lossless else 4e-9 / cost.encode.per_value
-        return Row(f'"{name}"', prediction, APART, "apart", speed)
+        return Row(f'"{name}"', prediction, APART, "apart", _gb_per_second(codec, speeds.codecs[key]))
 
     rows = [row(name, algorithm) for name, algorithm in named.items()]
     rows += [seldom(name, made) for name, make in STRATEGIES.items() if isinstance(made := make(), LocalSGD)]
     chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
     return [*rows, chosen], speeds.source
+
+
+def _gb_per_second(codec: Codec, cost: CodecCost) -> float | None:
+    """Of float32 that it encodes; None: nothing is encoded."""
+    return None if codec.lossless else 4e-9 / cost.encode.per_value
 
 
 def _several(number: float, noun: str) -> str:

@@ -125,10 +125,11 @@ class Session:
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
             self._parameters.attend(lambda: shared_buffers(self.module), lambda: self._optimizers)
-            if self._parameters.within is not None:
-                self._host = Host.around(self._peers, self._group, device, self._timeout)
-        if self._host is not None and self._parameters is not None and self._parameters.within is not None:
-            self._gradients = self._parameters.within
+            within = self._parameters.within
+            if within is not None:
+                self._host = Host.around(self._peers, within, self._group, device, self._timeout)
+        if self._host is not None:
+            self._gradients = self._host.algorithm
             self._gradients.setup(parameters, self._host.peers, sparse=sparse_parameters(self.module))
         if self._gradients is not None:
             self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
@@ -178,9 +179,8 @@ class Session:
                 ends.callback(end_threads)
                 ends.callback(peers.close)
             ends.callback(self.algorithm.close)
-            if host is not None and self._gradients is not None:
+            if host is not None:
                 ends.callback(host.close)
-                ends.callback(self._gradients.close)
                 self._gradients = None
             for watching in (self._new_parts, self._steps, watch):
                 if watching is not None:
@@ -267,8 +267,8 @@ class Session:
         """Add new parameters, and give them rank 0's values on all ranks."""
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
-        if self._host is not None and self._gradients is not None:
-            self._gradients.adopt(parameters, sparse=sparse_parameters(self.module))
+        if self._host is not None:
+            self._host.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
         self._know(parameters)
         self._from_rank_0(new)
 
@@ -308,7 +308,7 @@ class Session:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
-            self._from_rank_0(buffers, self._group if self._host is None else self._host.group)
+            self._from_rank_0(buffers, None if self._host is None else self._host.group)
         self._joined.keep_buffers()
         self._buffers_due = between is False and not self.accumulating
 
@@ -403,8 +403,8 @@ class Session:
         self._tell_of_step(parameters, stepped)
 
     def _tell_of_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
-        if self._host is not None and self._gradients is not None:
-            self._gradients.after_step(parameters, stepped)
+        if self._host is not None:
+            self._host.algorithm.after_step(parameters, stepped)
         self._joined.put_buffers_back()  # an algorithm may average them
         self.algorithm.after_step(parameters, stepped)
         self._joined.keep_buffers()

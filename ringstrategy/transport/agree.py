@@ -47,7 +47,7 @@ def agree(peers: Peers, word: Word) -> None:
     """Raise PlanMismatchError on every rank unless all say the same; it names the ranks and the difference."""
     table = all_gather(peers, torch.frombuffer(bytearray(word.digest), dtype=torch.uint8))()
     if any(not torch.equal(said, table[0]) for said in table):
-        raise mismatch(dict(enumerate(_texts(peers, word.details()))))
+        raise mismatch(dict(enumerate(all_gather_texts(peers, word.details()))))
 
 
 def agree_beside(peers: Peers, word: Word, *, tagged: bool, where: str) -> Waitable:
@@ -71,7 +71,8 @@ def mismatch(texts: Mapping[int, str]) -> PlanMismatchError:
     )
 
 
-def _texts(peers: Peers, text: str) -> list[str]:
+def all_gather_texts(peers: Peers, text: str) -> list[str]:
+    """Every rank's text, on every rank, by rank. Waits for them."""
     said = text.encode()
     length = torch.tensor([len(said)]).view(torch.uint8)
     lengths = all_gather(peers, length)().view(torch.int64).view(-1).tolist()

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described, feeds_back
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
@@ -100,6 +100,4 @@ class AllReduce(Synchronous):
 
     def feeds_back(self, codec: Codec) -> bool:
         """Do buckets of this codec keep residuals?"""
-        if codec.lossless:
-            return self.delivers
-        return codec.error_feedback if self.error_feedback is None else self.error_feedback
+        return self.delivers if codec.lossless else feeds_back(codec, self.error_feedback)

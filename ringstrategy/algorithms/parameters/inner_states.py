@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import by_dtype, cut_like, row_of
-from ringstrategy.transport.agree import all_gather, all_gather_floats
+from ringstrategy.transport.agree import all_gather_texts
 from ringstrategy.transport.base import Peers
 
 
@@ -39,12 +39,8 @@ def average_states(
 
 def _in_common(names: Sequence[str], peers: Peers) -> list[str]:
     """Those that all ranks have, sorted."""
-    text = "\n".join(names).encode()
-    longest = int(max(length for [length] in all_gather_floats(peers, [float(len(text))])))
-    padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
-    padded[: len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[: len(text)]
-    tables: list[Tensor] = []
-    work = peers.control.submit(lambda: tables.append(all_gather(peers.control, padded)()), "for the optimizers' state")
+    texts: list[str] = []
+    where = "for the names of the optimizers' state"
+    work = peers.control.submit(lambda: texts.extend(all_gather_texts(peers.control, "\n".join(names))), where)
     peers.control.finish([work])
-    rows = [set(bytes(row.tolist()).rstrip(b"\0").decode().split("\n")) for row in tables[0]]
-    return sorted(set.intersection(*rows) - {""})
+    return sorted(set.intersection(*(set(text.splitlines()) for text in texts)))

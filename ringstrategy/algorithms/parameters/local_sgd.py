@@ -21,7 +21,7 @@ from ringstrategy.algorithms.parameters.inner_states import average_states
 from ringstrategy.algorithms.parameters.outer import Outer, Shared, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, sums_dtype
@@ -156,11 +156,10 @@ class LocalSGD(Periodic):
     @property
     def schedule(self) -> Schedule:
         """See `Periodic.schedule`."""
-        if self.interval != "auto":
-            return Schedule(self.interval, self.overlap, self.unit, self.warmup_steps)
-        if self._chosen is None:
+        interval = self._chosen if self.interval == "auto" else self.interval
+        if interval is None:
             return Schedule(_TRIAL, False, self.unit, self.warmup_steps)
-        return Schedule(self._chosen, self.overlap, self.unit, self.warmup_steps)
+        return Schedule(interval, self.overlap, self.unit, self.warmup_steps)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
@@ -243,19 +242,25 @@ class LocalSGD(Periodic):
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
         """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have."""
-        assert self._peers is not None
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
         self._sent.update(parameters.values())
         for flat in group.flats:
             warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
-            shared = self._shared[flat] = Shared(flat, self.outer)
-            if not _taken(self._saved, shared):
-                shared.values.copy_(self.exchange.common(flat.parameters, self._peers, "for the shared parameters"))
+            self._shared[flat] = Shared(flat, self.outer)
             if self.eager:
-                anchor = self._anchors[flat] = Shared(flat, self.outer)
-                if not _taken(self._saved_anchors, anchor):
-                    anchor.load_state_dict(shared.state_dict())
+                self._anchors[flat] = Shared(flat, self.outer)
+            if not _taken(self._saved, self._shared[flat]):
+                self._share(flat)
+            elif self.eager and not _taken(self._saved_anchors, self._anchors[flat]):
+                self._anchors[flat].load_state_dict(self._shared[flat].state_dict())
         return group
+
+    def _share(self, flat: Flat) -> None:
+        """Theta becomes what the ranks have."""
+        assert self._peers is not None
+        values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
+        for shared in (self._shared, self._anchors) if self.eager else (self._shared,):
+            shared[flat].values.copy_(values)
 
     def begin(self, group: Group) -> None:
         """Nothing was lost so far, and nothing sent."""
@@ -265,8 +270,7 @@ class LocalSGD(Periodic):
 
     def _kinds(self, flat: Flat) -> list[str]:
         """What is kept for a flat: what its codec lost; what this rank sent, and the others did, if that is needed."""
-        feedback = flat.codec.error_feedback if self.error_feedback is None else self.error_feedback
-        kinds = ["residual"] if feedback and not flat.codec.lossless else []
+        kinds = ["residual"] if feeds_back(flat.codec, self.error_feedback) else []
         if self.eager:
             kinds.append("own")
         elif self.overlap and self.blend is None:
@@ -275,18 +279,17 @@ class LocalSGD(Periodic):
 
     def gather(self, group: Group) -> None:
         """The progress since the last agreement; beside it its squared norm, and buffers."""
-        squares = torch.zeros(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
+        alone = self.eager and not self._is_plain(group)
         for flat in group.flats:
-            origin = self._anchors[flat] if self.eager and not self._is_plain(group) else self._shared[flat]
+            origin = self._anchors[flat] if alone else self._shared[flat]
             begun = origin.values.to(flat.parameters[0].dtype).to(origin.values.dtype)  # where a rank began, rounded
             flat.gather_sum(begun, -1.0, into=flat.correction)
-            squares += torch.linalg.vector_norm(self._rows(flat), dim=1).double().square()
-            if self.eager and not self._is_plain(group):
+            if alone:
                 self._step_alone(flat)
             elif "sent" in flat.memory:
                 flat.gather(into=flat.memory["sent"])
         if group is self._groups[0]:
-            self._gather_beside(group, squares)
+            self._gather_beside(group)
         else:
             group.others.pop(_BESIDE, None)
 
@@ -298,11 +301,9 @@ class LocalSGD(Periodic):
         flat.write(anchor.values)
         torch.mul(flat.correction, share, out=own)
 
-    def _gather_beside(self, group: Group, squares: Tensor) -> None:
-        buffers = [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
-        values = squares
-        if buffers:
-            values = torch.cat([squares, *(buffer.detach().reshape(-1).double() for buffer in buffers)])
+    def _gather_beside(self, group: Group) -> None:
+        squares = _squares(group, self.exchange.ranks)
+        values = torch.cat([squares, *(buffer.detach().reshape(-1).double() for buffer in self._averaged_buffers())])
         beside = group.others.get(_BESIDE)
         if beside is None or beside.numel != values.numel():
             beside = group.others[_BESIDE] = Vector(values.numel(), values.dtype, values.device)
@@ -322,9 +323,8 @@ class LocalSGD(Periodic):
         """Step Theta, and take it over."""
         plain = self._is_plain(group)
         waited = plain or self.schedule.waits(group.turns, group.place)
-        square = torch.zeros((), dtype=torch.float64, device=group.flats[0].device)
+        square = _squares(group, self.exchange.ranks)[0] if _BESIDE in group.others else None
         for flat in group.flats:
-            square += torch.linalg.vector_norm(self._rows(flat)[0]).double().square()
             shared = self._shared[flat]
             if self.eager and not plain:
                 own = flat.memory["own"]
@@ -338,7 +338,7 @@ class LocalSGD(Periodic):
                 flat.blend(shared.values, self.blend)
             elif not self.eager:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-        if _BESIDE in group.others:
+        if square is not None:
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
@@ -352,16 +352,16 @@ class LocalSGD(Periodic):
             "outer_gradient_norm": square.sqrt(),
             "direction_agreement": (size * alike - 1) / max(1, size - 1),
         }
-        buffers = [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
+        buffers = self._averaged_buffers()
         if sum(buffer.numel() for buffer in buffers) != beside.numel - ranks:
             return  # others than were sent
         rows = (cut_like(row[ranks:], buffers) for row in (beside.values, beside.correction))
         for buffer, sent, mean in zip(buffers, *rows, strict=True):
             buffer.copy_(mean if waited else torch.where(mean == sent, buffer, buffer + (mean - sent)))
 
-    def _rows(self, flat: Flat) -> Tensor:
-        """What is exchanged, a row for each rank that lies in it."""
-        return flat.correction.view(self.exchange.ranks, -1)
+    def _averaged_buffers(self) -> list[Tensor]:
+        """Those that have a mean in real numbers."""
+        return [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
 
     def metrics(self) -> dict[str, float]:
         """The norm of the last outer gradient (of the first fragment), and how far the ranks' directions agree.
@@ -387,14 +387,9 @@ class LocalSGD(Periodic):
     @torch.no_grad()
     def start(self) -> None:
         """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
-        if self._peers is None:
-            return
         for group in self._groups:
             for flat in group.flats if group.turns == 0 else ():
-                values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
-                for shared in (self._shared[flat], self._anchors.get(flat)):
-                    if shared is not None:
-                        shared.values.copy_(values)
+                self._share(flat)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -432,10 +427,7 @@ class LocalSGD(Periodic):
 
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """Theta; or the mean of all ranks, where the parameters hold other values."""
-        if replaced:
-            assert self._view is not None
-            return self._view.means(group, row_of_parameters)
-        return [(flat, self._shared[flat].values) for flat in group.flats]
+        return self.left(group) if replaced else [(flat, self._shared[flat].values) for flat in group.flats]
 
     # Checkpoints
 
@@ -485,6 +477,12 @@ def _taken(saved: dict[str, Mapping[str, Any]], shared: Shared) -> bool:
     for name in shared.names if found else ():
         del saved[name]
     return found
+
+
+def _squares(group: Group, ranks: int) -> Tensor:
+    """The squared norm of what is exchanged, for each rank that lies in it; float64, on the group's device."""
+    norms = [torch.linalg.vector_norm(flat.correction.view(ranks, -1), dim=1) for flat in group.flats]
+    return torch.stack([norm.double().square().to(norms[0].device) for norm in norms]).sum(0)
 
 
 def _states(by_flat: Mapping[Flat, Shared], groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:

@@ -17,7 +17,7 @@ from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, cut_like, row_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
 from ringstrategy.algorithms.parameters.kept import Kept
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.algorithms.policy import described
@@ -262,8 +262,7 @@ class Periodic(ParameterAlgorithm):
         """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
         self._apply(group)
         for flat, values in self.left(group):
-            for parameter, value in zip(flat.parameters, cut_like(values, flat.parameters), strict=True):
-                parameter.copy_(value)
+            flat.write(values)
         self._groups.remove(group)
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
         return _counts(group)
