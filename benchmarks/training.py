@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import cpu, harness, tasks
-from benchmarks.contenders import DDP, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
+from benchmarks.contenders import DDP, SELDOM, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
@@ -113,7 +113,8 @@ class _Steps:
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
         for name in harness.chosen(known, options.cases):
-            self.add(name, known[name]())
+            if options.cases is not None or name not in SELDOM:  # whose long runs are measured on demand
+                self.add(name, known[name]())
         pairs = [self.overlapping(name) for name in options.overlap_of]
         # What computing takes depends on how long a turn is: of short ones more is on cold caches.
         beside = {name: self.alone(len(training.batches)) for name, training in list(trainings.items())}
