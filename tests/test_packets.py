@@ -212,8 +212,10 @@ def test_the_packets_of_a_training_step(tmp_path):
     arguments += ["--cases", "=ring,=ring_int8", "--pcap", str(tmp_path)]
     rows = {row["case"]: row for row in lines_of("packets", tmp_path / "rows.jsonl", *arguments)}
     assert list(rows) == ["ddp", "compute alone", "ring", "ring_int8"]
+    few_questions = 1  # a step, to the store: only a rank that waits for long asks it
     alone = rows.pop("compute alone")
-    assert alone["data_packets"] == alone["pure_acks"] == alone["other_messages"] == [0, 0]
+    assert alone["data_packets"] == alone["pure_acks"] == [0, 0]
+    assert max(alone["other_messages"]) < few_questions
     for row in rows.values():
         assert row["benchmark"] == "packets"
         assert row["ranks_identical"] is True
@@ -229,7 +231,7 @@ def test_the_packets_of_a_training_step(tmp_path):
         ), "gradients and gloo's headers, and what TCP may send twice"
     assert rows["ring_int8"]["bytes_sent"] < 0.3 * rows["ring"]["bytes_sent"]
     for name in ("ring", "ring_int8"):
-        assert max(rows[name]["other_messages"]) < 1, "to the store, in a step: only a rank that waits for long writes"
+        assert max(rows[name]["other_messages"]) < few_questions
     assert {file.name for file in tmp_path.glob("*.pcap")} == {"host0-of-2.pcap", "host1-of-2.pcap"}
 
 
