@@ -4,7 +4,6 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -22,14 +21,13 @@ from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.policy import Policy
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
-from ringstrategy.collectives.subset import Subset
 from ringstrategy.errors import last_words
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
+from ringstrategy.transport.futures import Futures, Promise
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import Worker
 
 _CLOSE_SECONDS = 1.0  # for exchanges under way when the process ends: other ranks may never come to them
 _MODULE = "pass module=model, the DDP module, to ddp_hook: it knows the names of parameters"
@@ -55,8 +53,7 @@ def ddp_hook(
         codec: what travels instead of float32; or a policy such as `SmallExact`. None: `Identity()`.
         collective: how it travels. None: `BySize()`.
         error_feedback: add what the codec lost to the next step's gradients. None: as the codec prefers.
-        process_group: that of the DDP module. None: the default one. All ranks of the default group must train with
-            such a hook, each in its group.
+        process_group: that of the DDP module. None: the default one.
         module: the DDP module, or the one within it: needed for a policy, and to save and load residuals.
         timeout: how long a peer may stay silent before it counts as lost.
 
@@ -91,7 +88,6 @@ class DdpHookState:
 
     Attributes:
         stats: bytes, steps and times. `exposed_seconds` stays 0, because only DDP knows how long it waited.
-        error: what ended the exchanges, such as the `PeerLostError` that names a rank. None while all goes well.
     """
 
     def __init__(
@@ -104,14 +100,19 @@ class DdpHookState:
         self._name_of = {parameter: name for name, parameter in self._parameters.items()}
         self._options, self._process_group, self._timeout = options, process_group, timeout
         self.stats = Stats()
-        self.error: BaseException | None = None
         self._connection: _Connection | None = None
+        self._error: BaseException | None = None  # of an earlier connection
         self._step = 0
         self._plans: dict[int, _Plan] = {}  # by index of the bucket
         self._agreed: Waitable | None = None  # on the latest plan
         self._residuals: dict[Parameter, Tensor] = {}  # views of those of the groups, or loaded for them
         self._loaded: list[list[Parameter]] = []  # by bucket, for the next step only
-        self._held: list[tuple[dist.GradBucket, _Promise]] = []  # until all buckets of that step are there
+        self._held: list[tuple[dist.GradBucket, Promise]] = []  # until all buckets of that step are there
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the exchanges, such as the `PeerLostError` that names a rank. None while all goes well."""
+        return self._error or (None if self._connection is None else self._connection.futures.error)
 
     # A bucket
 
@@ -120,15 +121,15 @@ class DdpHookState:
         buffer, index, last = bucket.buffer(), bucket.index(), bucket.is_last()
         if buffer.layout != torch.strided:
             raise TypeError("the hook got a sparse gradient: make the embedding with sparse=False")
-        promise = _Promise(buffer)
-        if dist.get_world_size() == 1:
+        promise = Promise(buffer, buffer.device)
+        if dist.get_world_size(self._process_group) == 1:
             promise.keep()
         elif self._loaded:
             self._held.append((bucket, promise))
             if last:
                 self._exchange_as_loaded()
         else:
-            self._fulfil(promise, [self._exchange(index, _gradients_of(bucket), buffer)])
+            self._keep(promise, [self._exchange(index, _gradients_of(bucket), buffer)])
             for gone in [known for known in self._plans if last and known > index]:
                 del self._plans[gone]
         if last:
@@ -146,9 +147,9 @@ class DdpHookState:
         there = {p: gradient for bucket, _ in held for p, gradient in _gradients_of(bucket)}
         saved = [[(p, there.pop(p)) for p in parameters if p in there] for parameters in loaded]
         saved[-1] += there.items()  # were frozen when the state was saved
-        tickets = [self._exchange(index, gradients, None) for index, gradients in enumerate(saved) if gradients]
+        exchanges = [self._exchange(index, gradients, None) for index, gradients in enumerate(saved) if gradients]
         for _, promise in held:
-            self._fulfil(promise, tickets)
+            self._keep(promise, exchanges)
 
     def _exchange(self, index: int, gradients: Sequence[Gradient], buffer: Tensor | None) -> Waitable:
         """Hand an exchange to the communication thread.
@@ -158,7 +159,7 @@ class DdpHookState:
             gradients: of its parameters, in the order in which they lie in the buffer.
             buffer: flat, with nothing else in it. None: they do not lie together.
         """
-        peers, collective = self._connect(gradients[0][1].device).peers, self._options.collective
+        peers, collective = self._connect(gradients[0][1].device), self._options.collective
         where = f"at step {self._step}, in bucket {index}"
         plan, agreed, step = self._plan(index, gradients, peers, where), self._agreed, self._step
         tensors = dict(gradients)
@@ -173,21 +174,20 @@ class DdpHookState:
 
         return peers.submit(work, where)
 
-    def _connect(self, device: torch.device) -> "_Connection":
+    def _connect(self, device: torch.device) -> Peers:
         """At the first bucket; every rank comes here."""
         if self._connection is None:
-            self._connection = _Connection(device, self._process_group, self._timeout, self.stats)
+            peers = connect(device, self._timeout, self.stats, group=self._process_group)
+            begin_threads(free_cores(peers.hosts.count(peers.hosts[peers.rank])))
+            self._connection = _Connection(peers, Futures(device))
             self._plans = {}  # the ranks are to compare them
-            self._end = Finalize(None, self._connection.close, exitpriority=0)  # not atexit, which forked ranks skip
-        return self._connection
+            # not atexit, which forked ranks skip
+            self._end = Finalize(None, self._connection.end_of_process, exitpriority=0)
+        return self._connection.peers
 
-    def _fulfil(self, promise: "_Promise", tickets: Sequence[Waitable]) -> None:
+    def _keep(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
         assert self._connection is not None
-        self._connection.when_done(tickets, lambda error: self._keep(promise, error))
-
-    def _keep(self, promise: "_Promise", error: BaseException | None) -> None:
-        self.error = self.error or error
-        promise.keep(error)
+        self._connection.futures.keep(promise, exchanges)
 
     # Which parameters travel together
 
@@ -283,8 +283,10 @@ class DdpHookState:
     def close(self) -> None:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
+            self._end.cancel()
+            self._connection.close()
+            self._error = self.error
             self._connection = None
-            self._end()
 
 
 @dataclass
@@ -368,60 +370,20 @@ def _gradients_of(bucket: dist.GradBucket) -> list[Gradient]:
     return gradients
 
 
-class _Promise:
-    """The future of a bucket. Its callback raises the error, because DDP aborts at `Future.set_exception`."""
-
-    def __init__(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._error: BaseException | None = None
-        self._done: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self.future: Future[Tensor] = self._done.then(self._value)
-
-    def keep(self, error: BaseException | None = None) -> None:
-        """The buffer holds the mean, for what is queued on the current stream after this, or it never will."""
-        self._error = error
-        self._done.set_result(self._buffer)
-
-    def _value(self, done: Future[Tensor]) -> Tensor:
-        if self._error is not None:
-            raise self._error
-        return done.value()
-
-
+@dataclass(frozen=True)
 class _Connection:
-    """To the other ranks, with a thread that waits for exchanges in DDP's place, and looks for lost peers meanwhile."""
+    """To the other ranks."""
 
-    def __init__(
-        self, device: torch.device, process_group: dist.ProcessGroup | None, timeout: timedelta, stats: Stats
-    ) -> None:
-        self._everyone = connect(device, timeout, stats)
-        hosts = self._everyone.hosts
-        begin_threads(free_cores(hosts.count(hosts[self._everyone.rank])))
-        members = dist.get_process_group_ranks(process_group)
-        self.peers = self._everyone if len(members) == self._everyone.size else Subset(self._everyone, members)
-        # of its own, so that the computing that follows on the default one does not wait for exchanges
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._waiter = Worker("ringstrategy-ddp-hook")
+    peers: Peers
+    futures: Futures
 
-    def when_done(self, tickets: Sequence[Waitable], then: Callable[[BaseException | None], None]) -> None:
-        """Call `then` when all are done, with their error; for devices on a stream that waits for them."""
-
-        def work() -> None:
-            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                error = None
-                try:
-                    for ticket in tickets:
-                        ticket.wait()
-                except BaseException as raised:
-                    error = raised
-                then(error)
-
-        self._waiter.submit(work, lambda: None)
-
-    def close(self) -> None:
-        """Once. If this process ends in an exception, or within an exchange, the others are told."""
-        error = getattr(sys, "last_value", None)  # that ends the process
-        if not self._waiter.close(_CLOSE_SECONDS) or error is not None:
-            self._everyone.abort("the end of its process" if error is None else last_words(error))
-        self._everyone.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """If this process is within an exchange, or ends in an error, the others are told."""
+        if not self.futures.close(_CLOSE_SECONDS) or error is not None:
+            self.peers.abort("the end of its process" if error is None else last_words(error))
+        self.peers.close()
         end_threads()
+
+    def end_of_process(self) -> None:
+        """It may have ended in an error."""
+        self.close(getattr(sys, "last_value", None))

@@ -29,7 +29,7 @@ from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
-from ringstrategy.transport.futures import Futures, raised
+from ringstrategy.transport.futures import Futures, Promise
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR
 
@@ -273,7 +273,10 @@ class RingProcessGroup(dist.ProcessGroup):
         lane, seed = self._lanes[device.type], derive_seed(self._calls)
         self._calls += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
-        return _Work(*lane.futures.submit(lambda: task(lane, seed), where, out))
+        exchange = lane.peers.submit(lambda: task(lane, seed), where)
+        promise = Promise(out, device)
+        lane.futures.keep(promise, [exchange])
+        return _Work(exchange, promise.future)
 
 
 class _Lane:
@@ -283,7 +286,7 @@ class _Lane:
         assert isinstance(algorithm.codec, Codec)
         self._codec: Codec = algorithm.codec
         self._collective: Collective = algorithm.collective
-        self._peers, self.futures = peers, Futures(peers, device)
+        self.peers, self.futures = peers, Futures(device)
         free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
         begin_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
 
@@ -296,8 +299,8 @@ class _Lane:
         else:
             values = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
         if mean:
-            values.mul_(1 / self._peers.size)
-        mean_(values, self._peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
+            values.mul_(1 / self.peers.size)
+        mean_(values, self.peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
         if not in_place:
             for tensor, part in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
@@ -306,35 +309,35 @@ class _Lane:
         """This rank's chunk of the sums or means becomes `output`; `values` stay as they are."""
         wide = values.reshape(-1).to(sums_dtype(values.dtype), copy=True)
         if mean:
-            wide.mul_(1 / self._peers.size)
-        self._collective.scatter_(Summand(wide, wire_of(self._codec, values.dtype), seed=seed), self._peers)
-        output.copy_(wide.chunk(self._peers.size)[self._peers.rank].view(output.shape))
+            wide.mul_(1 / self.peers.size)
+        self._collective.scatter_(Summand(wide, wire_of(self._codec, values.dtype), seed=seed), self.peers)
+        output.copy_(wide.chunk(self.peers.size)[self.peers.rank].view(output.shape))
 
     def gather_(self, output: Tensor, values: Tensor) -> None:
         """All ranks' values, bit for bit."""
         flat = output.view(-1)
-        flat.chunk(self._peers.size)[self._peers.rank].copy_(values.reshape(-1))
-        Ring().gather_(flat, self._peers)
+        flat.chunk(self.peers.size)[self.peers.rank].copy_(values.reshape(-1))
+        Ring().gather_(flat, self.peers)
 
     def close(self) -> None:
         """End the threads."""
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(end_threads)
             ends.callback(self.futures.close, CLOSE_SECONDS_AFTER_ERROR)
-            ends.callback(self._peers.close)
+            ends.callback(self.peers.close)
 
 
 class _Work(dist.Work):
     """An exchange under way."""
 
-    def __init__(self, ticket: Waitable, future: Future[Any]) -> None:
+    def __init__(self, exchange: Waitable, future: Future[Any]) -> None:
         super().__init__()
-        self._ticket, self._future = ticket, future
+        self._exchange, self._future = exchange, future
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done (on a GPU: the current stream waits). PeerLostError if a rank is lost."""
         del timeout  # the group's own counts
-        self._ticket.wait()
+        self._exchange.wait()
         return True
 
     def is_completed(self) -> bool:
@@ -343,7 +346,7 @@ class _Work(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Its tensors, once it is done."""
-        return self._future.then(raised)
+        return self._future
 
 
 class _Works(dist.Work):

@@ -4,69 +4,86 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch.futures import Future
 
-from ringstrategy.transport.base import Peers, Waitable
-from ringstrategy.transport.worker import Task
+from ringstrategy.transport.base import Waitable
+
+
+class Promise:
+    """A future to give away before its exchanges begin.
+
+    Args:
+        value: of the future, such as the tensors that the exchanges change.
+        device: of the value.
+
+    Attributes:
+        future: gets the value, or raises the error of an exchange. In C++ the error loses its type.
+    """
+
+    def __init__(self, value: Any, device: torch.device) -> None:
+        self._value = value
+        self._error: BaseException | None = None
+        self._done: Future[Any] = Future(devices=None if device.type == "cpu" else [device])
+        # only a callback may raise: `Future.set_exception` aborts DDP
+        self.future: Future[Any] = self._done.then(self._value_or_error)
+
+    def keep(self, error: BaseException | None = None) -> None:
+        """The value is there, for what is queued on the current stream after this, or it never will be."""
+        self._error = error
+        self._done.set_result(self._value)
+
+    def _value_or_error(self, done: Future[Any]) -> Any:
+        if self._error is not None:
+            raise self._error
+        return done.value()
 
 
 class Futures:
-    """One thread that waits for the exchanges of `peers`, in their order, and meanwhile looks for lost ranks.
+    """One thread that waits for exchanges, in order, and meanwhile looks for lost ranks.
 
     Args:
-        peers: whose exchanges.
-        device: of the values; futures of a GPU's are complete when they are queued there.
+        device: of the values; promises of a GPU's are kept when they are queued there.
+
+    Attributes:
+        error: the first of an exchange; None while all goes well.
     """
 
-    def __init__(self, peers: Peers, device: torch.device) -> None:
-        self._peers, self._device = peers, device
-        self._handed_in: queue.SimpleQueue[tuple[Waitable, Future[Any], Any] | None] = queue.SimpleQueue()
+    def __init__(self, device: torch.device) -> None:
+        self.error: BaseException | None = None
+        self._device = device
+        self._handed_in: queue.SimpleQueue[tuple[Promise, Sequence[Waitable]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="ringstrategy-futures", daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task, where: str, value: Any) -> tuple[Waitable, Future[Any]]:
-        """`Peers.submit`, and a future that gets `value` when the task is done, or the task's error as its value.
+    def keep(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
+        """Once all of them are done; returns at once."""
+        self._handed_in.put((promise, exchanges))
 
-        Who waits in Python had better wait for the first of the two, which raises the error.
-        """
-        future: Future[Any] = Future(devices=[self._device] if self._device.type != "cpu" else None)
-        ticket = self._peers.submit(task, where)
-        self._handed_in.put((ticket, future, value))
-        return ticket, future
-
-    def close(self, timeout: float) -> None:
-        """End the thread, after all that was submitted, and within so many seconds."""
+    def close(self, timeout: float) -> bool:
+        """Keep all promises and end the thread; True if it ended within `timeout` seconds."""
         self._handed_in.put(None)
         self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def _loop(self) -> None:
-        wait: Callable[[Waitable, Future[Any], Any], None] = self._wait
-        if self._device.type == "cuda":
-            stream = torch.cuda.Stream(self._device)
-
-            def wait(ticket: Waitable, future: Future[Any], value: Any) -> None:
-                with torch.cuda.stream(stream):  # what the future waits for
-                    self._wait(ticket, future, value)
-
+        # of its own, so that the computing that follows on the default one does not wait for exchanges
+        stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         while (handed_in := self._handed_in.get()) is not None:
-            wait(*handed_in)
+            with nullcontext() if stream is None else torch.cuda.stream(stream):
+                self._wait(*handed_in)
             del handed_in  # its tensors
 
-    def _wait(self, ticket: Waitable, future: Future[Any], value: Any) -> None:
+    def _wait(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
+        error = None
         try:
-            ticket.wait()
-        except BaseException as error:
-            value = error
-        future.set_result(value)
-
-
-def raised(done: Future[Any]) -> Any:
-    """For `Future.then`: the value, or the error raised. A future that is given an exception would end the process."""
-    value = done.value()
-    if isinstance(value, BaseException):
-        raise value
-    return value
+            for exchange in exchanges:
+                exchange.wait()
+        except BaseException as raised:
+            error = raised
+            self.error = self.error or error
+        promise.keep(error)
