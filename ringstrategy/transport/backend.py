@@ -21,7 +21,13 @@ def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
     return dict(pair.split(":") for pair in dist.get_backend_config().split(",")).get(device_type, "")
 
 
-def claim_gpu(device: torch.device, rank: int, host: str, first: Callable[[str, str], str]) -> None:
+def claim_gpu(
+    device: torch.device,
+    rank: int,
+    host: str,
+    first: Callable[[str, str], str],
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Before NCCL is asked: a ValueError if another rank has claimed this GPU, for two ranks cannot share one.
 
     Of the ranks that claim one GPU, the first gets it. Nothing to do on CPUs and over gloo.
@@ -31,8 +37,10 @@ def claim_gpu(device: torch.device, rank: int, host: str, first: Callable[[str, 
         rank: this one.
         host: a text that is another one on another machine.
         first: `first(key, value)` writes to the rendezvous store, unless there is a value; returns that in the store.
+        group: whose ranks; None: those of the default one.
     """
-    if device.type != "cuda" or backend_of("cuda") != "nccl" or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
+    shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    if device.type != "cuda" or shared or backend_of("cuda", group) != "nccl":
         return
     # As NCCL tells GPUs apart: by their places, which do not depend on what a process sees of them; two instances (MIG)
     # of one GPU have one place.

@@ -58,7 +58,7 @@ def connect(
     lifeline = Lifeline.cast(rank, size, ranks)
     try:
         begin_if_asked()
-        claim_gpu(device, rank, this_host(), lifeline.first)
+        claim_gpu(device, rank, this_host(), lifeline.first, group)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
         if has_gloo:  # a barrier might be NCCL's
