@@ -161,6 +161,26 @@ def test_gossip_is_traced(ranks: Pool, tmp_path: Path) -> None:
         assert {f"at mixing 1: {what}" for what in ("encode", "send", "wait", "decode and mix")} <= names
 
 
+def _sums_in_a_group(path: str) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    try:
+        group = dist.new_group(backend="ring_int8")
+        values = torch.randn(50_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+        dist.all_reduce(values, group=group)
+        with ringstrategy.timeline(path):
+            dist.all_reduce(values, group=group)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_spans_of_a_process_group_name_its_calls(ranks: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    ranks(2, _sums_in_a_group, str(path))
+    for rank in (0, 1):
+        names = {span["name"] for span in spans(of_rank(path, rank))}
+        assert {f"all-reduce 2: encode chunk {1 - rank} hop 0", "all-reduce 2: decode chunk 1 hop 1"} <= names, names
+
+
 def test_timelines_are_merged_on_one_clock(ranks: Pool, tmp_path: Path) -> None:
     path = tmp_path / "timeline.json"
     ranks(3, _traced, AllReduce(BlockInt(8), Ring()), str(path))

@@ -250,8 +250,8 @@ class _Task(_Span):
 
 
 def _label(where: str) -> str:
-    """ "bucket 3" of "at step 5, in bucket 3 of 4"."""
-    return where.rpartition(", in ")[2].partition(" of ")[0]
+    """ "bucket 3" of "at step 5, in bucket 3 of 4", "all-reduce 7" of "in all-reduce 7 of process group 2"."""
+    return where.rpartition(", in ")[2].partition(" of ")[0].removeprefix("in ")
 
 
 def _forget() -> None:
