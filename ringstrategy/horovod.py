@@ -6,6 +6,7 @@ import ringstrategy.horovod as hvd      # was: import horovod.torch as hvd
 from importlib import import_module
 from typing import Any
 
+from ringstrategy.errors import PeerLostError as HorovodInternalError
 from ringstrategy.integrations.horovod import elastic
 from ringstrategy.integrations.horovod.batch_norm import SyncBatchNorm
 from ringstrategy.integrations.horovod.compression import Compression
@@ -14,7 +15,9 @@ from ringstrategy.integrations.horovod.differentiable import (
     allreduce,
     alltoall,
     broadcast,
+    grouped_allgather,
     grouped_allreduce,
+    grouped_reducescatter,
     reducescatter,
 )
 from ringstrategy.integrations.horovod.joining import join
@@ -28,11 +31,14 @@ from ringstrategy.integrations.horovod.operations import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather_async,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter_async,
     poll,
     reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
 from ringstrategy.integrations.horovod.optimizer import DistributedOptimizer
@@ -70,7 +76,9 @@ from ringstrategy.integrations.horovod.world import (
     rocm_built,
     shutdown,
     size,
+    start_timeline,
     stats,
+    stop_timeline,
     tell,
 )
 
@@ -79,6 +87,7 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "LearningRateWarmup",
     "Max",
     "Min",
@@ -116,10 +125,14 @@ __all__ = [
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -138,7 +151,10 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "start_timeline",
     "stats",
+    "stop_timeline",
     "synchronize",
     "tell",
 ]

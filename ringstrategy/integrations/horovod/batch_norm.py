@@ -48,7 +48,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         others = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        wide = input.float()
+        wide = input.to(torch.promote_types(input.dtype, torch.float32))
         own = wide.new_tensor([input.numel() // input.shape[1]])
         totals = allreduce(torch.cat([wide.sum(others), own]), op=Sum, process_set=self.process_set)
         count = totals[-1].detach()
@@ -59,7 +59,7 @@ class SyncBatchNorm(_BatchNorm):
             self._follow(mean.detach(), var.detach() * count / (count - 1).clamp(min=1))
         result = centred * torch.rsqrt(var + self.eps).view(shape)
         if self.affine:
-            result = result * self.weight.float().view(shape) + self.bias.float().view(shape)
+            result = result * self.weight.to(wide.dtype).view(shape) + self.bias.to(wide.dtype).view(shape)
         return result.to(input.dtype)
 
     @torch.no_grad()

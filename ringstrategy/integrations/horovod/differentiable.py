@@ -1,4 +1,9 @@
-"""The operations that wait, through which gradients flow back: each gradient makes the way of its value in reverse."""
+"""The operations that wait, through which gradients flow back: each gradient makes the way of its value in reverse.
+
+Its factor is Horovod's, so that a port trains as before. With N ranks, and measured by the gradient of the sum of all
+ranks' losses, that of `allgather` and `broadcast` is 1/N of it, that of `reducescatter` is N times it, and those of
+`allreduce` and `alltoall` are equal to it.
+"""
 
 from __future__ import annotations
 
@@ -40,28 +45,7 @@ def allreduce(
         PlanMismatchError: on all ranks, if they differ in shape, dtype or arguments, or not all take part.
     """
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    arguments = (name, how.op, how.before, how.after, process_set, compression)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
-        return _reduced(tensor, *arguments)
-    if how.op not in (Average, Sum):
-        raise ValueError(f"{how.op.value} is not differentiable: pass tensor.detach(), or use Average or Sum")
-    reduced: Tensor = _of(_AllReduce, tensor, *arguments)
-    return reduced
-
-
-def _reduced(
-    tensor: Tensor,
-    name: str | None,
-    op: ReduceOp,
-    before: float,
-    after: float,
-    process_set: ProcessSet,
-    compression: object,
-) -> Tensor:
-    result: Tensor = operations.allreduce_async(
-        tensor, None, name, op, before, after, process_set, compression=compression
-    ).wait()
-    return result
+    return _all_reduced([tensor], name, how.op, how.before, how.after, process_set, compression)[0]
 
 
 def grouped_allreduce(
@@ -74,11 +58,19 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors, which travel together. Not differentiable."""
-    outputs: list[Tensor] = operations.grouped_allreduce_async(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set, compression=compression
-    ).wait()
-    return outputs
+    """`allreduce` of several tensors, which travel together."""
+    how = reduction(op, average, compression, prescale_factor, postscale_factor)
+    return _all_reduced(tensors, name, how.op, how.before, how.after, process_set, compression)
+
+
+def _all_reduced(tensors: Sequence[Tensor], name: str | None, op: ReduceOp, *how: Any) -> list[Tensor]:
+    _check_differentiable(tensors, op)
+    return list(_of(_AllReduce, name, op, *how, *tensors))
+
+
+def _check_differentiable(tensors: Sequence[Tensor], op: ReduceOp) -> None:
+    if op not in (Average, Sum) and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(f"{op.value} is not differentiable: pass tensor.detach(), or use Average or Sum")
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -89,8 +81,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
         name: see `operations`.
         process_set: the ranks.
     """
-    gathered: Tensor = _of(_AllGather, tensor, name, process_set)
-    return gathered
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """`allgather` of several tensors, as one operation."""
+    return list(_of(_AllGather, name, process_set, *tensors))
 
 
 def broadcast(
@@ -131,9 +129,9 @@ def alltoall(
 
 def reducescatter(
     tensor: Tensor,
-    op: ReduceOp = Average,
     name: str | None = None,
     compression: object = Compression.none,
+    op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -142,11 +140,22 @@ def reducescatter(
 
     The first ranks get one row more if they cannot all get as many.
     """
+    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: object = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of several tensors, as one operation."""
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    if tensor.requires_grad and torch.is_grad_enabled() and how.op not in (Average, Sum):
-        raise ValueError(f"{how.op.value} is not differentiable: pass tensor.detach(), or use Average or Sum")
-    own: Tensor = _of(_ReduceScatter, tensor, how.op, name, process_set, how.before, how.after, compression)
-    return own
+    _check_differentiable(tensors, how.op)
+    return list(_of(_ReduceScatter, name, how.op, how.before, how.after, process_set, compression, *tensors))
 
 
 def _of(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -155,27 +164,55 @@ def _of(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, *arguments: Any) -> Tensor:
-        ctx.arguments = arguments
-        return _reduced(tensor, name, *arguments)
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: ReduceOp,
+        before: float,
+        after: float,
+        process_set: ProcessSet,
+        compression: object,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.how = op, before, after, process_set, compression
+        return _reduced(tensors, name, *ctx.how)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _reduced(gradients[0], None, *ctx.arguments), *[None] * (1 + len(ctx.arguments))
+        return *[None] * 6, *_reduced(gradients, None, *ctx.how)
+
+
+def _reduced(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    before: float,
+    after: float,
+    process_set: ProcessSet,
+    compression: object,
+) -> tuple[Tensor, ...]:
+    handle = operations.grouped_allreduce_async(
+        tensors, None, name, op, before, after, process_set, compression=compression
+    )
+    return tuple(handle.wait())
+
+
+def _averaged(tensors: Sequence[Tensor], process_set: ProcessSet) -> tuple[Tensor, ...]:
+    return _reduced(tensors, None, Average, 1.0, 1.0, process_set, Compression.none)
 
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        ctx.process_set, ctx.rows = process_set, len(tensor) if tensor.dim() else 0
-        result: Tensor = operations.allgather_async(tensor, name, process_set).wait()
-        return result
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.process_set, ctx.rows = process_set, [len(tensor) if tensor.dim() else 0 for tensor in tensors]
+        return tuple(operations.grouped_allgather_async(tensors, name, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        rows = operations.allgather_async(torch.tensor([ctx.rows]), None, ctx.process_set).wait().tolist()
-        total = _reduced(gradients[0], None, Sum, 1.0, 1.0, ctx.process_set, Compression.none)
-        return total.split(rows)[ctx.process_set.rank()], None, None
+        # of each tensor, by rank
+        rows = operations.allgather_async(torch.tensor([ctx.rows]), None, ctx.process_set).wait().t().tolist()
+        means, rank = _averaged(gradients, ctx.process_set), ctx.process_set.rank()
+        return None, None, *(mean.split(each)[rank] for mean, each in zip(means, rows, strict=True))
 
 
 class _Broadcast(torch.autograd.Function):
@@ -188,8 +225,8 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        total = _reduced(gradients[0], None, Sum, 1.0, 1.0, ctx.process_set, Compression.none)
-        return total if ctx.is_root else torch.zeros_like(total), None, None, None
+        (mean,) = _averaged(gradients, ctx.process_set)
+        return mean if ctx.is_root else torch.zeros_like(mean), None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -212,22 +249,22 @@ class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        tensor: Tensor,
-        op: ReduceOp,
         name: str | None,
-        process_set: ProcessSet,
+        op: ReduceOp,
         before: float,
         after: float,
+        process_set: ProcessSet,
         compression: object,
-    ) -> Tensor:
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
         ctx.process_set = process_set
-        ctx.factor = before * after / (process_set.size() if op is Average else 1)
-        result: Tensor = operations.reducescatter_async(
-            tensor, op, name, process_set, before, after, compression=compression
-        ).wait()
-        return result
+        ctx.factor = before * after * (process_set.size() if op is Sum else 1)
+        handle = operations.grouped_reducescatter_async(
+            tensors, name, op, process_set, before, after, compression=compression
+        )
+        return tuple(handle.wait())
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        whole: Tensor = operations.allgather_async(gradients[0], None, ctx.process_set).wait()
-        return whole * ctx.factor, None, None, None, None, None, None
+        wholes = operations.grouped_allgather_async(gradients, None, ctx.process_set).wait()
+        return *[None] * 6, *(whole * ctx.factor for whole in wholes)

@@ -23,6 +23,11 @@ _NOBODYS_TAG = (1 << 20) + 1
 CPU = torch.device("cpu")
 
 
+def _as_bytes(values: Tensor) -> Tensor:
+    """A view: gloo does not move all dtypes."""
+    return values.view(-1).view(torch.uint8)
+
+
 class Members:
     """A process set while it is in use, on one of its ranks.
 
@@ -90,7 +95,7 @@ class Members:
         wide = values.to(sums_dtype(values.dtype))
         peers, seed = self._peers_of(values.device), self._seed()
         summand = Summand(wide, codec, seed=seed)
-        peers.submit(lambda: collective_for(codec).sum_(summand, peers), "in an operation of hvd").wait()
+        peers.submit(lambda: collective_for(codec).sum_(summand, peers), self._where()).wait()
         finish_(wide)
         if wide is not values:
             values.copy_(wide)
@@ -103,16 +108,19 @@ class Members:
         wide = chunks.to(sums_dtype(chunks.dtype))
         peers, seed = self._peers_of(chunks.device), self._seed()
         summand = Summand(wide.view(-1), codec, seed=seed)
-        peers.submit(lambda: collective_for(codec).scatter_(summand, peers), "in an operation of hvd").wait()
+        peers.submit(lambda: collective_for(codec).scatter_(summand, peers), self._where()).wait()
         finish_(wide[self.rank])
         return wide[self.rank].to(chunks.dtype)
 
     def reduce_(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> None:
         """Replace values by what torch's backend makes of those of all members."""
-        narrow = values.is_floating_point() and sums_dtype(values.dtype) != values.dtype
-        wide = values.float() if narrow else values
+        wide = values
+        if values.is_floating_point():
+            wide = values.to(sums_dtype(values.dtype))
+        elif values.dtype in (torch.int16, torch.bool):  # which gloo does not add
+            wide = values.int()
         dist.all_reduce(wide, how, group=self.group)
-        if narrow:
+        if wide is not values:
             values.copy_(wide)
 
     def gather(self, values: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -121,23 +129,28 @@ class Members:
         padded = values.new_zeros((longest, *values.shape[1:]))
         padded[: len(values)] = values
         everyone = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(everyone, padded, group=self.group)
+        dist.all_gather([_as_bytes(whole) for whole in everyone], _as_bytes(padded), group=self.group)
         return [whole[:length] for whole, length in zip(everyone, lengths, strict=True)]
 
     def broadcast_(self, values: Tensor, root: int) -> None:
-        """Replace the values by those of a member, as all ranks count it."""
-        dist.broadcast(values, root, group=self.group)
+        """Replace contiguous values by those of a member, as all ranks count it."""
+        dist.broadcast(_as_bytes(values), root, group=self.group)
 
     def all_to_all(self, values: Tensor, leaving: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Rows to each member and from each, so many of each."""
+        """Contiguous rows to each member and from each, so many of each."""
         arrived = values.new_empty((sum(arriving), *values.shape[1:]))
-        dist.all_to_all_single(arrived, values, list(arriving), list(leaving), group=self.group)
+        row = values[:1].nbytes if len(values) else arrived[:1].nbytes
+        there, back = [rows * row for rows in leaving], [rows * row for rows in arriving]
+        dist.all_to_all_single(_as_bytes(arrived), _as_bytes(values), back, there, group=self.group)
         return arrived
 
     def _peers_of(self, device: torch.device) -> Peers:
         if device.type not in self._peers:
             self._peers[device.type] = connect(device, self._timeout, self._stats, group=self.group)
         return self._peers[device.type]
+
+    def _where(self) -> str:
+        return f"in operation {self.operations.running!r}"
 
     def _seed(self) -> int:
         self._steps += 1

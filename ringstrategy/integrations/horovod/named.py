@@ -10,6 +10,7 @@ can go on: an error on each of them tells who waits for what.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -30,7 +31,6 @@ _SHORTEST_PAUSE = 0.0002
 _LOOKS_FOR_DEADLOCK = 3
 _WARNING_SECONDS = 60.0
 _NOTHING = "nothing"  # is no key, and nothing that is said
-_DIFFERENT = "different"
 _TOGETHER = 64  # places whose keys are deleted at once
 _CLOSE_SECONDS = 5.0
 
@@ -94,11 +94,15 @@ class NamedOperations:
         ranks: as all ranks count them.
         look: called with a place, once a second while a rank waits; it raises if another rank is lost.
         timeout: how long an operation may wait for a rank that does not come.
+
+    Attributes:
+        running: the name of the operation that runs, or ran last.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: Sequence[int], look: Callable[[str], None], timeout: timedelta
     ) -> None:
+        self.running = ""
         self._rank, self._ranks, self._look, self._timeout = rank, ranks, look, timeout
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch may wait on the default one
         self._used: dict[str, int] = {}  # how often, by name
@@ -179,6 +183,7 @@ class NamedOperations:
             if self._failure is not None:  # which has ended all that was under way
                 raise self._failure
             operation, handle = self._pending[key]
+        self.running = operation.name
         same = {rank: text for rank, text, _ in said}
         own = {rank: each for rank, _, each in said}
         result: Any = None
@@ -213,27 +218,40 @@ class NamedOperations:
 
     def wait(self, event: threading.Event, key: str, name: str) -> None:
         """Until the operation has ended; look around meanwhile."""
-        begin, warned, vain, noted = time.monotonic(), False, 0, False
-        while not event.wait(_LOOK_SECONDS):
-            self._store.set(f"waits/{self._rank}", key)
-            noted = True
-            absent = self._absent(key)
-            vain = vain + 1 if absent and self._all_in_vain() else 0
-            late = time.monotonic() - begin
-            found = vain == _LOOKS_FOR_DEADLOCK or late > self._timeout.total_seconds()
-            if absent and (found or self._read(_DIFFERENT) is not None):
-                text = self._difference(name, absent)
-                self._store.set(_DIFFERENT, "")  # the others are told too, before this rank goes
-                raise PlanMismatchError(text)
-            self._look(f"in {name!r}")
-            if absent and late > _WARNING_SECONDS and not warned:
-                warned = True
-                warnings.warn(
-                    f"{name!r} has waited for {_WARNING_SECONDS:.0f} s for rank {_listed(self._global(absent))}",
-                    stacklevel=3,
-                )
-        if noted:
-            self._store.delete_key(f"waits/{self._rank}")
+        begin, vain, warned = time.monotonic(), 0, False
+        if event.wait(_LOOK_SECONDS):
+            return
+        try:
+            while not event.is_set():
+                self._store.set(f"waits/{self._rank}", key)
+                absent, late = self._absent(key), time.monotonic() - begin
+                vain = vain + 1 if absent and self._all_in_vain() else 0
+                if absent:
+                    found = vain == _LOOKS_FOR_DEADLOCK or late > self._timeout.total_seconds()
+                    self._raise_if_different(key, name, absent, found)
+                self._look(f"in {name!r}")
+                if absent and late > _WARNING_SECONDS and not warned:
+                    warned = True
+                    warnings.warn(
+                        f"{name!r} has waited for {_WARNING_SECONDS:.0f} s for rank {_listed(self._global(absent))}",
+                        stacklevel=3,
+                    )
+                event.wait(_LOOK_SECONDS)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the store is gone: there is a better error
+                self._store.delete_key(f"waits/{self._rank}")
+
+    def _raise_if_different(self, key: str, name: str, absent: Sequence[int], found: bool) -> None:
+        """PlanMismatchError if this rank has `found` that it waits in vain, or another one has, and left a note."""
+        waiting = self._waiting()  # before the next line: who has told the others waits no more
+        told = self._read(f"vain/{key}")
+        if told is not None:
+            waiting = {int(rank): other for rank, other in json.loads(told).items()}
+        elif found:
+            for other in waiting.values():
+                self._store.set(f"vain/{other}", json.dumps(waiting))
+        if found or told is not None:
+            raise PlanMismatchError(self._difference(name, absent, waiting))
 
     def _absent(self, key: str) -> list[int]:
         """Those of these ranks that have not announced it; none if all have."""
@@ -258,11 +276,9 @@ class NamedOperations:
         waiting = self._waiting()
         return len(waiting) == len(self._ranks) and all(map(self._absent, waiting.values()))
 
-    def _difference(self, name: str, absent: Sequence[int]) -> str:
+    def _difference(self, name: str, absent: Sequence[int], waiting: dict[int, str]) -> str:
         elsewhere = {
-            rank: key.rpartition("/")[0]
-            for rank, key in self._waiting().items()
-            if rank in absent and self._absent(key)
+            rank: key.rpartition("/")[0] for rank, key in waiting.items() if rank in absent and self._absent(key)
         }
         what = "".join(f"; rank {self._ranks[rank]} waits for {other!r}" for rank, other in elsewhere.items())
         return (

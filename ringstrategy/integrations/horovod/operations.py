@@ -19,17 +19,17 @@ from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.named import Handle, Operation
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
-from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduction, reduction
+from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduction, Sum, reduction
 
 Run = Callable[[list[Any]], Any]
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle | SparseHandle) -> bool:
     """Has the operation ended, so that `synchronize` returns at once?"""
     return handle.done()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle | SparseHandle) -> Any:
     """Wait for the operation; returns its result, or raises its error."""
     return handle.wait()
 
@@ -169,8 +169,8 @@ def _reduce(
 
 def reducescatter_async(
     tensor: Tensor,
-    op: ReduceOp = Average,
     name: str | None = None,
+    op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -179,12 +179,38 @@ def reducescatter_async(
 ) -> Handle:
     """Begin `reducescatter`."""
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    how.check(tensor)
-    members = process_set.members
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
+    return _scatter([tensor], name, how, process_set, lambda outputs: outputs[0])
 
-    def run(said: list[Any]) -> Tensor:
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: object = Compression.none,
+) -> Handle:
+    """Begin `grouped_reducescatter`."""
+    how = reduction(op, None, compression, prescale_factor, postscale_factor)
+    return _scatter(tensors, name, how, process_set, list)
+
+
+def _scatter(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    how: Reduction,
+    process_set: ProcessSet,
+    result: Callable[[Sequence[Tensor]], Any],
+) -> Handle:
+    members = process_set.members
+    for tensor in tensors:
+        how.check(tensor)
+        if tensor.dim() == 0:
+            raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
+
+    def scattered(tensor: Tensor) -> Tensor:
         rows = shares(len(tensor), members.size)
         chunks = tensor.new_zeros((members.size, rows[0], *tensor.shape[1:]))
         for chunk, share in zip(chunks, tensor.split(rows), strict=True):
@@ -192,7 +218,8 @@ def reducescatter_async(
         own = how.scatter_(chunks.view(members.size, -1), members)
         return own.view(chunks.shape[1:])[: rows[members.rank]].clone()
 
-    return submit("reducescatter", name, f"{how}, {_shown(tensor)}", None, [tensor], members, run)
+    said = f"{how}, {', '.join(map(_shown, tensors))}"
+    return submit("reducescatter", name, said, None, tensors, members, lambda said: result([*map(scattered, tensors)]))
 
 
 def shares(rows: int, size: int) -> list[int]:
@@ -205,14 +232,61 @@ def shares(rows: int, size: int) -> list[int]:
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Begin `allgather`."""
+    return _gather([tensor], name, process_set, lambda outputs: outputs[0])
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin `grouped_allgather`."""
+    return _gather(tensors, name, process_set, list)
+
+
+def _gather(
+    tensors: Sequence[Tensor],
+    name: str | None,
+    process_set: ProcessSet,
+    result: Callable[[Sequence[Tensor]], Any],
+) -> Handle:
     members = process_set.members
-    if tensor.dim() == 0:
+    if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("allgather puts rows behind each other, and this tensor has no dimension: pass tensor[None]")
 
-    def run(lengths: list[int]) -> Tensor:
-        return torch.cat(members.gather(tensor, lengths))
+    def run(said: list[list[int]]) -> Any:
+        lengths = zip(*said, strict=True)  # of each tensor, by rank
+        return result([torch.cat(members.gather(tensor, rows)) for tensor, rows in zip(tensors, lengths, strict=True)])
 
-    return submit("allgather", name, _shown(tensor, rows=False), len(tensor), [tensor], members, run)
+    said = ", ".join(_shown(tensor, rows=False) for tensor in tensors)
+    return submit("allgather", name, said, [len(tensor) for tensor in tensors], tensors, members, run)
+
+
+class SparseHandle:
+    """A sparse all-reduce under way: `wait` for its result, or call it, as Horovod's."""
+
+    def __init__(self, handle: Handle, like: Tensor, divisor: int) -> None:
+        self._handle, self._like, self._divisor = handle, like, divisor
+
+    def done(self) -> bool:
+        """Has it ended?"""
+        return self._handle.done()
+
+    def wait(self) -> Tensor:
+        """The sum or average, a sparse tensor that is not coalesced."""
+        indices, values = self._handle.wait()
+        return torch.sparse_coo_tensor(indices.t(), values / self._divisor, self._like.shape)
+
+    __call__ = wait
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """Begin the `Sum` or `Average` of sparse COO tensors of one shape; ranks may differ in which rows they have."""
+    if not tensor.is_sparse or op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async takes a sparse tensor and hvd.Average or hvd.Sum, got {op}")
+    parts = [tensor._indices().t().contiguous(), tensor._values()]
+    handle = grouped_allgather_async(parts, name, process_set)
+    return SparseHandle(handle, tensor, process_set.size() if op is Average else 1)
 
 
 def broadcast_async(

@@ -108,7 +108,7 @@ def DistributedOptimizer(  # Horovod's name
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
-    group = process_set.group_of_an_optimizer()
+    group = process_set.lend_group()
     module = _Named(named, frozenset() if sparse_as_dense else frozenset(sparse))
     exchange = _Exchange(
         optimizer,
@@ -125,6 +125,7 @@ def DistributedOptimizer(  # Horovod's name
         size=members.size,
         sparse_as_dense=sparse_as_dense,
         scaler=scaler,
+        at_end=lambda: process_set.take_group_back(group),
     )
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
@@ -244,6 +245,7 @@ class _Exchange:
         size: of the ranks.
         sparse_as_dense: see `DistributedOptimizer`.
         scaler: see `DistributedOptimizer`.
+        at_end: called when the connections are closed.
 
     Attributes:
         passes: as above; may be changed between two steps.
@@ -261,7 +263,9 @@ class _Exchange:
         size: int,
         sparse_as_dense: bool,
         scaler: torch.amp.GradScaler | None,
+        at_end: Callable[[], None],
     ) -> None:
+        self._at_end = at_end
         self.optimizer, self.module, self.session = optimizer, module, session
         self.passes, self.synchronizes, self.synchronized = passes, True, False
         self._alone, self._sparse_as_dense, self._scaler = size == 1, sparse_as_dense, scaler
@@ -290,6 +294,7 @@ class _Exchange:
         self._seen.clear()
         self._is_open = False
         self.session.close()
+        self._at_end()
 
     def reopen(self) -> None:
         """All ranks plan anew, before the first step."""

@@ -29,6 +29,7 @@ class ProcessSet:
         self.process_set_id: int | None = None
         self._members: Members | None = None
         self._groups: list[dist.ProcessGroup] = []
+        self._lent: list[dist.ProcessGroup] = []
 
     def __repr__(self) -> str:
         """As Horovod shows it."""
@@ -37,26 +38,44 @@ class ProcessSet:
     def begin(
         self, process_set_id: int, ranks: Sequence[int], members: Members | None, groups: Sequence[dist.ProcessGroup]
     ) -> None:
-        """It is in use; `members` is None on ranks that do not belong to it. `groups` are for optimizers."""
-        self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
-        self._groups = list(groups)
+        """It is in use, and owns the groups; `members` is None on ranks that do not belong to it.
 
-    def group_of_an_optimizer(self) -> dist.ProcessGroup | None:
-        """Connections of its own. None for all ranks: then the optimizer makes them. ValueError if none are left."""
+        The first group is that of `members`, the others are for optimizers.
+        """
+        self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
+        self._groups, self._lent = list(groups), []
+
+    def lend_group(self) -> dist.ProcessGroup | None:
+        """For one optimizer. None for all ranks: then the optimizer makes one. ValueError if none are left."""
         if self is global_process_set:
             return None
-        if not self._groups:
+        free = [group for group in self._groups[1:] if group not in self._lent]
+        if not free:
             raise ValueError(
                 f"{self} has connections for {self.optimizers} optimizers, and all are in use: make it with "
                 f"hvd.ProcessSet({self.ranks}, optimizers={self.optimizers + 1})"
             )
-        return self._groups.pop()
+        self._lent.append(free[0])
+        return free[0]
+
+    def take_group_back(self, group: dist.ProcessGroup | None) -> None:
+        """The optimizer that got it is closed."""
+        if group in self._lent:
+            self._lent.remove(group)
+
+    @property
+    def has_optimizers(self) -> bool:
+        """Has one of this rank's optimizers a group of it?"""
+        return bool(self._lent)
 
     def end(self) -> None:
         """It is not in use any more. No collective."""
         members, self._members, self.process_set_id = self._members, None, None
+        groups, self._groups = self._groups, []
         if members is not None:
             members.close()
+        for group in groups:
+            dist.destroy_process_group(group)
 
     @property
     def in_use(self) -> bool:

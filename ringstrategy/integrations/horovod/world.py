@@ -27,6 +27,7 @@ from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.store import poll_seconds
+from ringstrategy.transport.trace import timeline
 
 _GOODBYE_SECONDS = 10.0
 
@@ -46,6 +47,7 @@ class World:
         stats: bytes of the operations; sessions count their own.
         sets: in use, by id.
         optimizers: that average.
+        recording: the timeline that `start_timeline` began.
     """
 
     rank: int
@@ -58,6 +60,7 @@ class World:
     stats: Stats = field(default_factory=Stats)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
+    recording: ExitStack = field(default_factory=ExitStack)
 
     def say_goodbye(self) -> None:
         """This rank needs the store no more. Who has the store waits until that is true of all, within limits."""
@@ -116,13 +119,14 @@ def init(
     if _now:
         return
     owned = not dist.is_initialized()
-    if owned:
-        _join(backend, timeout)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    size = int(os.environ.get("WORLD_SIZE", 1)) if owned else dist.get_world_size()
     if comm is not None and list(comm) != list(range(size)):
         raise ValueError(
             f"comm is None or a list of all {size} ranks, got {comm!r}: start fewer processes, or use a process set"
         )
+    if owned:
+        _join(backend, timeout)
+    rank = dist.get_rank()
     end_with_agent()
     store = _store(rank)
     _now.append(World(rank, size, _places(store, rank, size), timeout, owned, store))
@@ -165,11 +169,11 @@ def _take_into_use(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     nccl = backend_of("cuda") == "nccl"
     count = 1 if process_set is global_process_set else 1 + process_set.optimizers
     backend = "cpu:gloo,cuda:nccl" if nccl else None
-    group, *others = [dist.new_group(list(ranks), timeout=this.timeout, backend=backend) for _ in range(count)]
-    members = Members(group, this.timeout, this.stats) if this.rank in ranks else None
+    groups = [dist.new_group(list(ranks), timeout=this.timeout, backend=backend) for _ in range(count)]
+    members = Members(groups[0], this.timeout, this.stats) if this.rank in ranks else None
     number = _next_id[0]
     _next_id[0] += 1
-    process_set.begin(number, ranks, members, others)
+    process_set.begin(number, ranks, members, groups)
     this.sets[number] = process_set
 
 
@@ -191,11 +195,16 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """It ends; all ranks call it. False if it was not in use, or is the one of all ranks."""
+    """It ends, and its connections are closed; all ranks call it.
+
+    False if it was not in use, or is the one of all ranks. ValueError if a `DistributedOptimizer` averages over it.
+    """
     this = world()
     number = process_set.process_set_id
     if number is None or number == 0 or this.sets.get(number) is not process_set:
         return False
+    if process_set.has_optimizers:
+        raise ValueError(f"an hvd.DistributedOptimizer averages over {process_set}: call its close() first")
     del this.sets[number]
     process_set.end()
     return True
@@ -217,6 +226,7 @@ def shutdown() -> None:
             ends.callback(process_set.end)
         for optimizer in this.optimizers:
             ends.callback(optimizer._exchange.close)
+        ends.enter_context(this.recording)
 
 
 def _hear_of_the_end() -> None:
@@ -247,6 +257,20 @@ def tell(error: BaseException) -> None:
 def stats() -> Stats:
     """What the operations of this rank have sent so far; of an optimizer's gradients, see `optimizer.session.stats`."""
     return world().stats
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record what this rank exchanges, until `stop_timeline` or `shutdown`: see `ringstrategy.timeline`.
+
+    Each rank writes a file of its own. There are no cycles to mark.
+    """
+    del mark_cycles
+    world().recording.enter_context(timeline(file_path))
+
+
+def stop_timeline() -> None:
+    """Write the rest of the timeline; nothing to do if there is none."""
+    world().recording.close()
 
 
 # Horovod's questions
