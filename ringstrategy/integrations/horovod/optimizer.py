@@ -441,8 +441,8 @@ class _Exchange:
         """Gradients are about to be stepped."""
         if self.synchronizes and self.synchronized and not self._alone:
             warnings.warn(
-                "optimizer.step() after optimizer.synchronize() sends nothing more: put the step into `with "
-                "optimizer.skip_synchronize():` to say so",
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize() sends "
+                "nothing more: put the step into `with optimizer.skip_synchronize():` to say so",
                 stacklevel=4,
             )
         if self.synchronizes:
