@@ -911,6 +911,17 @@ def _kinds_of_parameters() -> None:
                     its_optimizer.step()
             check_twin(model, dict(single.named_parameters()))
             assert model.gate.grad is None  # unused by all
+        torch.manual_seed(2)
+        rows, its_rows = nn.Embedding(50, 4, sparse=True), nn.Embedding(50, 4, sparse=True)
+        its_rows.load_state_dict(rows.state_dict())
+        adam = hvd.DistributedOptimizer(torch.optim.SparseAdam(rows.parameters(), 0.1))  # which says that rows travel
+        own = torch.optim.SparseAdam(its_rows.parameters(), 0.1)
+        rows(index[rank]).square().sum().backward()
+        for r in range(size):
+            (its_rows(index[r]).square().sum() / size).backward()
+        adam.step()
+        own.step()
+        close(rows.weight, its_rows.weight)
         model = Bag()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
         with pytest.raises(

@@ -79,7 +79,7 @@ def DistributedOptimizer(  # Horovod's name
         algorithm: what is averaged, and when: any `ringstrategy` algorithm, or the name of a strategy, such as
             `PowerSGD()` or "diloco".
         local: names of parameters, or a function `(name, parameter) -> bool`: these are never averaged.
-        sparse: names of the parameters whose gradients are sparse, and travel so.
+        sparse: names of the parameters whose gradients are sparse, and travel so. Those of `SparseAdam` are known.
         scaler: the loss scaler. Residuals follow its scale; not needed for codecs without error feedback.
     """
     if isinstance(optimizer, Distributed):
@@ -105,6 +105,8 @@ def DistributedOptimizer(  # Horovod's name
     devices = {parameter.device for parameter in named.values()}
     for device in devices:
         members.check_device(device)
+    if isinstance(optimizer, torch.optim.SparseAdam):  # which steps no others
+        sparse = named
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
