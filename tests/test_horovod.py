@@ -1082,6 +1082,7 @@ def test_state_and_objects_of_one_rank_go_to_all(ranks: Pool) -> None:
 
 
 def _in_sets() -> None:
+    optimizers: list[Any] = []
     first = hvd.ProcessSet([0, 1])
     with pytest.raises(ValueError, match=r"is not in use: call hvd.add_process_set"):
         first.rank()
@@ -1098,6 +1099,12 @@ def _in_sets() -> None:
             if rank not in members:
                 with pytest.raises(ValueError, match=r"this rank is not in .*if process_set.included\(\)"):
                     hvd.allreduce(torch.ones(1), process_set=process_set)
+                model, single = network(), network()
+                optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
+                for one, its_optimizer in ((model, optimizer), (single, momentum(single))):
+                    loss_of(one, rank, 0).backward()
+                    its_optimizer.step()
+                assert all(map(torch.equal, model.parameters(), single.parameters())), "a step of its own"
                 continue
             assert process_set.rank() == members.index(rank)
             exact = torch.stack([data(r, 5).double() for r in members])
@@ -1122,16 +1129,22 @@ def _in_sets() -> None:
                 assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
             with pytest.raises(ValueError, match=r"hvd.ProcessSet\(.*, optimizers=2\)"):
                 hvd.DistributedOptimizer(momentum(single), single.named_parameters(), process_set=process_set)
-            if process_set is second:
-                with pytest.raises(ValueError, match=r"averages over .* call its close\(\) first"):
-                    hvd.remove_process_set(second)
             optimizer.close()  # its connections are the next one's
-            hvd.DistributedOptimizer(momentum(single), single.named_parameters(), process_set=process_set).close()
-        groups = len(dist.distributed_c10d._world.pg_map)
+            optimizer.close()
+            optimizers.append(
+                hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
+            )
+        before = len(dist.distributed_c10d._world.pg_map)
         assert hvd.remove_process_set(second)
-        assert len(dist.distributed_c10d._world.pg_map) == groups - 2 * (rank in [1, 2])
         assert not hvd.remove_process_set(second)
         assert not hvd.remove_process_set(hvd.global_process_set)
+        if rank in [1, 2]:  # the last optimizer keeps its connections
+            assert len(dist.distributed_c10d._world.pg_map) == before - 1
+            optimizers[-1].zero_grad()
+            loss_of(model, rank, 5).backward()
+            optimizers[-1].step()
+            optimizers[-1].close()
+            assert len(dist.distributed_c10d._world.pg_map) == before - 2
         third = hvd.add_process_set(second)
         if third.included():
             hvd.barrier(third)

@@ -75,7 +75,7 @@ def DistributedOptimizer(  # Horovod's name
         num_groups: changes nothing, because buckets group all gradients.
         groups: likewise.
         sparse_as_dense: gradients of embeddings with `sparse=True` travel as dense ones.
-        process_set: the ranks.
+        process_set: the ranks. On others the optimizer steps their own gradients.
         algorithm: what is averaged, and when: any `ringstrategy` algorithm, or the name of a strategy, such as
             `PowerSGD()` or "diloco".
         local: names of parameters, or a function `(name, parameter) -> bool`: these are never averaged.
@@ -92,7 +92,7 @@ def DistributedOptimizer(  # Horovod's name
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average: leave it out")
     del num_groups, groups
-    members = process_set.members
+    averages = process_set.included() and process_set.size() > 1
     named = _named(optimizer, named_parameters)
     for other in world().optimizers:
         if not stepped_by(other).isdisjoint(named.values()):
@@ -103,14 +103,14 @@ def DistributedOptimizer(  # Horovod's name
     chosen = _algorithm(algorithm, compression, op, scaler)
     _mark_local(named, local)
     devices = {parameter.device for parameter in named.values()}
-    for device in devices:
-        members.check_device(device)
+    for device in devices if averages else ():
+        process_set.members.check_device(device)
     if isinstance(optimizer, torch.optim.SparseAdam):  # which steps no others
         sparse = named
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
-    group = process_set.lend_group()
+    group = process_set.lend_group() if averages and process_set is not global_process_set else None
     module = _Named(named, frozenset() if sparse_as_dense else frozenset(sparse))
     exchange = _Exchange(
         optimizer,
@@ -124,10 +124,10 @@ def DistributedOptimizer(  # Horovod's name
             divisor=1.0 if op is Sum else None,
         ),
         passes=backward_passes_per_step,
-        size=members.size,
+        averages=averages,
         sparse_as_dense=sparse_as_dense,
         scaler=scaler,
-        at_end=lambda: process_set.take_group_back(group),
+        at_end=lambda: None if group is None else process_set.take_group_back(group),
     )
     cls = type(optimizer)
     optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
@@ -244,7 +244,7 @@ class _Exchange:
         module: its parameters.
         session: does the work.
         passes: backward passes between two exchanges.
-        size: of the ranks.
+        averages: with other ranks; else it steps this rank's own gradients.
         sparse_as_dense: see `DistributedOptimizer`.
         scaler: see `DistributedOptimizer`.
         at_end: called when the connections are closed.
@@ -262,7 +262,7 @@ class _Exchange:
         session: Session,
         *,
         passes: int,
-        size: int,
+        averages: bool,
         sparse_as_dense: bool,
         scaler: torch.amp.GradScaler | None,
         at_end: Callable[[], None],
@@ -270,7 +270,7 @@ class _Exchange:
         self._at_end = at_end
         self.optimizer, self.module, self.session = optimizer, module, session
         self.passes, self.synchronizes, self.synchronized = passes, True, False
-        self._alone, self._sparse_as_dense, self._scaler = size == 1, sparse_as_dense, scaler
+        self._alone, self._sparse_as_dense, self._scaler = not averages, sparse_as_dense, scaler
         self._steps = 0
         self._is_open = False
         self._seen: Counter[Parameter] = Counter()  # gradients since the last exchange
@@ -283,8 +283,7 @@ class _Exchange:
         """All ranks connect, and compare what they have."""
         self._device = device
         self._watch()
-        self.session.open(device, scaled_loss=self._scaler is not None)
-        self.session.bind([self.optimizer])
+        self._connect()
         self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
 
@@ -301,7 +300,11 @@ class _Exchange:
     def reopen(self) -> None:
         """All ranks plan anew, before the first step."""
         self.session.close()
-        self.session.open(self._device, scaled_loss=self._scaler is not None)
+        self._connect()
+
+    def _connect(self) -> None:
+        if not self._alone:
+            self.session.open(self._device, scaled_loss=self._scaler is not None)
         self.session.bind([self.optimizer])
 
     @torch.enable_grad()

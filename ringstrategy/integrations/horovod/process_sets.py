@@ -43,12 +43,10 @@ class ProcessSet:
         The first group is that of `members`, the others are for optimizers.
         """
         self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
-        self._groups, self._lent = list(groups), []
+        self._groups = list(groups)
 
-    def lend_group(self) -> dist.ProcessGroup | None:
-        """For one optimizer. None for all ranks: then the optimizer makes one. ValueError if none are left."""
-        if self is global_process_set:
-            return None
+    def lend_group(self) -> dist.ProcessGroup:
+        """For one optimizer. ValueError if none are left."""
         free = [group for group in self._groups[1:] if group not in self._lent]
         if not free:
             raise ValueError(
@@ -58,24 +56,22 @@ class ProcessSet:
         self._lent.append(free[0])
         return free[0]
 
-    def take_group_back(self, group: dist.ProcessGroup | None) -> None:
-        """The optimizer that got it is closed."""
+    def take_group_back(self, group: dist.ProcessGroup) -> None:
+        """The optimizer that got it is closed. Idempotent, and no collective."""
         if group in self._lent:
             self._lent.remove(group)
-
-    @property
-    def has_optimizers(self) -> bool:
-        """Has one of this rank's optimizers a group of it?"""
-        return bool(self._lent)
+            if group not in self._groups:
+                dist.destroy_process_group(group)
 
     def end(self) -> None:
-        """It is not in use any more. No collective."""
+        """It is not in use any more. No collective. Optimizers that average over it can go on until they are closed."""
         members, self._members, self.process_set_id = self._members, None, None
         groups, self._groups = self._groups, []
         if members is not None:
             members.close()
         for group in groups:
-            dist.destroy_process_group(group)
+            if group not in self._lent:
+                dist.destroy_process_group(group)
 
     @property
     def in_use(self) -> bool:

@@ -195,16 +195,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """It ends, and its connections are closed; all ranks call it.
+    """It ends, and its connections are closed; all ranks call it. Optimizers that average over it keep theirs.
 
-    False if it was not in use, or is the one of all ranks. ValueError if a `DistributedOptimizer` averages over it.
+    False if it was not in use, or is the one of all ranks.
     """
     this = world()
     number = process_set.process_set_id
     if number is None or number == 0 or this.sets.get(number) is not process_set:
         return False
-    if process_set.has_optimizers:
-        raise ValueError(f"an hvd.DistributedOptimizer averages over {process_set}: call its close() first")
     del this.sets[number]
     process_set.end()
     return True
