@@ -427,12 +427,12 @@ def one_by_one(codec, values, wires, residual, turn):
 
 
 RESIDUALS = [(None, 1), (torch.float32, 0), (torch.float32, 3), (torch.bfloat16, 1), (torch.float16, 3)]
-# in the interpreter two residuals a codec, by turns: each meets codecs with and without a rotation
+# in the interpreter one residual a codec, by turns: each meets codecs with and without a rotation
 FED_BACK = [
     (*each, *residual)
     for i, each in enumerate(PASSES)
     for k, residual in enumerate(RESIDUALS)
-    if DEVICE.type == "cuda" or (k - i) % len(RESIDUALS) in (0, 2)
+    if DEVICE.type == "cuda" or k == i % len(RESIDUALS)
 ]
 
 
