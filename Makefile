@@ -24,7 +24,7 @@ demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hos
 	"$(py)" -m benchmarks demo $(ARGS)
 
 test: $(installed)  ## run the tests, in 8 minutes on 2 cores: all but those marked slow
-	"$(py)" -m pytest -m "not slow" -n 2 --dist loadfile $(ARGS)
+	"$(py)" -m pytest -m "not slow" -n 4 --dist loadfile $(ARGS)
 
 test-all: $(installed)  ## run the slow tests too: each takes more than 3 seconds
 	"$(py)" -m pytest $(ARGS)

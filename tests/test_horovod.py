@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -186,11 +187,20 @@ def _sums_rows() -> None:
             handle = hvd.sparse_allreduce_async(mine[rank].to_sparse(1), "rows", op)
             total = hvd.synchronize(handle)
             assert hvd.poll(handle)
+            assert handle() is total
             assert total.is_sparse
             assert total.shape == (7, 2)
             close(total.to_dense(), EXACT[op](torch.stack(mine)))
-        with pytest.raises(ValueError, match="takes a sparse tensor"):
-            hvd.sparse_allreduce_async(mine[rank], "rows", hvd.Sum)
+        whole = torch.tensor([0, 2**60 + rank]).to_sparse()
+        total = hvd.synchronize(hvd.sparse_allreduce_async(whole, "whole", hvd.Sum))
+        assert total.to_dense().tolist() == [0, 2**60 * size + sum(range(size))]
+        rows = mine[rank].to_sparse(1)
+        for other, op in ((rows, (hvd.Sum, hvd.Average)[rank % 2]), (mine[rank][: 7 - rank].to_sparse(1), hvd.Sum)):
+            with pytest.raises(ringstrategy.PlanMismatchError):
+                hvd.synchronize(hvd.sparse_allreduce_async(other, None, op))
+        for tensor, op in ((mine[rank], hvd.Sum), (rows, hvd.Max), (whole, hvd.Average)):
+            with pytest.raises(ValueError, match=r"takes a sparse tensor|averages floating-point"):
+                hvd.sparse_allreduce_async(tensor, "rows", op)
 
 
 def test_sparse_sums_may_have_other_rows_on_each_rank(ranks: Pool) -> None:
@@ -304,6 +314,9 @@ def _flow_back() -> None:
             2 * size,
             size,
         )
+        features, mask = hvd.grouped_allgather([data(rank, 2).requires_grad_(), torch.tensor([True])])
+        features.sum().backward()
+        assert mask.all()
         for op in (hvd.Sum, hvd.Average):
             scaled = data(rank, 2 * size, 2).requires_grad_()
             hvd.reducescatter(scaled, op=op, prescale_factor=3.0, postscale_factor=0.5).sum().backward()
@@ -407,17 +420,18 @@ def test_ranks_that_wait_for_different_names_are_told_which(ranks: Pool) -> None
     assert "rank 1 waits for 'accuracy', which rank 0 has not submitted; rank 0 waits for 'loss'" in one
 
 
-def _goes_on_after_a_difference() -> None:
+def _fails_from_a_difference_on() -> None:
     with mock.patch.object(named, "_LOOK_SECONDS", 0.2), horovod() as rank:
         with pytest.raises(ringstrategy.PlanMismatchError):
             hvd.allreduce(torch.ones(1), name=("loss", "accuracy")[rank])
-        hvd.barrier()
-        time.sleep(rank)  # the other one looks around meanwhile
-        close(hvd.allreduce(torch.ones(1) * rank, name="later"), torch.tensor([0.5]))
+        time.sleep(rank)
+        for name in ("loss", "later"):  # the first would get what was meant for an earlier call
+            with pytest.raises(ringstrategy.PlanMismatchError, match=r"rank \d waits for"):
+                hvd.allreduce(torch.ones(1), name=name)
 
 
-def test_a_difference_of_names_says_nothing_of_later_operations(ranks: Pool) -> None:
-    ranks(2, _goes_on_after_a_difference, limit=30)
+def test_after_a_difference_of_names_nothing_is_exchanged(ranks: Pool) -> None:
+    ranks(2, _fails_from_a_difference_on, limit=30)
 
 
 def _one_dies() -> str:
@@ -426,7 +440,7 @@ def _one_dies() -> str:
     if hvd.rank() == 1:
         time.sleep(0.5)  # the others wait by then
         os.kill(os.getpid(), signal.SIGKILL)
-    with mock.patch.object(named, "_LOOK_SECONDS", 0.2), pytest.raises(ringstrategy.PeerLostError) as raised:
+    with mock.patch.object(named, "_LOOK_SECONDS", 0.2), pytest.raises(hvd.HorovodInternalError) as raised:
         hvd.allreduce(torch.ones(1), name="loss")
     hvd.tell(raised.value)
     hvd.shutdown()
@@ -465,6 +479,7 @@ def _misused() -> None:
             "cannot travel: the process group has no backend for meta": lambda: hvd.allreduce(ones.to("meta")),
             r"root_rank is one of the ranks \[0, 1\], got 2": lambda: hvd.broadcast(ones, 2),
             r"pass tensor\[None\]": lambda: hvd.allgather(torch.tensor(1.0)),
+            "there is no average of bools": lambda: hvd.allreduce(ones.bool()),
             "does not come out even: pass splits=": lambda: hvd.alltoall(ones),
             "how many of 3 rows each of 2 ranks gets": lambda: hvd.alltoall(ones, [1, 1]),
         }.items():
@@ -481,6 +496,11 @@ def _misused() -> None:
             hvd.barrier()
             held = hvd.allreduce_async(ones, name="held")
         hvd.synchronize(held)
+        outside = hvd.add_process_set([0])
+        joins = ringstrategy.AllReduce(uneven="join")
+        model = network()
+        with pytest.raises(ValueError, match=r"hvd.join\(\) is for all ranks"):
+            hvd.DistributedOptimizer(momentum(model), algorithm=joins, process_set=outside)
 
 
 def test_misuse_gets_the_cure(ranks: Pool) -> None:
@@ -522,6 +542,24 @@ def _again_and_again() -> None:
 
 def test_it_begins_and_ends_again_and_again(ranks: Pool) -> None:
     ranks(3, _again_and_again)
+
+
+def _ends_after_its_group() -> None:
+    dist.init_process_group("gloo", timeout=TIMEOUT)
+    with pytest.raises(ValueError, match="\"dynamic\", got 'static'"):
+        hvd.init(process_sets="static")
+    hvd.init(process_sets="dynamic")  # as Horovod's scripts write it, who add sets later
+    alone = hvd.add_process_set([0])
+    if alone.included():
+        hvd.barrier(alone)
+    hvd.barrier()
+    dist.destroy_process_group()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+
+
+def test_the_process_group_may_end_before_it(ranks: Pool) -> None:
+    ranks(2, _ends_after_its_group)
 
 
 def _alone() -> None:
@@ -1135,7 +1173,12 @@ def _in_sets() -> None:
                 hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
             )
         before = len(dist.distributed_c10d._world.pg_map)
+        if rank == 2:
+            time.sleep(2.5)  # within an operation rank 1 waits for it, and looks around
+        if second.included():
+            hvd.allreduce(torch.ones(1), name="slow", process_set=second)
         assert hvd.remove_process_set(second)
+        gc.collect()
         assert not hvd.remove_process_set(second)
         assert not hvd.remove_process_set(hvd.global_process_set)
         if rank in [1, 2]:  # the last optimizer keeps its connections

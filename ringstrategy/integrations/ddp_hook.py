@@ -4,6 +4,7 @@
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -284,9 +285,11 @@ class DdpHookState:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
             self._end.cancel()
-            self._connection.close()
-            self._error = self.error
-            self._connection = None
+            connection, self._connection = self._connection, None
+            try:
+                connection.close()
+            finally:
+                self._error = self._error or connection.futures.error
 
 
 @dataclass
@@ -379,10 +382,11 @@ class _Connection:
 
     def close(self, error: BaseException | None = None) -> None:
         """If this process is within an exchange, or ends in an error, the others are told."""
-        if not self.futures.close(_CLOSE_SECONDS) or error is not None:
-            self.peers.abort("the end of its process" if error is None else last_words(error))
-        self.peers.close()
-        end_threads()
+        with ExitStack() as ends:  # each of them, last first, whatever the others raise
+            ends.callback(end_threads)
+            ends.callback(self.peers.close)
+            if not self.futures.close(_CLOSE_SECONDS) or error is not None:
+                self.peers.abort("the end of its process" if error is None else last_words(error))
 
     def end_of_process(self) -> None:
         """It may have ended in an error."""

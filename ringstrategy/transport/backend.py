@@ -34,7 +34,7 @@ def claim_gpu(
 
     Args:
         device: of this rank.
-        rank: this one.
+        rank: this one, among all.
         host: a text that is another one on another machine.
         first: `first(key, value)` writes to the rendezvous store, unless there is a value; returns that in the store.
         group: whose ranks; None: those of the default one.

@@ -40,7 +40,7 @@ def connect(
     Every rank of the group calls it, at the same place in its order of collectives.
 
     Args:
-        device: where the values live: CPU tensors travel over gloo; CUDA tensors over NCCL if the default process
+        device: where the values live: CPU tensors travel over gloo; CUDA tensors over NCCL if the process
             group uses it for them (as torch decides where no backend was named), else over gloo.
         timeout: how long a peer may stay silent before it counts as lost.
         stats: counters to add to.
@@ -58,7 +58,7 @@ def connect(
     lifeline = Lifeline.cast(rank, size, ranks)
     try:
         begin_if_asked()
-        claim_gpu(device, rank, this_host(), lifeline.first, group)
+        claim_gpu(device, dist.get_rank(), this_host(), lifeline.first, group)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
         if has_gloo:  # a barrier might be NCCL's

@@ -251,6 +251,8 @@ class _Task(_Span):
 
 def _label(where: str) -> str:
     """ "bucket 3" of "at step 5, in bucket 3 of 4", "all-reduce 7" of "in all-reduce 7 of process group 2"."""
+    if where.startswith("in operation "):  # whose name may be anything
+        return where.removeprefix("in ")
     return where.rpartition(", in ")[2].partition(" of ")[0].removeprefix("in ")
 
 

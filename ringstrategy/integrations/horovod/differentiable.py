@@ -204,15 +204,21 @@ def _averaged(tensors: Sequence[Tensor], process_set: ProcessSet) -> tuple[Tenso
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.process_set, ctx.rows = process_set, [len(tensor) if tensor.dim() else 0 for tensor in tensors]
-        return tuple(operations.grouped_allgather_async(tensors, name, process_set).wait())
+        def noted(outputs: list[Tensor], rows: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
+            ctx.process_set, ctx.rows = process_set, rows
+            return tuple(outputs)
+
+        result: tuple[Tensor, ...] = operations.gather("allgather", tensors, name, process_set, noted).wait()
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # of each tensor, by rank
-        rows = operations.allgather_async(torch.tensor([ctx.rows]), None, ctx.process_set).wait().t().tolist()
-        means, rank = _averaged(gradients, ctx.process_set), ctx.process_set.rank()
-        return None, None, *(mean.split(each)[rank] for mean, each in zip(means, rows, strict=True))
+        moved = [place for place, gradient in enumerate(gradients) if gradient.is_floating_point()]
+        means, rank = _averaged([gradients[place] for place in moved], ctx.process_set), ctx.process_set.rank()
+        mine: list[Tensor | None] = [None] * len(gradients)
+        for place, mean in zip(moved, means, strict=True):
+            mine[place] = mean.split(ctx.rows[place])[rank]
+        return None, None, *mine
 
 
 class _Broadcast(torch.autograd.Function):

@@ -5,7 +5,7 @@ announces it last gives it the next place in the order, together with what all r
 on all, and what is a rank's own, such as how many rows it gathers. A thread on each rank runs the order.
 
 A rank that waits writes so. Once every rank waits for an operation that another rank has not announced, none of them
-can go on: an error on each of them tells who waits for what.
+can go on: an error on each of them, and of all that they submit later, tells who waits for what.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ _LOOK_SECONDS = 1.0
 _SHORTEST_PAUSE = 0.0002
 _LOOKS_FOR_DEADLOCK = 3
 _WARNING_SECONDS = 60.0
+_DIFFERENT = "different"
 _NOTHING = "nothing"  # is no key, and nothing that is said
 _TOGETHER = 64  # places whose keys are deleted at once
 _CLOSE_SECONDS = 5.0
@@ -61,6 +62,8 @@ class Handle:
         if self._error is not None:
             raise self._error
         return self._result
+
+    __call__ = wait
 
     def end(self, result: Any, error: BaseException | None) -> None:
         """It has ended."""
@@ -228,7 +231,7 @@ class NamedOperations:
                 vain = vain + 1 if absent and self._all_in_vain() else 0
                 if absent:
                     found = vain == _LOOKS_FOR_DEADLOCK or late > self._timeout.total_seconds()
-                    self._raise_if_different(key, name, absent, found)
+                    self._fail_if_different(name, absent, found)
                 self._look(f"in {name!r}")
                 if absent and late > _WARNING_SECONDS and not warned:
                     warned = True
@@ -241,17 +244,21 @@ class NamedOperations:
             with contextlib.suppress(RuntimeError):  # the store is gone: there is a better error
                 self._store.delete_key(f"waits/{self._rank}")
 
-    def _raise_if_different(self, key: str, name: str, absent: Sequence[int], found: bool) -> None:
-        """PlanMismatchError if this rank has `found` that it waits in vain, or another one has, and left a note."""
+    def _fail_if_different(self, name: str, absent: Sequence[int], found: bool) -> None:
+        """PlanMismatchError, now and later, if this rank has `found` that it waits in vain, or another has said so.
+
+        The ranks are not at one place any more: a later operation could get what was meant for an earlier one.
+        """
         waiting = self._waiting()  # before the next line: who has told the others waits no more
-        told = self._read(f"vain/{key}")
+        told = self._read(_DIFFERENT)
         if told is not None:
             waiting = {int(rank): other for rank, other in json.loads(told).items()}
         elif found:
-            for other in waiting.values():
-                self._store.set(f"vain/{other}", json.dumps(waiting))
+            self._store.set(_DIFFERENT, json.dumps(waiting))
         if found or told is not None:
-            raise PlanMismatchError(self._difference(name, absent, waiting))
+            error = PlanMismatchError(self._difference(name, absent, waiting))
+            self._fail(error)
+            raise error
 
     def _absent(self, key: str) -> list[int]:
         """Those of these ranks that have not announced it; none if all have."""

@@ -24,12 +24,12 @@ from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduc
 Run = Callable[[list[Any]], Any]
 
 
-def poll(handle: Handle | SparseHandle) -> bool:
+def poll(handle: Handle) -> bool:
     """Has the operation ended, so that `synchronize` returns at once?"""
     return handle.done()
 
 
-def synchronize(handle: Handle | SparseHandle) -> Any:
+def synchronize(handle: Handle) -> Any:
     """Wait for the operation; returns its result, or raises its error."""
     return handle.wait()
 
@@ -218,8 +218,8 @@ def _scatter(
         own = how.scatter_(chunks.view(members.size, -1), members)
         return own.view(chunks.shape[1:])[: rows[members.rank]].clone()
 
-    said = f"{how}, {', '.join(map(_shown, tensors))}"
-    return submit("reducescatter", name, said, None, tensors, members, lambda said: result([*map(scattered, tensors)]))
+    shown = f"{how}, {', '.join(map(_shown, tensors))}"
+    return submit("reducescatter", name, shown, None, tensors, members, lambda said: result([*map(scattered, tensors)]))
 
 
 def shares(rows: int, size: int) -> list[int]:
@@ -232,61 +232,69 @@ def shares(rows: int, size: int) -> list[int]:
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """Begin `allgather`."""
-    return _gather([tensor], name, process_set, lambda outputs: outputs[0])
+    return gather("allgather", [tensor], name, process_set, lambda outputs, rows: outputs[0])
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin `grouped_allgather`."""
-    return _gather(tensors, name, process_set, list)
+    return gather("allgather", tensors, name, process_set, lambda outputs, rows: outputs)
 
 
-def _gather(
+def gather(
+    kind: str,
     tensors: Sequence[Tensor],
     name: str | None,
     process_set: ProcessSet,
-    result: Callable[[Sequence[Tensor]], Any],
+    result: Callable[[list[Tensor], list[tuple[int, ...]]], Any],
+    same: str = "",
 ) -> Handle:
+    """Begin to gather the rows of all ranks.
+
+    Args:
+        kind: of the operation.
+        tensors: of each the rows.
+        name: see `submit`.
+        process_set: the ranks.
+        result: what becomes of them, and of how many rows came from each rank, by tensor.
+        same: what ranks must say alike, besides what the rows are.
+    """
     members = process_set.members
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("allgather puts rows behind each other, and this tensor has no dimension: pass tensor[None]")
 
     def run(said: list[list[int]]) -> Any:
-        lengths = zip(*said, strict=True)  # of each tensor, by rank
-        return result([torch.cat(members.gather(tensor, rows)) for tensor, rows in zip(tensors, lengths, strict=True)])
+        rows = list(zip(*said, strict=True))
+        return result(
+            [torch.cat(members.gather(tensor, each)) for tensor, each in zip(tensors, rows, strict=True)], rows
+        )
 
-    said = ", ".join(_shown(tensor, rows=False) for tensor in tensors)
-    return submit("allgather", name, said, [len(tensor) for tensor in tensors], tensors, members, run)
-
-
-class SparseHandle:
-    """A sparse all-reduce under way: `wait` for its result, or call it, as Horovod's."""
-
-    def __init__(self, handle: Handle, like: Tensor, divisor: int) -> None:
-        self._handle, self._like, self._divisor = handle, like, divisor
-
-    def done(self) -> bool:
-        """Has it ended?"""
-        return self._handle.done()
-
-    def wait(self) -> Tensor:
-        """The sum or average, a sparse tensor that is not coalesced."""
-        indices, values = self._handle.wait()
-        return torch.sparse_coo_tensor(indices.t(), values / self._divisor, self._like.shape)
-
-    __call__ = wait
+    shown = ", ".join([same] * bool(same) + [_shown(tensor, rows=False) for tensor in tensors])
+    return submit(kind, name, shown, [len(tensor) for tensor in tensors], tensors, members, run)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
-) -> SparseHandle:
-    """Begin the `Sum` or `Average` of sparse COO tensors of one shape; ranks may differ in which rows they have."""
+) -> Handle:
+    """Begin the `Sum` or `Average` of sparse COO tensors of one shape; ranks may differ in which rows they have.
+
+    The result is not coalesced. `synchronize` waits for it; so does a call of the handle, as with Horovod's.
+    """
     if not tensor.is_sparse or op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce_async takes a sparse tensor and hvd.Average or hvd.Sum, got {op}")
+    if op is Average and not tensor.is_floating_point():
+        raise ValueError(f"sparse_allreduce_async averages floating-point tensors, got {tensor.dtype}: use hvd.Sum")
+    size = process_set.size()
+
+    def summed(gathered: list[Tensor], rows: object) -> Tensor:
+        del rows
+        indices, values = gathered
+        return torch.sparse_coo_tensor(indices.t(), values / size if op is Average else values, tensor.shape)
+
     parts = [tensor._indices().t().contiguous(), tensor._values()]
-    handle = grouped_allgather_async(parts, name, process_set)
-    return SparseHandle(handle, tensor, process_set.size() if op is Average else 1)
+    same = f"{op.value} of {tuple(tensor.shape)}"
+    return gather("sparse_allreduce", parts, name, process_set, summed, same)
 
 
 def broadcast_async(
@@ -315,7 +323,7 @@ def _broadcast(tensor: Tensor, in_place: bool, root_rank: int, name: str | None,
     check_root(root_rank, members)
 
     def run(said: list[Any]) -> Tensor:
-        values = tensor.clone(memory_format=torch.contiguous_format)
+        values = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
         members.broadcast_(values, root_rank)
         return tensor.copy_(values) if in_place else values
 
@@ -341,7 +349,7 @@ def alltoall_async(
 
     def run(said: list[list[int]]) -> Any:
         arriving = [rows[members.rank] for rows in said]
-        arrived = members.all_to_all(tensor.contiguous(), leaving, arriving)
+        arrived = members.all_to_all(tensor.resolve_conj().contiguous(), leaving, arriving)
         return arrived if splits is None else (arrived, torch.tensor(arriving, dtype=torch.int32))
 
     return submit("alltoall", name, _shown(tensor, rows=False), leaving, [tensor], members, run)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -101,6 +101,8 @@ def DistributedOptimizer(  # Horovod's name
                 "before, or step all of them by one optimizer"
             )
     chosen = _algorithm(algorithm, compression, op, scaler)
+    if chosen.uneven == "join" and process_set is not global_process_set:
+        raise ValueError("hvd.join() is for all ranks: leave out process_set, or uneven='join'")
     _mark_local(named, local)
     devices = {parameter.device for parameter in named.values()}
     for device in devices if averages else ():
@@ -110,30 +112,37 @@ def DistributedOptimizer(  # Horovod's name
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
-    group = process_set.lend_group() if averages and process_set is not global_process_set else None
     module = _Named(named, frozenset() if sparse_as_dense else frozenset(sparse))
-    exchange = _Exchange(
-        optimizer,
-        module,
-        Session(
+    with ExitStack() as ends:  # of its connections
+        group = None
+        if averages and process_set is not global_process_set:
+            group = process_set.lend_group()
+            ends.callback(process_set.take_group_back, group)
+        session = Session(
             module,
             chosen,
             timeout=world().timeout,
             notice_steps=False,
             group=group,
             divisor=1.0 if op is Sum else None,
-        ),
-        passes=backward_passes_per_step,
-        averages=averages,
-        sparse_as_dense=sparse_as_dense,
-        scaler=scaler,
-        at_end=lambda: None if group is None else process_set.take_group_back(group),
-    )
-    cls = type(optimizer)
-    optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
-    optimizer._exchange = exchange  # type: ignore[attr-defined]
-    exchange.open(next(iter(devices), torch.device("cpu")))
-    world().optimizers.append(optimizer)
+        )
+        ends.callback(session.close)
+        exchange = _Exchange(
+            optimizer,
+            module,
+            session,
+            passes=backward_passes_per_step,
+            averages=averages,
+            sparse_as_dense=sparse_as_dense,
+            scaler=scaler,
+        )
+        ends.callback(exchange.remove_hooks)
+        exchange.open(next(iter(devices), torch.device("cpu")))
+        cls = type(optimizer)
+        optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
+        optimizer._exchange = exchange  # type: ignore[attr-defined]
+        world().optimizers.append(optimizer)
+        exchange.ends = ends.pop_all()
     return optimizer
 
 
@@ -247,12 +256,12 @@ class _Exchange:
         averages: with other ranks; else it steps this rank's own gradients.
         sparse_as_dense: see `DistributedOptimizer`.
         scaler: see `DistributedOptimizer`.
-        at_end: called when the connections are closed.
 
     Attributes:
         passes: as above; may be changed between two steps.
         synchronizes: a step ends the exchange.
         synchronized: gradients are those of all ranks, and not stepped yet.
+        ends: what to close.
     """
 
     def __init__(
@@ -265,9 +274,8 @@ class _Exchange:
         averages: bool,
         sparse_as_dense: bool,
         scaler: torch.amp.GradScaler | None,
-        at_end: Callable[[], None],
     ) -> None:
-        self._at_end = at_end
+        self.ends = ExitStack()
         self.optimizer, self.module, self.session = optimizer, module, session
         self.passes, self.synchronizes, self.synchronized = passes, True, False
         self._alone, self._sparse_as_dense, self._scaler = not averages, sparse_as_dense, scaler
@@ -288,14 +296,16 @@ class _Exchange:
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
 
     def close(self) -> None:
-        """Remove the hooks, and end the connections. No collective."""
+        """Remove the hooks, and end the connections. Idempotent, and no collective."""
+        self._seen.clear()
+        self._is_open = False
+        self.ends.close()
+
+    def remove_hooks(self) -> None:
+        """Backward and the optimizer's steps are again as they were."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], {}
-        self._seen.clear()
-        self._is_open = False
-        self.session.close()
-        self._at_end()
 
     def reopen(self) -> None:
         """All ranks plan anew, before the first step."""
@@ -311,12 +321,13 @@ class _Exchange:
     def _watch(self) -> None:
         """Hooks on the parameters that have none and are not frozen."""
         for name, parameter in self.module.named.items():
-            if parameter.requires_grad and parameter not in self._nodes and not self._alone:
+            if parameter.requires_grad and parameter not in self._nodes:
                 view = parameter.view_as(parameter)
                 assert view.grad_fn is not None
                 node = view.grad_fn.next_functions[0][0]
                 assert node is not None
-                self._hooks.append(node.register_prehook(partial(self._on_gradient, name, parameter)))
+                if not self._alone:
+                    self._hooks.append(node.register_prehook(partial(self._on_gradient, name, parameter)))
                 if self._sparse_as_dense:  # before the algorithm's own hook, which comes later
                     self._hooks.append(node.register_hook(partial(self._make_dense, parameter)))
                 self._nodes[parameter] = node

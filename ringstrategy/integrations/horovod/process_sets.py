@@ -61,17 +61,20 @@ class ProcessSet:
         if group in self._lent:
             self._lent.remove(group)
             if group not in self._groups:
-                dist.destroy_process_group(group)
+                _destroy(group)
 
     def end(self) -> None:
-        """It is not in use any more. No collective. Optimizers that average over it can go on until they are closed."""
+        """It is not in use any more. No collective."""
         members, self._members, self.process_set_id = self._members, None, None
-        groups, self._groups = self._groups, []
         if members is not None:
             members.close()
+
+    def destroy_groups(self) -> None:
+        """After `end`, while others go on; those of optimizers when these are closed. No collective."""
+        groups, self._groups = self._groups, []
         for group in groups:
             if group not in self._lent:
-                dist.destroy_process_group(group)
+                _destroy(group)
 
     @property
     def in_use(self) -> bool:
@@ -82,8 +85,7 @@ class ProcessSet:
     def members(self) -> Members:
         """Joined. ValueError with the cure if this rank is none of them, or nobody knows the set."""
         if self.process_set_id is None or self.ranks is None:
-            cure = NOT_INITIALIZED if self is global_process_set else f"{self} is not in use: call hvd.add_process_set"
-            raise ValueError(cure)
+            raise ValueError(self._not_in_use())
         if self._members is None:
             raise ValueError(f"this rank is not in {self}: put the operation behind `if process_set.included():`")
         return self._members
@@ -91,7 +93,7 @@ class ProcessSet:
     def included(self) -> bool:
         """Does this rank belong to it?"""
         if not self.in_use:
-            raise ValueError(NOT_INITIALIZED if self is global_process_set else f"{self} is not in use")
+            raise ValueError(self._not_in_use())
         return self._members is not None
 
     def rank(self) -> int:
@@ -101,8 +103,17 @@ class ProcessSet:
     def size(self) -> int:
         """How many ranks it has."""
         if self.ranks is None or not self.in_use:
-            raise ValueError(NOT_INITIALIZED)
+            raise ValueError(self._not_in_use())
         return len(self.ranks)
+
+    def _not_in_use(self) -> str:
+        return NOT_INITIALIZED if self is global_process_set else f"{self} is not in use: call hvd.add_process_set"
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Unless it has been already, such as with all of them."""
+    if group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
 
 
 global_process_set = ProcessSet()

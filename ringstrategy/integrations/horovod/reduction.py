@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,6 +65,8 @@ class Reduction:
         """ValueError for a codec that cannot carry them."""
         if not self.codec.lossless and not values.is_floating_point():
             raise ValueError(f"compression= is for floating-point tensors, got {values.dtype}: leave it out")
+        if self.op is Average and values.dtype == torch.bool:
+            raise ValueError("there is no average of bools: use op=hvd.Max for any, hvd.Min for all, or numbers")
 
     def reduce_(self, values: Tensor, members: Members) -> None:
         """Replace a rank's own flat values by the result."""

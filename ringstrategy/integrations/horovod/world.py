@@ -20,6 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import last_words
 from ringstrategy.integrations.horovod.members import Members
+from ringstrategy.integrations.horovod.operations import barrier
 from ringstrategy.integrations.horovod.process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.connect import this_host
@@ -100,7 +101,7 @@ def world() -> World:
 
 def init(
     comm: Sequence[int] | None = None,
-    process_sets: Sequence[ProcessSet | Sequence[int]] | None = None,
+    process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None,
     *,
     backend: str | None = None,
     timeout: timedelta = default_pg_timeout,
@@ -111,13 +112,17 @@ def init(
 
     Args:
         comm: a list of all ranks, or None. Horovod takes fewer ranks, or a communicator of MPI; here that is an error.
-        process_sets: see `add_process_set`.
+        process_sets: see `add_process_set`. "dynamic" changes nothing: sets may be added at any time.
         backend: of torch's process group. None: gloo, with NCCL for CUDA tensors where there are GPUs. If there is a
             process group already, it is used.
         timeout: how long a rank may stay silent before it counts as lost.
     """
     if _now:
         return
+    if isinstance(process_sets, str):
+        if process_sets != "dynamic":
+            raise ValueError(f'process_sets is a list of process sets, or "dynamic", got {process_sets!r}')
+        process_sets = None
     owned = not dist.is_initialized()
     size = int(os.environ.get("WORLD_SIZE", 1)) if owned else dist.get_world_size()
     if comm is not None and list(comm) != list(range(size)):
@@ -132,9 +137,9 @@ def init(
     _now.append(World(rank, size, _places(store, rank, size), timeout, owned, store))
     _next_id[:] = [0]
     _take_into_use(global_process_set, range(size))
+    _hear_of_the_end()
     for each in process_sets or ():
         add_process_set(each)
-    _hear_of_the_end()
 
 
 def _join(backend: str | None, timeout: timedelta) -> None:
@@ -203,8 +208,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if number is None or number == 0 or this.sets.get(number) is not process_set:
         return False
+    if process_set.included():  # who is within an operation would take the end of the others for a loss
+        barrier(process_set)
     del this.sets[number]
     process_set.end()
+    process_set.destroy_groups()
     return True
 
 
@@ -260,7 +268,7 @@ def stats() -> Stats:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record what this rank exchanges, until `stop_timeline` or `shutdown`: see `ringstrategy.timeline`.
 
-    Each rank writes a file of its own. There are no cycles to mark.
+    Each rank writes a file of its own. There are no cycles to mark. RuntimeError if a timeline is being recorded.
     """
     del mark_cycles
     world().recording.enter_context(timeline(file_path))
