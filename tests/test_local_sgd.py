@@ -496,6 +496,22 @@ def _load(path: str) -> tuple[bool, bool]:
     return found[0]
 
 
+def _load_with_another_outer(path: str) -> str:
+    algorithm = LocalSGD(2, partial(torch.optim.Adam, lr=0.01))
+    algorithm.load_state_dict(torch.load(path, weights_only=True)["ringstrategy"]["algorithm"])
+    [said] = algorithm.news()
+    model = Net()
+    fit(RingStrategy(LocalSGD(2, partial(torch.optim.Adam, lr=0.01))), model, ckpt_path=path, max_epochs=3)
+    assert all(map(same_everywhere, model.parameters()))
+    return said
+
+
+def test_another_outer_optimizer_begins_anew_and_says_so(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _save, str(tmp_path))
+    for said in ranks(2, _load_with_another_outer, str(tmp_path / "saved.ckpt")):
+        assert "begins anew, because it is Adam, and in the checkpoint _Nesterov" in said
+
+
 def test_another_number_of_ranks_starts_from_the_shared_parameters_and_keeps_the_momentum(
     ranks: Pool, tmp_path: Path
 ) -> None:

@@ -434,13 +434,17 @@ class LocalSGD(Periodic):
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`: also Theta, the outer optimizer's state, and the interval that was chosen."""
         shared = self._saved | _states(self._shared, self._groups)
-        return {**super().state_dict(), "shared": shared, "interval": self._chosen}
+        return {**super().state_dict(), "shared": shared, "interval": self._chosen, "outer": self._outer_class}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
         self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), None
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
+        before, now = state.get("outer", self._outer_class), self._outer_class
+        if before != now and any(kept["outer"] for kept in self._saved.values()):
+            self._saved = _without_outer(self._saved)
+            self._said.append(f"the outer optimizer begins anew, because it is {now}, and in the checkpoint {before}")
 
     def forget(self) -> None:
         """See `ParameterAlgorithm.forget`: Theta and the outer optimizer's state too."""
@@ -455,13 +459,21 @@ class LocalSGD(Periodic):
 
     def own_state(self) -> dict[str, Any]:
         """See `ParameterAlgorithm.own_state`: if eager, also the shared parameters as this rank goes on from them."""
-        return {**super().own_state(), "anchors": self._saved_anchors | _states(self._anchors, self._groups)}
+        anchors = self._saved_anchors | _states(self._anchors, self._groups)
+        return {**super().own_state(), "anchors": anchors, "outer": self._outer_class}
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
         """See `ParameterAlgorithm.load_own_state`."""
         mine = super().load_own_state(state)
         self._saved_anchors = dict(state["anchors"]) if mine else {}
+        if state.get("outer", self._outer_class) != self._outer_class:
+            self._saved_anchors = _without_outer(self._saved_anchors)
         return mine
+
+    @property
+    def _outer_class(self) -> str:
+        """Whose state it is that is kept for a parameter."""
+        return self._outer_text.partition("(")[0]
 
     def close(self) -> None:
         """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
@@ -477,6 +489,11 @@ def _taken(saved: dict[str, Mapping[str, Any]], shared: Shared) -> bool:
     for name in shared.names if found else ():
         del saved[name]
     return found
+
+
+def _without_outer(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The shared parameters, without what an outer optimizer keeps for them."""
+    return {name: {**state, "outer": {}} for name, state in saved.items()}
 
 
 def _squares(group: Group, ranks: int) -> Tensor:
