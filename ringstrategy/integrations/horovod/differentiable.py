@@ -16,7 +16,7 @@ from torch import Tensor
 from ringstrategy.integrations.horovod import operations
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
-from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Sum, reduction
+from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduction, Sum, reduction
 
 
 def allreduce(
@@ -44,8 +44,9 @@ def allreduce(
     Raises:
         PlanMismatchError: on all ranks, if they differ in shape, dtype or arguments, or not all take part.
     """
-    how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _all_reduced([tensor], name, how.op, how.before, how.after, process_set, compression)[0]
+    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
+        0
+    ]
 
 
 def grouped_allreduce(
@@ -60,12 +61,8 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """`allreduce` of several tensors, which travel together."""
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _all_reduced(tensors, name, how.op, how.before, how.after, process_set, compression)
-
-
-def _all_reduced(tensors: Sequence[Tensor], name: str | None, op: ReduceOp, *how: Any) -> list[Tensor]:
-    _check_differentiable(tensors, op)
-    return list(_of(_AllReduce, name, op, *how, *tensors))
+    _check_differentiable(tensors, how.op)
+    return list(_of(_AllReduce, name, how, process_set, *tensors))
 
 
 def _check_differentiable(tensors: Sequence[Tensor], op: ReduceOp) -> None:
@@ -155,7 +152,7 @@ def grouped_reducescatter(
     """`reducescatter` of several tensors, as one operation."""
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
     _check_differentiable(tensors, how.op)
-    return list(_of(_ReduceScatter, name, how.op, how.before, how.after, process_set, compression, *tensors))
+    return list(_of(_ReduceScatter, name, how, process_set, *tensors))
 
 
 def _of(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -165,40 +162,25 @@ def _of(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        before: float,
-        after: float,
-        process_set: ProcessSet,
-        compression: object,
-        *tensors: Tensor,
+        ctx: Any, name: str | None, how: Reduction, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.how = op, before, after, process_set, compression
-        return _reduced(tensors, name, *ctx.how)
+        ctx.how, ctx.process_set = how, process_set
+        return _reduced(tensors, name, how, process_set)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return *[None] * 6, *_reduced(gradients, None, *ctx.how)
+        return None, None, None, *_reduced(gradients, None, ctx.how, ctx.process_set)
 
 
 def _reduced(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: ReduceOp,
-    before: float,
-    after: float,
-    process_set: ProcessSet,
-    compression: object,
+    tensors: Sequence[Tensor], name: str | None, how: Reduction, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
-    handle = operations.grouped_allreduce_async(
-        tensors, None, name, op, before, after, process_set, compression=compression
-    )
-    return tuple(handle.wait())
+    result: tuple[Tensor, ...] = operations.reduce(tensors, None, name, how, process_set, tuple).wait()
+    return result
 
 
 def _averaged(tensors: Sequence[Tensor], process_set: ProcessSet) -> tuple[Tensor, ...]:
-    return _reduced(tensors, None, Average, 1.0, 1.0, process_set, Compression.none)
+    return _reduced(tensors, None, reduction(Average, None, Compression.none, 1.0, 1.0), process_set)
 
 
 class _AllGather(torch.autograd.Function):
@@ -254,23 +236,14 @@ class _AllToAll(torch.autograd.Function):
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        name: str | None,
-        op: ReduceOp,
-        before: float,
-        after: float,
-        process_set: ProcessSet,
-        compression: object,
-        *tensors: Tensor,
+        ctx: Any, name: str | None, how: Reduction, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.process_set = process_set
-        ctx.factor = before * after * (process_set.size() if op is Sum else 1)
-        handle = operations.grouped_reducescatter_async(
-            tensors, name, op, process_set, before, after, compression=compression
-        )
-        return tuple(handle.wait())
+        ctx.factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
+        result: tuple[Tensor, ...] = operations.scatter(tensors, name, how, process_set, tuple).wait()
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         wholes = operations.grouped_allgather_async(gradients, None, ctx.process_set).wait()
-        return *[None] * 6, *(whole * ctx.factor for whole in wholes)
+        return None, None, None, *(whole * ctx.factor for whole in wholes)

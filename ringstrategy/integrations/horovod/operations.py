@@ -50,7 +50,7 @@ def allreduce_async(
 ) -> Handle:
     """Begin `allreduce`."""
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _reduce([tensor], None, name, how, process_set, lambda outputs: outputs[0])
+    return reduce([tensor], None, name, how, process_set, lambda outputs: outputs[0])
 
 
 def allreduce_async_(
@@ -66,7 +66,7 @@ def allreduce_async_(
 ) -> Handle:
     """Begin `allreduce_`."""
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _reduce([tensor], [tensor], name, how, process_set, lambda outputs: outputs[0])
+    return reduce([tensor], [tensor], name, how, process_set, lambda outputs: outputs[0])
 
 
 def allreduce_(
@@ -100,7 +100,7 @@ def grouped_allreduce_async(
 ) -> Handle:
     """Begin `grouped_allreduce`."""
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _reduce(tensors, None, name, how, process_set, list)
+    return reduce(tensors, None, name, how, process_set, list)
 
 
 def grouped_allreduce_async_(
@@ -116,7 +116,7 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """Begin `grouped_allreduce_`."""
     how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return _reduce(tensors, tensors, name, how, process_set, list)
+    return reduce(tensors, tensors, name, how, process_set, list)
 
 
 def grouped_allreduce_(
@@ -138,7 +138,7 @@ def grouped_allreduce_(
     return outputs
 
 
-def _reduce(
+def reduce(
     tensors: Sequence[Tensor],
     outputs: Sequence[Tensor] | None,
     name: str | None,
@@ -146,7 +146,7 @@ def _reduce(
     process_set: ProcessSet,
     result: Callable[[Sequence[Tensor]], Any],
 ) -> Handle:
-    """Tensors of one dtype travel together. `outputs`: where the results go, None: to new tensors."""
+    """Begin to reduce; tensors of one dtype travel together. `outputs`: where the results go, None: to new tensors."""
     for tensor in tensors:
         how.check(tensor)
     members = process_set.members
@@ -179,7 +179,7 @@ def reducescatter_async(
 ) -> Handle:
     """Begin `reducescatter`."""
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    return _scatter([tensor], name, how, process_set, lambda outputs: outputs[0])
+    return scatter([tensor], name, how, process_set, lambda outputs: outputs[0])
 
 
 def grouped_reducescatter_async(
@@ -194,16 +194,17 @@ def grouped_reducescatter_async(
 ) -> Handle:
     """Begin `grouped_reducescatter`."""
     how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    return _scatter(tensors, name, how, process_set, list)
+    return scatter(tensors, name, how, process_set, list)
 
 
-def _scatter(
+def scatter(
     tensors: Sequence[Tensor],
     name: str | None,
     how: Reduction,
     process_set: ProcessSet,
     result: Callable[[Sequence[Tensor]], Any],
 ) -> Handle:
+    """Begin to reduce, so that each rank gets its rows; `result`: what becomes of them."""
     members = process_set.members
     for tensor in tensors:
         how.check(tensor)
