@@ -104,7 +104,7 @@ def main() -> None:
                 "died": f"{folder}/died" if sys.argv[1:] == ["kill"] else "",
                 "validation": {"image": images[1440:], "label": labels[1440:]},
             },
-            datasets={"train": ray.data.from_items(rows).map_batches(prepared)},
+            datasets={"train": ray.data.from_items(rows, override_num_blocks=8).map_batches(prepared)},
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
                 storage_path=folder,
