@@ -94,12 +94,12 @@ def ray_strategy() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path) -> None:
     printed = run(
         [sys.executable, str(ROOT / "examples/ray_digits.py"), "kill"],
         tmp_path,
-        220,
+        400,
         {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
     )
     assert "PeerLostError: lost rank 1" in printed
@@ -114,14 +114,14 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(420)
 def test_ray_data_and_data_loaders_give_the_ranks_all_batches(ray_strategy: Any, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     small = ["--rounds=1", "--warmup=0", "--batches=5", "--prepare-ms=1", "--workers=2", "--kinds=waits"]
     run(  # which compares what the ranks have seen with what there is
         [sys.executable, "-m", "benchmarks", "data_service", *small, f"--out={rows}"],
         ROOT,
-        220,
+        400,
         {"RAY_USAGE_STATS_ENABLED": "0"},
     )
     made = read(rows)
