@@ -24,7 +24,18 @@ _NAMES = (
         "fuzz",
         "soak",
     ),
-    *("time_to_accuracy", "accuracy", "gpu", "kernels", "launches", "bucket", "shared_gpu", "sass", "campaign"),
+    *(
+        "time_to_accuracy",
+        "long_race",
+        "accuracy",
+        "gpu",
+        "kernels",
+        "launches",
+        "bucket",
+        "shared_gpu",
+        "sass",
+        "campaign",
+    ),
     *("report", "demo", "lab"),
 )
 

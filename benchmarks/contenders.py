@@ -55,20 +55,27 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
 }
 
 
-def _seldom(name: str, interval: int, warmup_steps: int = 0) -> LocalSGD:
-    """That of the name, at another interval."""
+def _seldom(name: str, **changes: Any) -> LocalSGD:
+    """That of the name, with these attributes instead of its own."""
     algorithm = STRATEGIES[name]()
     assert isinstance(algorithm, LocalSGD)
-    algorithm.interval, algorithm.warmup_steps = interval, warmup_steps
+    for attribute, value in changes.items():
+        assert hasattr(algorithm, attribute), attribute
+        setattr(algorithm, attribute, value)
     return algorithm
 
 
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
-        f"{name} every {interval}": partial(_seldom, name, interval)
+        f"{name} every {interval}": partial(_seldom, name, interval=interval)
         for name, interval in (("local_sgd", 64), ("diloco", 16), ("diloco", 64), ("diloco_int4", 16))
     },
-    "diloco every 64 after 128": partial(_seldom, "diloco", 64, 128),
+    **{
+        f"{name} every 64 after 128": partial(_seldom, name, interval=64, warmup_steps=128)
+        for name in ("diloco", "diloco_int4")
+    },
+    **{f"diloco_int4 overlap {late}": partial(_seldom, "diloco_int4", overlap=late) for late in (4, 16)},
+    "diloco_int4 overlap 16 blend 0.5": partial(_seldom, "diloco_int4", overlap=16, blend=0.5),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
@@ -330,7 +337,7 @@ class Ours(Training):
         before = [parameter.detach().clone() for parameter in self.model.parameters()]
         while not self.algorithm.state_dict().get("tuned", True):
             self.run()
-        assert not self.optimizer.state, "an optimizer with a memory would remember the trials"
+        self.optimizer.state.clear()
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), before, strict=True):
                 parameter.copy_(value)

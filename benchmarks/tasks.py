@@ -136,9 +136,12 @@ def add_options(parser: argparse.ArgumentParser, steps: int) -> None:
     add("--model", choices=TASKS, default="mlp")
     add("--steps", type=int, default=steps, help="training steps in a row, each time a case has its turn")
     add("--width", type=int, help="units or channels; default: mlp 2048, gpt and cnn 384")
+    add("--layers", type=int, help="of the mlp and the gpt; default: 6")
 
 
 def asked(options: argparse.Namespace) -> Task:
-    """The task of those options. A ValueError if it cannot have that width."""
-    make = TASKS[options.model]
-    return make() if options.width is None else make(width=options.width)
+    """The task of those options. A ValueError if it cannot have that width, or layers."""
+    if options.model == "cnn" and options.layers is not None:
+        raise ValueError("the CNN has two convolutions: leave --layers out")
+    given = {"width": options.width, "layers": options.layers}
+    return TASKS[options.model](**{name: value for name, value in given.items() if value is not None})

@@ -2,6 +2,7 @@
 
 python -m benchmarks time_to_accuracy --hosts 4 --rate 1gbit --out outputs/time_to_accuracy.jsonl
 python -m benchmarks time_to_accuracy --hosts 4 --rate 100mbit --seed 1 --cases =ring_int8,ring_sign
+python -m benchmarks time_to_accuracy --hosts 4 --rate loopback --no-target --out outputs/curves.jsonl
 
 The target counts as reached where a straight line between two evaluations crosses it: the last one above the target and
 the first one at or below it. Nothing is smoothed. Evaluations are `--every` steps apart (whole intervals of those that
@@ -13,7 +14,8 @@ tries within its time.
 
 All contenders start from the same weights, see the same windows in the same order, others on each rank, and have the
 same optimizer: AdamW at 5e-4. The PowerSGD hook compresses from the first step on: torch's default, a thousand
-uncompressed ones, would end here before it began.
+uncompressed ones, would end here before it began. Without a target all make all steps, and `long_race` can tell how
+long that takes on other networks.
 """
 
 from __future__ import annotations
@@ -40,14 +42,14 @@ from benchmarks.rows import Row
 from benchmarks.tasks import Batches, cross_entropy, gpt, held_out_text
 
 BENCHMARK = "time to accuracy"
-_BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # always, so that there are ratios to them in the same run
+CURVES = "loss by step"  # its name without a target
+_BESIDE = (DDP, FP16_HOOK, POWERSGD_HOOKS[1])  # with a target always, so that there are ratios in the same run
 _DEFAULT = (
     POWERSGD_HOOKS[4],
     *POST_LOCAL.values(),
     *("ring", "ring_int8", "ring_int4", "ring_int2", "ring_sign", "ring_powersgd", "ring_powersgd rank 4"),
     *("ring_auto", "gossip_exponential", *AT_INTERVALS),
 )
-_LAYERS = 2
 _HELD_OUT = 128  # windows, shared out among the ranks
 
 
@@ -107,7 +109,7 @@ class _Run:
 
 def worker(options: argparse.Namespace) -> None:
     """What runs in each process."""
-    task = gpt(options.width, _LAYERS)
+    task = gpt(options.width, options.layers)
     initial = task.model(options.seed)
     batches = task.batches(options.most_steps, options.seed)
     windows, following = (side[dist.get_rank() :: dist.get_world_size()] for side in held_out_text(_HELD_OUT))
@@ -128,7 +130,9 @@ def worker(options: argparse.Namespace) -> None:
 
     known = contenders(initial, batches, **how)
     asked = _DEFAULT if options.cases is None else harness.chosen(known, options.cases)
-    runs = [_Run(name, make(), start) for name, make in known.items() if name in (*_BESIDE, *asked)]
+    if options.cases is None or math.isfinite(options.target):
+        asked = *_BESIDE, *asked
+    runs = [_Run(name, make(), start) for name, make in known.items() if name in asked]
     for run in runs:
         if options.every % run.training.interval:
             sys.exit(
@@ -145,10 +149,11 @@ def worker(options: argparse.Namespace) -> None:
         for run in going:
             run.take(loss_of(run.training))
 
+    aims = math.isfinite(options.target)
     shared = {
-        "benchmark": BENCHMARK,
-        "baseline": DDP,
-        "target": options.target,
+        "benchmark": BENCHMARK if aims else CURVES,
+        "baseline": DDP if aims else "",
+        "target": options.target if aims else math.nan,
         "compute_seconds": compute.median,
         "most_steps": options.most_steps,
         "every": options.every,
@@ -163,7 +168,8 @@ def worker(options: argparse.Namespace) -> None:
     for run in runs:
         run.training.close()
     if dist.get_rank() == 0:
-        title = f"{BENCHMARK}: loss {options.target:g}, {rows[0].size}, {harness.network(options)}; seed {options.seed}"
+        what = f"{BENCHMARK}: loss {options.target:g}" if aims else f"{CURVES}: {options.most_steps} steps"
+        title = f"{what}, {rows[0].size}, {harness.network(options)}; seed {options.seed}"
         harness.publish(title, rows, options.out, [f"compute alone: {compute.median:.4f} s a step; MB: of all steps."])
 
 
@@ -181,7 +187,7 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
     mine = reached[run.name]
 
     def times_as_fast_as(other: str) -> float | None:
-        theirs = reached[other]
+        theirs = reached.get(other)
         return None if mine is None or theirs is None else theirs[1] / mine[1]
 
     def total(counts: Sequence[float | None]) -> float | None:
@@ -194,7 +200,7 @@ def _row(run: _Run, reached: Mapping[str, tuple[float, float] | None], shared: M
         seconds_to_target=None if mine is None else mine[1],
         best_loss=run.curve.best,
         ratio=times_as_fast_as(DDP),
-        ratios={other: times_as_fast_as(other) for other in _BESIDE if other != DDP},
+        ratios={other: times_as_fast_as(other) for other in _BESIDE if other in reached and other != DDP},
         curve=asdict(run.curve),
         bytes_sent=total([turn.sent for turn in run.turns]),
         bytes_at_interface=total([turn.at_interface for turn in run.turns]),
@@ -209,7 +215,7 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--most-steps {options.most_steps}: turns have --every {options.every} steps, so it must be a multiple"
         )
-    gpt(options.width, _LAYERS)
+    gpt(options.width, options.layers)
 
 
 def main(given: Sequence[str]) -> None:
@@ -217,9 +223,12 @@ def main(given: Sequence[str]) -> None:
     # no rounds: each contender trains once, from its first step on; --seed repeats it
     parser = harness.over_hosts("time_to_accuracy", __doc__, rounds=None)
     parser.add_argument("--target", type=float, default=2.5, help="loss in nats a byte; the default is for 4 hosts")
+    to_the_end = "all make --most-steps; only those of --cases"
+    parser.add_argument("--no-target", dest="target", action="store_const", const=-math.inf, help=to_the_end)
     parser.add_argument("--most-steps", type=int, default=640, help="then a contender has missed the target")
     parser.add_argument("--every", type=int, default=16, help="steps from one evaluation to the next")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the order of data")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="of AdamW")
     parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--layers", type=int, default=2)
     harness.run(parser, given, worker, check=_check)

@@ -20,6 +20,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -28,7 +29,20 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import cpu, harness, tasks
-from benchmarks.contenders import DDP, SELDOM, Ours, Training, contenders, decentralized, flat, mixed, ours, reduced
+from benchmarks.contenders import (
+    DDP,
+    SELDOM,
+    MakeOptimizer,
+    Ours,
+    Training,
+    contenders,
+    decentralized,
+    flat,
+    mixed,
+    ours,
+    reduced,
+    sgd,
+)
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
@@ -39,6 +53,7 @@ from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
 from ringstrategy.names import STRATEGIES
 
+_OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": partial(torch.optim.AdamW, lr=5e-4)}
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
 _LATENCY = 1e-4  # seconds: what `ringstrategy-plan` takes unless it is told otherwise
 
@@ -72,6 +87,7 @@ class _Steps:
         self.initial = self.task.model(0)
         self.batches = self.task.batches(options.steps, 0)
         self.trainings: dict[str, Training] = {}
+        self.how: dict[str, Any] = {"loss": self.task.loss, "optimizer": _OPTIMIZERS[options.optimizer]}
 
     def add(self, name: str, training: Training) -> None:
         """It takes whole intervals, each time it has its turn."""
@@ -83,7 +99,7 @@ class _Steps:
         name = ALONE if steps == self.options.steps else f"{ALONE}, {steps} in a row"
         if name not in self.trainings:
             batches = list(islice(cycle(self.batches), steps))
-            self.trainings[name] = Training(copy.deepcopy(self.initial), batches, self.task.loss)
+            self.trainings[name] = Training(copy.deepcopy(self.initial), batches, **self.how)
         return name
 
     def overlapping(self, name: str) -> tuple[str, str]:
@@ -91,7 +107,7 @@ class _Steps:
         now; with overlap and without.
         """
         exchange = _Exchange(self.initial, name)
-        step = Training(copy.deepcopy(self.initial), self.batches, self.task.loss).case("step")
+        step = Training(copy.deepcopy(self.initial), self.batches, **self.how).case("step")
         mixing = Case("exchange", exchange.run, exchange.result)
         harness.interleave([step, mixing], rounds=3, warmup=1)  # the slowest rank's: the same numbers on all ranks
         exchange.close()
@@ -101,13 +117,13 @@ class _Steps:
             if case in self.trainings:  # a contender of --cases whose given interval is just this one
                 self.trainings[case].close()
             algorithm = _at(name, interval, overlap)
-            self.add(case, ours(copy.deepcopy(self.initial), self.batches, algorithm, loss=self.task.loss))
+            self.add(case, ours(copy.deepcopy(self.initial), self.batches, algorithm, **self.how))
         return pair
 
     def measure(self) -> None:
         """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
-        known = contenders(self.initial, self.batches, loss=self.task.loss)
+        known = contenders(self.initial, self.batches, **self.how)
         planned = candidates(options.processes > 1) if options.predict else {}
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
@@ -156,7 +172,8 @@ class _Steps:
                 said = predictions.get(case.name)
                 return row if said is None else {**row, "predicted_seconds": said, "deviation": said / case.median - 1}
 
-            harness.report(kind, self.task.described(self.initial), shown, options, notes, more)
+            size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
+            harness.report(kind, size, shown, options, notes, more)
 
     def predict(self, named: Mapping[str, AllReduce], alone: Sequence[float]) -> Mapping[str, float]:
         """Seconds a step, by name, as `ringstrategy-plan` says; on rank 0, while the others wait."""
@@ -269,6 +286,7 @@ def main(given: Sequence[str]) -> None:
     parser = harness.over_hosts("training", __doc__, warmup=2)
     tasks.add_options(parser, steps=2)
     add = parser.add_argument
+    add("--optimizer", choices=_OPTIMIZERS, default="sgd")
     hidden = "also these names at the smallest interval that hides their exchange, with and without overlap"
     add("--overlap-of", type=_names, default=[], metavar="NAMES", help=hidden)
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -338,6 +339,19 @@ def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
     assert rows["gossip_exponential"]["bytes_sent"] == pytest.approx(rows["ring"]["bytes_sent"], rel=0.1)
 
 
+@pytest.mark.slow
+def test_without_a_target_all_that_are_asked_make_all_steps(ranks, tmp_path):
+    arguments = ["--no-target", "--most-steps", "32", "--cases", "=ddp,=ring", "--layers", "1"]
+    rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
+    assert list(rows) == ["ddp", "ring"]
+    for row in rows.values():
+        assert row["benchmark"] == "loss by step"
+        assert row["curve"]["steps"] == [0, 16, 32]
+        assert math.isnan(row["target"])
+        assert row["seconds_to_target"] is row["ratio"] is None
+        assert "0.01 M parameters" in row["size"]
+
+
 def test_a_run_that_diverges_ends(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none", "--learning-rate", "1e30"]
     rows, _ = on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, *arguments)
@@ -393,6 +407,7 @@ def test_overhead_at_world_size_one(tmp_path):
         ("training", ["--hosts=0"]),
         ("training", ["--overlap-of=ring_int8"]),
         ("training", ["--model=gpt", "--width=30"]),
+        ("training", ["--model=cnn", "--layers=3"]),
         ("time_to_accuracy", ["--rounds=3"]),
         ("time_to_accuracy", ["--most-steps=5"]),
         ("time_to_accuracy", ["--width=30"]),

@@ -1,0 +1,142 @@
+"""Minutes to a loss on slow links, from two measurements: the loss after each step, and the seconds that a step takes.
+
+python -m benchmarks time_to_accuracy --hosts 4 --rate loopback --no-target --out outputs/curves.jsonl
+python -m benchmarks training --hosts 4 --rate 10mbit --model gpt --width 192 --layers 2 --out outputs/steps.jsonl
+python -m benchmarks long_race --curves outputs/curves.jsonl --steps outputs/steps.jsonl --after 512
+
+Whole runs over 10 Mbit/s would take days. But what a contender's loss is after so many steps does not depend on the
+network: all that is compared here sends the same bits on each. So its time is the number of steps that it needs, from
+the curves, times the seconds that one of them takes on the network in question. The target is DDP's own loss after
+`--after` steps, for each seed its own; steps are the mean over the seeds.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks import harness
+from benchmarks.cells import shown
+from benchmarks.contenders import DDP
+from benchmarks.lab import bits_per_second
+from benchmarks.report.frame import rate_in_words, who
+from benchmarks.rows import ALONE, Row, read
+from benchmarks.time_to_accuracy import CURVES, Curve
+
+
+@dataclass(frozen=True)
+class Racer:
+    """One contender."""
+
+    case: str
+    excess: list[float | None]  # of its loss over DDP's after as many steps, relative; an entry a seed
+    steps: list[float | None]  # to DDP's loss; None: missed
+    seconds: Mapping[str, float]  # a step, by rate
+    megabytes: float | None  # a step on a host's link
+
+    def minutes(self, rate: str) -> float | None:
+        """To DDP's loss, the mean over seeds; None if a seed missed it, or nobody measured its steps."""
+        there = [count for count in self.steps if count is not None]
+        if rate not in self.seconds or len(there) < len(self.steps):
+            return None
+        return statistics.mean(there) * self.seconds[rate] / 60
+
+
+def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Racer]:
+    """All that have a curve for each seed, in their order. ValueError if the two do not fit together."""
+    if not curves or any(row.benchmark != CURVES for row in curves):
+        raise ValueError("--curves: rows of `time_to_accuracy --no-target`")
+    if not steps or any(row.benchmark != "training" for row in steps):
+        raise ValueError("--steps: rows of `training`")
+    sizes = {(_millions(row), row.hosts * row.processes) for row in (*curves, *steps)}
+    if len(sizes) > 1:
+        told = " and ".join(f"{size:g} M parameters on {ranks} ranks" for size, ranks in sorted(sizes))
+        raise ValueError(f"curves and steps are of one model and world size, got {told}")
+    by_seed = {(row.case, row.seed): Curve(**row.curve) for row in curves}
+    seeds = sorted({seed for case, seed in by_seed if case == DDP})
+    targets: dict[int, float] = {}
+    for seed in seeds:
+        loss = _at(by_seed[DDP, seed], after)
+        if loss is None:
+            raise ValueError(f"--after {after}: {DDP} was not evaluated then, with seed {seed}")
+        targets[seed] = loss
+    seconds: dict[str, dict[str, float]] = {}
+    megabytes: dict[str, float] = {}
+    for row in steps:
+        seconds.setdefault(row.case, {})[row.rate] = row.seconds_median
+        if row.bytes_at_interface is not None:
+            megabytes[row.case] = row.bytes_at_interface / 1e6
+    found = []
+    for case in dict.fromkeys(row.case for row in curves):
+        if not all((case, seed) in by_seed for seed in seeds):
+            continue
+        excess: list[float | None] = []
+        needed: list[float | None] = []
+        for seed, target in targets.items():
+            curve = by_seed[case, seed]
+            loss, reached = _at(curve, after), curve.reached(target)
+            excess.append(None if loss is None else loss / target - 1)
+            needed.append(None if reached is None else reached[0])
+        found.append(Racer(case, excess, needed, seconds.get(case, {}), megabytes.get(case)))
+    return found
+
+
+def _at(curve: Curve, step: int) -> float | None:
+    """The loss after so many steps; None if it was not evaluated, or not finite."""
+    return dict(zip(curve.steps, curve.losses, strict=True)).get(step)
+
+
+def _millions(row: Row) -> float:
+    found = re.search(r"([\d.]+) M parameters", row.size)
+    assert found is not None, row.size
+    return round(float(found[1]), 1)
+
+
+def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
+    """The table, as Markdown. Ratios are to the fastest on this network that is not ours."""
+    rates = sorted({rate for racer in found for rate in racer.seconds}, key=lambda rate: bits_per_second(rate) or 0)
+    fastest = {
+        rate: min(each for racer in found if who(racer.case) == "peer" if (each := racer.minutes(rate)) is not None)
+        for rate in rates
+    }
+    yield (
+        f"| | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
+        + " | ".join(f"s a step, {rate_in_words(rate)} | minutes" for rate in rates)
+        + " |"
+    )
+    yield "|---" * (4 + 2 * len(rates)) + "|"
+    for racer in found:
+        cells = [f"`{racer.case}`", _of_seeds(racer.excess, "{:+.1%}"), _of_seeds(racer.steps, "{:,.0f}")]
+        cells.append(shown(racer.megabytes, "{:.2f}"))
+        for rate in rates:
+            minutes = racer.minutes(rate)
+            cells.append(shown(racer.seconds.get(rate), "{:.3f}"))
+            cells.append("-" if minutes is None else f"{minutes:.1f} ({fastest[rate] / minutes:.2f}x)")
+        yield f"| {' | '.join(cells)} |"
+
+
+def _of_seeds(values: Sequence[float | None], form: str) -> str:
+    """The mean, with the lowest and the highest."""
+    there = [value for value in values if value is not None]
+    if len(there) < len(values):
+        return "missed"
+    mean = shown(statistics.mean(there), form)
+    return mean if len(there) == 1 else f"{mean} ({shown(min(there), form)} to {shown(max(there), form)})"
+
+
+def main(given: Sequence[str]) -> None:
+    """Print the table, or write it."""
+    parser = harness.arguments("long_race", __doc__, rounds=None, cases=False)
+    parser.add_argument("--curves", type=Path, nargs="+", required=True, help="files of rows of `time_to_accuracy`")
+    parser.add_argument("--steps", type=Path, nargs="+", required=True, help="files of rows of `training`")
+    parser.add_argument("--after", type=int, default=1024, help="steps, after which DDP's loss is the target")
+    parser.add_argument("--write", type=Path, help="replace the table in this page")
+    options = parser.parse_args(given)
+    with harness.refusing(parser):
+        curves = [row for file in options.curves for row in read(file)]
+        steps = [row for file in options.steps for row in read(file) if not row.case.startswith(ALONE)]
+        table = "".join(f"{line}\n" for line in lines(racers(curves, steps, options.after), options.after))
+        harness.show_or_write(table, "long_race", options.write)

@@ -1,0 +1,95 @@
+"""Minutes to a loss: steps from curves, seconds a step from another run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_benchmarks import refusal
+
+from benchmarks.long_race import main, racers
+from benchmarks.rows import Row, append
+
+MADE: dict[str, Any] = {"device": "a CPU", "torch": "2", "commit": "abc", "hosts": 4}
+SIZE = "byte GPT of 10.88 M parameters, batch 1"
+
+
+def curve(case: str, seed: int, *losses: float | None, every: int = 100) -> Row:
+    steps = [every * turn for turn in range(len(losses))]
+    told = {"steps": steps, "seconds": [float(step) for step in steps], "losses": list(losses)}
+    return Row(benchmark="loss by step", size=SIZE, case=case, seed=seed, curve=told, rate="loopback", **MADE)
+
+
+def step(case: str, rate: str, seconds: float, sent: float | None = None, **other: Any) -> Row:
+    made = {"size": "byte GPT of 10.9 M parameters, AdamW", **MADE, **other}
+    return Row(benchmark="training", case=case, rate=rate, seconds_median=seconds, bytes_at_interface=sent, **made)
+
+
+CURVES = [
+    *(curve("ddp", 0, 5.0, 4.0, 3.0, 2.5), curve("ddp", 1, 5.0, 4.2, 3.2, 2.7)),
+    *(curve("ddp fp16 hook", 0, 5.0, 4.0, 3.0, 2.5), curve("ddp fp16 hook", 1, 5.0, 4.2, 3.2, 2.7)),
+    *(curve("diloco", 0, 5.0, 4.5, 3.3, 2.7), curve("diloco", 1, 5.0, 4.6, 3.36, 3.04)),
+    *(curve("gossip", 0, 5.0, 4.9, 4.8, 4.7), curve("gossip", 1, 5.0, 4.9, 4.8, None)),
+    curve("ring", 0, 5.0, 4.0, 3.0, 2.5),
+]
+STEPS = [
+    *(step("ddp", "100mbit", 6.0, 60e6), step("ddp fp16 hook", "100mbit", 3.0, 30e6)),
+    *(step("diloco", "100mbit", 0.3, 2e6), step("ddp", "10mbit", 60.0, 60e6), step("diloco", "10mbit", 0.6, 2e6)),
+]
+
+
+def test_its_time_is_its_steps_times_the_seconds_of_one():
+    found = {racer.case: racer for racer in racers(CURVES, STEPS, after=200)}
+    assert list(found) == ["ddp", "ddp fp16 hook", "diloco", "gossip"], "ring has no curve of seed 1"
+    assert found["ddp"].steps == pytest.approx([200.0, 200.0])
+    assert found["ddp"].minutes("100mbit") == pytest.approx(20.0)
+    assert found["diloco"].excess == pytest.approx([0.1, 0.05])
+    assert found["diloco"].steps == pytest.approx([250.0, 250.0])  # half way from 3.3 to 2.7, and from 3.36 to 3.04
+    assert found["diloco"].minutes("100mbit") == pytest.approx(1.25)
+    assert found["diloco"].megabytes == 2.0
+    assert found["ddp fp16 hook"].minutes("10mbit") is None, "nobody measured it"
+    assert found["gossip"].steps == [None, None]
+    assert found["gossip"].minutes("100mbit") is None
+
+
+def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    append(CURVES, tmp_path / "curves.jsonl")
+    append([*STEPS, step("compute alone", "100mbit", 0.1)], tmp_path / "steps.jsonl")
+    files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl")]
+    main([*files, "--after", "200"])
+    [heading, _, *table] = capsys.readouterr().out.splitlines()
+    assert heading.endswith("| s a step, 10 Mbit/s | minutes | s a step, 100 Mbit/s | minutes |")
+    assert table[0].endswith("| 60.00 | 60.000 | 200.0 (1.00x) | 6.000 | 20.0 (0.50x) |")
+    assert "+7.5 % (+5.0 % to +10.0 %) | 250" in table[2]
+    assert table[2].endswith("| 2.00 | 0.600 | 2.5 (80.00x) | 0.300 | 1.2 (8.00x) |")
+    assert "missed" in table[3]
+
+
+@pytest.mark.parametrize(
+    ("curves", "steps", "after", "words"),
+    [
+        (STEPS, STEPS, 200, "--curves"),
+        (CURVES, CURVES, 200, "--steps"),
+        (CURVES, STEPS, 150, "--after 150"),
+        (
+            CURVES,
+            [step("ddp", "100mbit", 1.0, hosts=8)],
+            200,
+            "on 4 ranks and 10.9 M parameters on 8",
+        ),
+        (CURVES, [step("ddp", "100mbit", 1.0, size="MLP of 24.1 M parameters")], 200, "24.1 M"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    curves: list[Row],
+    steps: list[Row],
+    after: int,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    append(curves, tmp_path / "curves.jsonl")
+    append(steps, tmp_path / "steps.jsonl")
+    files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl")]
+    assert words in " ".join(refusal(["long_race", *files, f"--after={after}"], capsys).split())
