@@ -1,7 +1,7 @@
 """What each wire does to training: real trainers on real processes with different data, one JSON row a case.
 
 python -m benchmarks accuracy stage=rates; python -m benchmarks accuracy; python -m benchmarks accuracy stage=paired
-python -m benchmarks accuracy stage=gossip
+python -m benchmarks accuracy stage=gossip; python -m benchmarks accuracy stage=seldom
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from benchmarks import harness
+from benchmarks.contenders import SELDOM
 from benchmarks.lab import exit_on_sigterm
 from benchmarks.trainer import quiet_trainer
-from ringstrategy import Algorithm, AllReduce, BySize, Codec, Collective, Ring, RingStrategy
+from ringstrategy import Algorithm, AllReduce, BySize, Codec, Collective, LocalSGD, Ring, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.data.stdlib_text import StdlibText
@@ -56,6 +57,10 @@ PRELOADED = [
     "ringstrategy.app.models.cnn",
     "ringstrategy.app.models.gpt",
 ]
+OF_MEANS = {
+    "gossip": (Decentralized,),
+    "seldom": (LocalSGD, Decentralized),
+}  # stages whose ranks have parameters of their own
 GRACE = 20.0  # seconds the other ranks get to end after one has failed
 
 
@@ -142,13 +147,13 @@ def cases(cfg: DictConfig) -> list[Case]:
         )
         for task in cfg.tasks
         for ranks, data in _worlds(cfg, task)
-        for name, algorithm in _algorithms(cfg)
+        for name, algorithm in _algorithms(cfg, task)
         for optimizer in _optimizers(cfg, task)
         for seed in (cfg[cfg.stage][task].seeds if cfg.seeds is None else cfg.seeds)
         for rate in (cfg.rates[task][optimizer] if cfg.stage == "rates" else [cfg[task].rate[optimizer]])
     ]
     # all of one seed before the next, so that a sweep that is stopped compares all names
-    return sorted(found, key=lambda case: case.seed) if cfg.stage == "gossip" else found
+    return sorted(found, key=lambda case: case.seed) if cfg.stage in OF_MEANS else found
 
 
 def _worlds(cfg: DictConfig, task: str) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -183,11 +188,14 @@ def _settings(
     }
 
 
-def _algorithms(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
+def _algorithms(cfg: DictConfig, task: str) -> Iterator[tuple[str, Algorithm | None]]:
     if cfg.stage == "rates":
         yield "fp32", AllReduce(collective=Ring())
         return
+    names = cfg[cfg.stage][task].get("names")
     for name, algorithm in _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg):
+        if names is not None and name not in names:
+            continue
         if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
             yield name, algorithm
 
@@ -208,15 +216,18 @@ def _factorial(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:
 
 
 def _registered(cfg: DictConfig) -> Iterator[tuple[str, Algorithm | None]]:
-    """The registered names of the stage's family, and what the configuration puts beside them."""
-    gossip = cfg.stage == "gossip"
-    if gossip:
+    """The registered names of the stage's family, and what is beside them."""
+    if cfg.stage in OF_MEANS:
         yield "ddp", None
     for name, make in STRATEGIES.items():
-        if isinstance(make(), Decentralized if gossip else Synchronous):
+        if isinstance(make(), OF_MEANS.get(cfg.stage, (Synchronous,))):
             yield name, _over_the_ring(make())
-    for name, node in (cfg.gossip_beside if gossip else cfg.beside).items():
-        yield name, instantiate(node)
+    if cfg.stage == "seldom":
+        for name, make in SELDOM.items():
+            yield name, make()
+    else:
+        for name, node in (cfg.gossip_beside if cfg.stage == "gossip" else cfg.beside).items():
+            yield name, instantiate(node)
 
 
 def _over_the_ring(algorithm: Algorithm) -> Algorithm:
@@ -264,6 +275,8 @@ class Observer(L.Callback):
         """The metrics are means over all ranks, so all of them stop together."""
         self.bytes_sent -= sent(trainer)
         metrics = trainer.callback_metrics
+        if self.curve and self.curve[-1][0] == trainer.global_step:
+            self.curve.pop()
         self.curve.append((trainer.global_step, float(metrics["val_loss"])))
         self.accuracy = float(metrics["val_accuracy"]) if "val_accuracy" in metrics else None
         if not math.isfinite(self.curve[-1][1]):
@@ -307,9 +320,11 @@ def train(case: Case) -> Outcome:
     )
     trainer.fit(model, datamodule=data)
     assert trainer.world_size == dist.get_world_size() == case.ranks
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    curve = [(step, loss if math.isfinite(loss) else None) for step, loss in observer.curve]
     sent_per_step = observer.bytes_sent / max(1, trainer.global_step)
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    if isinstance(case.algorithm, LocalSGD):  # the last validation saw the last agreement, not the last steps
+        trainer.validate(model, datamodule=data, verbose=False)
+    curve = [(step, loss if math.isfinite(loss) else None) for step, loss in observer.curve]
     return {
         "val_loss": curve[-1][1] if curve else None,
         "val_accuracy": observer.accuracy,

@@ -68,7 +68,8 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
-        for name, interval in (("local_sgd", 64), ("diloco", 16), ("diloco", 64), ("diloco_int4", 16))
+        for name, intervals in {"local_sgd": (4, 64), "diloco": (4, 16, 64), "diloco_int4": (16,)}.items()
+        for interval in intervals
     },
     **{
         f"{name} every 64 after 128": partial(_seldom, name, interval=64, warmup_steps=128)

@@ -92,6 +92,25 @@ def test_gossip_beside_ddp(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
+def test_few_meetings_beside_ddp(tmp_path: Path) -> None:
+    rows = sweep(
+        tmp_path / "accuracy.jsonl",
+        *("stage=seldom", "wires=[ddp,local_sgd every 4,diloco every 16]", "seeds=[0]"),
+    )
+    named = {row["name"]: row for row in rows}
+    assert list(named) == ["ddp", "local_sgd every 4", "diloco every 16"]
+    for row in rows:
+        assert row["status"] == "finished", row
+        assert row["replicas_identical"] is True, "after the last mean"
+        assert [step for step, _ in row["curve"]] == list(range(2, 21, 2)), "validated again at the end, once in all"
+    diloco = named["diloco every 16"]["curve"]
+    assert len({loss for _, loss in diloco[:7]}) == 1, "until the first agreement all see the first weights"
+    assert len({loss for _, loss in diloco[7:]}) == 2, "of the agreement, and of the mean at the end"
+    # half of the parameters to each of two ranks, there and back, five times in 20 steps, then the mean
+    assert 4 * 21386 / 4 < named["local_sgd every 4"]["bytes_sent_per_step"] < 4 * 21386 * 6 / 20 + 100
+
+
 def made_up(name: str, loss: float | None, seed: int, **fields: Any) -> dict[str, Any]:
     return {
         **{"stage": "paired", "name": name, "task": "text", "optimizer": "sgd", "rate": 1.0, "seed": seed, "steps": 9},
@@ -197,7 +216,7 @@ def test_gossip_takes_all_registered_names_and_goes_seed_by_seed() -> None:
     assert digits == {(ranks, 64 // ranks, skew) for ranks in (4, 8) for skew in (None, 1.0)}
 
 
-@pytest.mark.parametrize("stage", ["rates", "factorial", "paired", "gossip"])
+@pytest.mark.parametrize("stage", ["rates", "factorial", "paired", "gossip", "seldom"])
 def test_every_case_is_another(stage: str) -> None:
     with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
         cfg = compose("accuracy", [f"stage={stage}"])

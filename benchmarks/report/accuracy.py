@@ -1,4 +1,4 @@
-"""Turn the rows of accuracy.py into accuracy.md, accuracy_gossip.md and PNGs; what failed is in all of them."""
+"""Turn the rows of accuracy.py into accuracy.md, a page for each stage of means, and PNGs; with what failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.report.plots import grid, save
 NOISE = 0.003  # of the loss: a smaller difference is none
 PROMISED = {"ring_int8": NOISE, "ring_int4": NOISE, "ring_int2": 0.02}  # of the loss: the most by which it may be worse
 CONTROL = "control"  # how the names begin of what must come out worse
-BASELINE = {"factorial": "fp32, ring", "paired": "ring", "gossip": "ddp"}
+BASELINE = {"factorial": "fp32, ring", "paired": "ring", "gossip": "ddp", "seldom": "ddp"}
 WAYS = ["ring", "ring, feedback", "direct", "direct, feedback"]
 TITLES = {"text": "text (byte GPT)", "digits": "digits (CNN)", "adamw": "AdamW", "sgd": "SGD with momentum"}
 
@@ -37,7 +37,8 @@ _RATES = (
     "Bold is what the other stages use: the lowest loss among the rates at which ring and direct, which for fp32 "
     "differ only in the order of addition, end within 0.1 % of each other. Above that one run tells nothing."
 )
-_GOSSIP = (
+OF_MEANS = {"gossip": "gossip does", "seldom": "few meetings do"}  # stages whose ranks have parameters of their own
+_OF_MEANS = (
     "Loss and accuracy are of the mean of all ranks' parameters, which all ranks hold at the end. To ddp: the "
     "difference to Lightning's own `ddp` with the same ranks, data and seed; ± is a standard deviation over seeds. "
     "Equal data: every rank draws from all images. Skew 1: each rank has images of a few neighbouring labels only. "
@@ -47,12 +48,12 @@ _GOSSIP = (
 
 
 def publish(folder: Path) -> None:
-    """Of the rows in `folder`/accuracy.jsonl, if there are some: accuracy.md, accuracy_gossip.md, a PNG for each."""
+    """Of the rows in `folder`/accuracy.jsonl, if there are some: accuracy.md, a page for each of `OF_MEANS`, PNGs."""
     file = folder / "accuracy.jsonl"
     if not file.exists():
         return
     rows = _read(file)
-    gossip, rest = _stage(rows, "gossip"), rows[rows.stage != "gossip"]
+    rest = rows[~rows.stage.isin(OF_MEANS)]
     if len(rest):
         paired, factorial = _stage(rows, "paired"), _stage(rows, "factorial")
         parts = ["# What each wire does to training", _setup(rest)]
@@ -64,11 +65,13 @@ def publish(folder: Path) -> None:
             parts += ["## Every wire and knob, one seed, short runs", _FACTORIAL, *_factorial(factorial)]
         parts += [*_rates(rows), _failures(rest)]
         (folder / "accuracy.md").write_text("\n\n".join(parts) + "\n")
-    if len(gossip):
-        _draw_curves(gossip, folder / "accuracy_gossip.png")
-        parts = ["# What gossip does to training", _setup(gossip), _GOSSIP, *_tables(gossip, "##")]
-        parts += ["![Loss of the mean of all ranks at each validation](accuracy_gossip.png)", _failures(gossip)]
-        (folder / "accuracy_gossip.md").write_text("\n\n".join(parts) + "\n")
+    for stage, what in OF_MEANS.items():
+        of_means, name = _stage(rows, stage), f"accuracy_{stage}"
+        if len(of_means):
+            _draw_curves(of_means, folder / f"{name}.png")
+            parts = [f"# What {what} to training", _setup(of_means), _OF_MEANS, *_tables(of_means, "##")]
+            parts += [f"![Loss of the mean of all ranks at each validation]({name}.png)", _failures(of_means)]
+            (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")
 
 
 def _read(file: Path) -> pd.DataFrame:
@@ -83,7 +86,7 @@ def _read(file: Path) -> pd.DataFrame:
 
 def _panel(row: Line) -> str:
     parts = [TITLES.get(row.task, row.task), TITLES.get(row.optimizer, row.optimizer)]
-    if row.stage == "gossip":
+    if row.stage in OF_MEANS:
         skew = row.settings["data"].get("skew")
         parts += [f"{row.ranks} ranks", f"skew {skew:g}" if skew else "equal data"]
     return ", ".join(parts)
@@ -160,18 +163,18 @@ def _spread(values: list[float], form: str, unit: str = "") -> str:
 
 def _tables(rows: pd.DataFrame, level: str) -> list[str]:
     """A title and a table for each panel."""
-    gossip = rows.stage.iloc[0] == "gossip"
+    apart = rows.stage.iloc[0] in OF_MEANS
     columns = {
         "name": lambda line: f"`{line['name']}`",
-        **({"algorithm": lambda line: f"`{line.algorithm}`"} if gossip else {"codec": lambda line: f"`{line.codec}`"}),
-        "collective": lambda line: "-" if gossip else line.collective.split("(")[0],
-        "feedback": lambda line: "-" if gossip else "yes" if line.feedback else "no",
+        **({"algorithm": lambda line: f"`{line.algorithm}`"} if apart else {"codec": lambda line: f"`{line.codec}`"}),
+        "collective": lambda line: "-" if apart else line.collective.split("(")[0],
+        "feedback": lambda line: "-" if apart else "yes" if line.feedback else "no",
         "kB a step": lambda line: shown(line.kilobytes, "{:.0f}"),
         "loss": lambda line: _spread(line.losses, "{:.4f}") + (f" ({line.failed} failed)" if line.failed else ""),
         "accuracy": lambda line: _spread([100 * each for each in line.accuracies], "{:.2f}", " %"),
-        f"to {'ddp' if gossip else 'fp32'}": lambda line: _spread(line.percents, "{:+.2f}", " %"),
-        "seeds": lambda line: str(line.seeds) if gossip else "-",
-        "verdict": lambda line: "-" if gossip else line.verdict,
+        f"to {'ddp' if apart else 'fp32'}": lambda line: _spread(line.percents, "{:+.2f}", " %"),
+        "seeds": lambda line: str(line.seeds) if apart else "-",
+        "verdict": lambda line: "-" if apart else line.verdict,
     }
     parts = []
     for title, panel in rows.groupby("panel", sort=False):
