@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
-    from ringstrategy.integrations.lightning.fabric import consensus
+    from ringstrategy.integrations.lightning.fabric import consensus, finish
     from ringstrategy.integrations.lightning.for_fabric import RingFabricStrategy
     from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
@@ -67,7 +67,7 @@ _HOMES = {
     "integrations.fsdp": ("FsdpResiduals", "fsdp"),
     "integrations.process_group": ("GroupOptions", "RingProcessGroup"),
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
-    "integrations.lightning.fabric": ("consensus",),
+    "integrations.lightning.fabric": ("consensus", "finish"),
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
@@ -121,6 +121,7 @@ __all__ = [
     "__version__",
     "consensus",
     "ddp_hook",
+    "finish",
     "fsdp",
     "merge_timelines",
     "timeline",

@@ -37,6 +37,7 @@ from ringstrategy import (
     PushSum,
     RingFabricStrategy,
     consensus,
+    finish,
 )
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.integrations.lightning.register import START_METHODS
@@ -318,6 +319,48 @@ def test_what_belongs_to_other_weights_is_dropped_with_them(
     ranks: Pool, tmp_path: Path, algorithm: Algorithm, raw: bool
 ) -> None:
     ranks(2, _loads_plain_weights, algorithm, str(tmp_path / "plain.ckpt"), raw)
+
+
+def _finishes(algorithm: Algorithm) -> None:
+    with fabric_with(algorithm) as fabric:
+        state = _started(fabric, 0)
+        train(fabric, state["model"], state["optimizer"], batches(5))
+        own = parameters(state["model"])
+        mean = torch.stack(everyones(own)).mean(0)
+        with consensus(state["model"]):
+            assert not torch.allclose(parameters(state["model"]), mean), "the last step is in nothing that ranks share"
+        finish(state["model"])
+        torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
+        with consensus(state["model"]):
+            torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGD(4, Nesterov()), LocalSGD(4, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1)],
+    ids=["plain", "streaming"],
+)
+def test_finish_counts_the_steps_after_the_last_agreement(ranks: Pool, algorithm: Algorithm) -> None:
+    ranks(2, _finishes, algorithm)
+
+
+def _finishes_with(strategy: str) -> None:
+    with fabric_with(strategy) as fabric:
+        state = _started(fabric, 0)
+        train(fabric, state["model"], state["optimizer"], batches(2))
+        own = parameters(state["model"])
+        finish(state["model"])
+        assert torch.equal(own, parameters(state["model"]))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "gossip", "ddp"])
+def test_finish_changes_nothing_with_other_strategies(ranks: Pool, strategy: str) -> None:
+    ranks(2, _finishes_with, strategy)
+
+
+def test_finish_needs_what_fabric_has_set_up() -> None:
+    with pytest.raises(TypeError, match=r"finish needs the model that fabric\.setup returned"):
+        finish(net())
 
 
 # Several models

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import ringstrategy
 from ringstrategy import AllReduce, BlockInt, Direct, LocalSGD, Nesterov
 from ringstrategy.integrations.lightning import stopping
-from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish
+from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish_writing
 from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
@@ -341,7 +341,7 @@ def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Pat
 
     later = plugins.AsyncCheckpointIO(Slow())
     later.save_checkpoint({"step": 1}, tmp_path / "saved.ckpt")
-    finish(later)
+    finish_writing(later)
     assert (tmp_path / "saved.ckpt").exists()
 
 

@@ -28,7 +28,7 @@ from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import reachable
 from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning import refusals
-from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
+from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish_writing
 from ringstrategy.integrations.lightning.meeting import disconnect, disconnect_at_exit, meet, stay_connected_at_exit
 from ringstrategy.integrations.lightning.package import FABRICS, FabricPackage, imported, is_for
 from ringstrategy.session import Session
@@ -426,7 +426,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         def write() -> None:
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path, storage_options)
-                finish(self.checkpoint_io)
+                finish_writing(self.checkpoint_io)
 
         written_by_all(_Ranks(self, self.algorithm), files, write, undo=lambda: None)
         saves = [shared["files"] for shared in ours.values() if shared["files"] is not None]
@@ -540,18 +540,39 @@ def consensus(model: Module) -> Generator[None, None, None]:
     Raises:
         TypeError: Fabric has not set up this model.
     """
-    wrappers = [module for module in imported(FABRICS, "wrappers") if module.is_wrapped(model)]
-    if not wrappers:
-        raise TypeError(
-            f"consensus needs the model that fabric.setup returned, and this {type(model).__name__} is not set up: "
-            "call model, optimizer = fabric.setup(model, optimizer) first"
-        )
-    ring = wrappers[0]._unwrap_objects(model)
+    ring = _set_up(model, "consensus")
     with ExitStack() as within:
-        if isinstance(ring, RingModule):
+        if ring is not None:
             with ring.session.collective("the mean of all ranks"):
                 within.enter_context(ring.session.consensus())
         yield
+
+
+def finish(model: Module) -> None:
+    """Training of a model that `fabric.setup` returned has ended, after as many batches on all ranks, who all call it.
+
+    With `LocalSGD` all ranks take their exact mean, so that steps after the last agreement count. Otherwise nothing
+    happens.
+
+    Raises:
+        TypeError: Fabric has not set up this model.
+    """
+    ring = _set_up(model, "finish")
+    if ring is not None:
+        with ring.session.collective("the end of training"):
+            ring.session.finish()
+
+
+def _set_up(model: Module, caller: str) -> RingModule | None:
+    """What Fabric has wrapped; None if another strategy did."""
+    wrappers = [module for module in imported(FABRICS, "wrappers") if module.is_wrapped(model)]
+    if not wrappers:
+        raise TypeError(
+            f"{caller} needs the model that fabric.setup returned, and this {type(model).__name__} is not set up: "
+            "call model, optimizer = fabric.setup(model, optimizer) first"
+        )
+    ring = wrappers[0]._unwrap_objects(model)
+    return ring if isinstance(ring, RingModule) else None
 
 
 class _NoSync(_BackwardSyncControl):

@@ -88,7 +88,7 @@ class RankFiles:
         # not `name`: a save replaces a link, and not what it points to
         path = f"{self._path}.ringstrategy/{save}/rank_{rank:05d}.pt"
         self._io.save_checkpoint(seal(state), path, storage_options=self._storage_options)
-        finish(self._io)
+        finish_writing(self._io)
 
     def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
         """See `Files.load`."""
@@ -143,7 +143,7 @@ class RankFiles:
             warnings.warn(f"{self._io} did not remove {path}, which no checkpoint needs any more", stacklevel=2)
 
 
-def finish(checkpoint_io: CheckpointIO) -> None:
+def finish_writing(checkpoint_io: CheckpointIO) -> None:
     """Wait until all is written that was given to it: `AsyncCheckpointIO` writes later. What it raised meanwhile."""
     wrapping = tuple(module._WrappingCheckpointIO for module in imported(TRAINERS, "plugins.io.wrapper"))
     writing_later = tuple(module.AsyncCheckpointIO for module in imported(TRAINERS, "plugins.io.async_plugin"))

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 
-from ringstrategy.integrations.lightning.files import finish
+from ringstrategy.integrations.lightning.files import finish_writing
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
 
@@ -161,7 +161,7 @@ class Stopping:
                 callback.last_model_path = path
                 trainer.save_checkpoint(path)
                 paths.append(path)
-        finish(trainer.strategy.checkpoint_io)
+        finish_writing(trainer.strategy.checkpoint_io)
         rank_zero_info(
             f"SIGTERM: all ranks stop before step {trainer.global_step}. "
             + (f"Saved {', '.join(paths)}" if paths else "Nothing is saved without ModelCheckpoint(save_last=True)")

@@ -22,7 +22,7 @@ from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.elastic import Elastic
-from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish
+from ringstrategy.integrations.lightning.files import LOG, RankFiles, WholeCheckpointIOMixin, finish_writing
 from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin, Joining
 from ringstrategy.integrations.lightning.looks import LooksMixin
 from ringstrategy.integrations.lightning.package import is_for
@@ -448,7 +448,7 @@ class RingStrategyMixin(ProcessesMixin):
         def write() -> None:
             super(RingStrategyMixin, self).save_checkpoint(checkpoint, filepath, storage_options)
             if named is not None:
-                finish(self.checkpoint_io)
+                finish_writing(self.checkpoint_io)
 
         if named is None or self.alone:
             write()
