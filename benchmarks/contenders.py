@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
@@ -23,6 +24,7 @@ from benchmarks import cpu, harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
+from benchmarks.torchft_peer import TorchftDiLoCo
 from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, LocalSGD, Ring
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
@@ -94,6 +96,11 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
+def torchft_names() -> dict[int, str]:
+    """By interval, where torchft is installed."""
+    return {every: f"torchft diloco every {every}" for every in (16, 64)} if find_spec("torchft") else {}
+
+
 def decentralized() -> list[str]:
     """The registered names that average parameters, not gradients."""
     return [name for name, make in STRATEGIES.items() if isinstance(make(), Decentralized)]
@@ -110,6 +117,7 @@ def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Ca
         FP16_HOOK: of(TorchDDP, True),
         **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
         **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
+        **{name: of(TorchftTraining, interval) for interval, name in torchft_names().items()},
         **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items()},
     }
 
@@ -292,6 +300,25 @@ class PostLocalSGD(Training):
 
     def after_step(self) -> None:
         self._averager.average_parameters(self.model.parameters())
+
+
+class TorchftTraining(Training):
+    """torchft's DiLoCo. A run is whole intervals."""
+
+    def __init__(self, model: nn.Module, batches: Batches, interval: int, **how: Any) -> None:
+        super().__init__(model, batches, **how)
+        self.interval = interval
+        self._diloco = TorchftDiLoCo(model, self.optimizer, interval, {"lr": 0.4, "momentum": 0.8})
+
+    def must_send(self, hosts: int) -> float | None:
+        return reduced(4 * self.full, hosts) / self.interval
+
+    def limit(self, compute: Phases, wire: float) -> float:
+        """Nothing is computed beside it."""
+        return sum(compute) + wire
+
+    def close(self) -> None:
+        self._diloco.close()
 
 
 class Ours(Training):

@@ -352,6 +352,16 @@ def test_without_a_target_all_that_are_asked_make_all_steps(ranks, tmp_path):
         assert "0.01 M parameters" in row["size"]
 
 
+@pytest.mark.slow
+def test_torchft_ends_where_our_diloco_does(ranks, tmp_path):
+    pytest.importorskip("torchft", reason="a peer, which only this needs")
+    arguments = ["--no-target", "--most-steps", "32", "--cases", "=torchft diloco every 16,=diloco every 16"]
+    rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
+    theirs, ours = (rows[name]["curve"]["losses"] for name in ("torchft diloco every 16", "diloco every 16"))
+    assert theirs == pytest.approx(ours, rel=1e-4)
+    assert ours[1] < ours[0]
+
+
 def test_a_run_that_diverges_ends(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none", "--learning-rate", "1e30"]
     rows, _ = on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, *arguments)

@@ -1,0 +1,82 @@
+"""torchft's DiLoCo over gloo, each rank a replica group of its own. It needs `pip install torchft`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks import harness
+
+TICK_MS = 10  # how often torchft's server looks whether all are there: its default, 100, would cost each agreement that
+
+
+class TorchftDiLoCo:
+    """Agreements by hooks of the inner optimizer, with the outer optimizer of our `diloco`. All ranks make it."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, interval: int, outer: Mapping[str, Any]
+    ) -> None:
+        os.environ.setdefault("TORCHFT_USE_OTEL", "False")
+        os.environ.setdefault("RUST_LOG", "warn")
+        torchft = importlib.import_module("torchft")
+        size, here = dist.get_world_size(), _own_address()
+        self._lighthouse: Any = None
+        found: list[Any] = [None]
+        if dist.get_rank() == 0:
+            coordination = importlib.import_module("torchft.coordination")
+            self._lighthouse = coordination.LighthouseServer(
+                bind="0.0.0.0:0", min_replicas=size, quorum_tick_ms=TICK_MS
+            )
+            found = [f"http://{here}:{urlsplit(self._lighthouse.address()).port}"]
+        dist.broadcast_object_list(found)
+        self._store = dist.TCPStore(here, 0, is_master=True, wait_for_workers=False)
+        self._manager = torchft.Manager(
+            pg=torchft.ProcessGroupGloo(timeout=harness.TIMEOUT),
+            load_state_dict=None,
+            state_dict=None,
+            min_replica_size=size,
+            use_async_quorum=False,
+            timeout=harness.TIMEOUT,
+            quorum_timeout=harness.TIMEOUT,
+            rank=0,
+            world_size=1,
+            store_addr=here,
+            store_port=self._store.port,
+            lighthouse_addr=found[0],
+            replica_id=f"rank{dist.get_rank()}",
+            hostname=here,
+            init_sync=False,
+        )
+        self._diloco = importlib.import_module("torchft.local_sgd").DiLoCo(
+            self._manager,
+            [model],
+            optimizer,
+            torch.optim.SGD(model.parameters(), nesterov=True, **outer),
+            sync_every=interval,
+            use_bucketization=True,
+        )
+        self._diloco.__enter__()
+
+    def close(self) -> None:
+        """All ranks call it."""
+        self._diloco.__exit__(None, None, None)
+        dist.barrier()
+        self._manager.shutdown()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+
+
+def _own_address() -> str:
+    """Of this host, as the others reach it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
+        address: str = probe.getsockname()[0]
+    return address
