@@ -623,6 +623,30 @@ def test_ranks_of_a_host_stay_equal_and_hosts_meet_seldom(ranks: Pool) -> None:
     assert not torch.equal(alone[0][1][0], alone[1][1][0])
 
 
+class Rare(Net):
+    """One parameter that only rank 0 uses, in one of three batches, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.never = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        used = self.trainer.global_rank == 0 and batch_idx % 3 == 0
+        return loss + self.rare.square().sum() if used else loss
+
+
+def test_ranks_of_a_host_stay_equal_where_parameters_are_not_used(ranks: Pool) -> None:
+    algorithm = LocalSGD(4, Nesterov(0.7, 0.3), collective=Hierarchical(), overlap=2, within_host=True)
+    found = ranks(4, _of_two_hosts, algorithm, [0, 0, 1, 1], Rare)
+    for one, two, three, four in zip(*(own for _, own, _ in found), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(three, four)
+    end = found[0][0]
+    assert torch.equal(end[3:5], torch.ones(2)), "never"
+    assert 0 < end[:3].max() < 1, "rare"
+
+
 def test_on_one_host_each_step_is_that_of_ring(ranks: Pool) -> None:
     ring, seldom = (
         ranks(2, _of_two_hosts, algorithm, [0, 0], Net)[0][1]
