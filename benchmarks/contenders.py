@@ -70,15 +70,12 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
-        for name, intervals in {"local_sgd": (4, 64), "diloco": (4, 16, 64), "diloco_int4": (16,)}.items()
+        for name, intervals in {"local_sgd": (4, 64), "diloco": (4, 16, 64)}.items()
         for interval in intervals
     },
-    **{
-        f"{name} every 64 after 128": partial(_seldom, name, interval=64, warmup_steps=128)
-        for name in ("diloco", "diloco_int4")
-    },
-    **{f"diloco_int4 overlap {late}": partial(_seldom, "diloco_int4", overlap=late) for late in (4, 16)},
-    "diloco_int4 overlap 16 blend 0.5": partial(_seldom, "diloco_int4", overlap=16, blend=0.5),
+    "diloco_int4 overlap 4": partial(_seldom, "diloco_int4", overlap=4),
+    "diloco_int4 every 64": partial(_seldom, "diloco_int4", interval=64, overlap=4),
+    "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=4, warmup_steps=128),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names

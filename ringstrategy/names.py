@@ -39,7 +39,7 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "local_sgd": lambda: LocalSGD(),
     "diloco": lambda: LocalSGD(interval=32, outer=Nesterov(0.4, 0.8)),
     "diloco_int4": lambda: LocalSGD(
-        interval=64,
+        interval=16,
         outer=Nesterov(0.4, 0.8),
         codec=SmallExact(Rotated(Gaussian(4))),
         collective=Direct(),
