@@ -98,10 +98,7 @@ def _millions(row: Row) -> float:
 def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
     """The table, as Markdown. Ratios are to the fastest on this network that is not ours."""
     rates = sorted({rate for racer in found for rate in racer.seconds}, key=lambda rate: bits_per_second(rate) or 0)
-    fastest = {
-        rate: min(each for racer in found if who(racer.case) == "peer" if (each := racer.minutes(rate)) is not None)
-        for rate in rates
-    }
+    fastest = {rate: _fastest(found, rate) for rate in rates}
     yield (
         f"| | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
         + " | ".join(f"s a step, {rate_in_words(rate)} | minutes" for rate in rates)
@@ -114,8 +111,16 @@ def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
         for rate in rates:
             minutes = racer.minutes(rate)
             cells.append(shown(racer.seconds.get(rate), "{:.3f}"))
-            cells.append("-" if minutes is None else f"{minutes:.1f} ({fastest[rate] / minutes:.2f}x)")
+            best = fastest[rate]
+            ratio = "" if minutes is None or best is None else f" ({best / minutes:.2f}x)"
+            cells.append(shown(minutes, "{:.1f}") + ratio)
         yield f"| {' | '.join(cells)} |"
+
+
+def _fastest(found: Sequence[Racer], rate: str) -> float | None:
+    """Minutes of the fastest that is not ours; None if nobody was measured, or all missed the target."""
+    minutes = [racer.minutes(rate) for racer in found if who(racer.case) == "peer"]
+    return min((each for each in minutes if each is not None), default=None)
 
 
 def _of_seeds(values: Sequence[float | None], form: str) -> str:

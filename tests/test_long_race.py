@@ -28,27 +28,27 @@ def step(case: str, rate: str, seconds: float, sent: float | None = None, **othe
 
 CURVES = [
     *(curve("ddp", 0, 5.0, 4.0, 3.0, 2.5), curve("ddp", 1, 5.0, 4.2, 3.2, 2.7)),
-    *(curve("ddp fp16 hook", 0, 5.0, 4.0, 3.0, 2.5), curve("ddp fp16 hook", 1, 5.0, 4.2, 3.2, 2.7)),
+    *(curve("torchft diloco every 16", 0, 5.0, 4.0, 3.0, 2.5), curve("torchft diloco every 16", 1, 5.0, 4.2, 3.2, 2.7)),
     *(curve("diloco", 0, 5.0, 4.5, 3.3, 2.7), curve("diloco", 1, 5.0, 4.6, 3.36, 3.04)),
     *(curve("gossip", 0, 5.0, 4.9, 4.8, 4.7), curve("gossip", 1, 5.0, 4.9, 4.8, None)),
     curve("ring", 0, 5.0, 4.0, 3.0, 2.5),
 ]
 STEPS = [
-    *(step("ddp", "100mbit", 6.0, 60e6), step("ddp fp16 hook", "100mbit", 3.0, 30e6)),
+    *(step("ddp", "100mbit", 6.0, 60e6), step("torchft diloco every 16", "100mbit", 3.0, 30e6)),
     *(step("diloco", "100mbit", 0.3, 2e6), step("ddp", "10mbit", 60.0, 60e6), step("diloco", "10mbit", 0.6, 2e6)),
 ]
 
 
 def test_its_time_is_its_steps_times_the_seconds_of_one():
     found = {racer.case: racer for racer in racers(CURVES, STEPS, after=200)}
-    assert list(found) == ["ddp", "ddp fp16 hook", "diloco", "gossip"], "ring has no curve of seed 1"
+    assert list(found) == ["ddp", "torchft diloco every 16", "diloco", "gossip"], "ring has no curve of seed 1"
     assert found["ddp"].steps == pytest.approx([200.0, 200.0])
     assert found["ddp"].minutes("100mbit") == pytest.approx(20.0)
     assert found["diloco"].excess == pytest.approx([0.1, 0.05])
     assert found["diloco"].steps == pytest.approx([250.0, 250.0])  # half way from 3.3 to 2.7, and from 3.36 to 3.04
     assert found["diloco"].minutes("100mbit") == pytest.approx(1.25)
     assert found["diloco"].megabytes == 2.0
-    assert found["ddp fp16 hook"].minutes("10mbit") is None, "nobody measured it"
+    assert found["torchft diloco every 16"].minutes("10mbit") is None, "nobody measured it"
     assert found["gossip"].steps == [None, None]
     assert found["gossip"].minutes("100mbit") is None
 
@@ -64,6 +64,13 @@ def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, ca
     assert "+7.5 % (+5.0 % to +10.0 %) | 250" in table[2]
     assert table[2].endswith("| 2.00 | 0.600 | 2.5 (80.00x) | 0.300 | 1.2 (8.00x) |")
     assert "missed" in table[3]
+
+
+def test_where_nobody_else_was_measured_there_are_no_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    append(CURVES, tmp_path / "curves.jsonl")
+    append([step("diloco", "10mbit", 0.6)], tmp_path / "steps.jsonl")
+    main(["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl"), "--after", "200"])
+    assert "| 0.600 | 2.5 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SETTING = ["benchmark", "size", "hosts", "processes", "rate"]  # ratios of two s
 MADE = ["command", "date", "processor"]
 TURNS = ["collectives", "training", "exchange", "scaling", "prediction", "overhead"]  # their cases can be shared out
 FED = "ring_int8 with feedback"
-RARE = "post-local"  # how the case begins that averages only now and then
+RARE = ("post-local", "torchft")  # how the cases begin that average only now and then
 OTHERS = {  # whom a race is run against, by the column of the ratio
     "dense": ["ddp", "ddp fp16 hook"],
     "powersgd": ["ddp powersgd rank 1", "ddp powersgd rank 4"],
@@ -72,7 +72,7 @@ def _last(rows: pd.DataFrame) -> pd.DataFrame:
 
 def who(case: str) -> str:
     """Whose way of averaging it is: ours or a peer's; or whether its ranks only compute."""
-    return "alone" if case.startswith(ALONE) else "peer" if case.startswith(("gloo", "ddp", RARE)) else "ours"
+    return "alone" if case.startswith(ALONE) else "peer" if case.startswith(("gloo", "ddp", *RARE)) else "ours"
 
 
 def _references(run: pd.DataFrame, row: pd.Series) -> dict[str, pd.Series]:
