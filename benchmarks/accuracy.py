@@ -192,12 +192,12 @@ def _algorithms(cfg: DictConfig, task: str) -> Iterator[tuple[str, Algorithm | N
     if cfg.stage == "rates":
         yield "fp32", AllReduce(collective=Ring())
         return
-    names = cfg[cfg.stage][task].get("names")
-    for name, algorithm in _factorial(cfg) if cfg.stage == "factorial" else _registered(cfg):
-        if names is not None and name not in names:
-            continue
+    known = dict(_factorial(cfg) if cfg.stage == "factorial" else _registered(cfg))
+    for name in cfg[cfg.stage][task].get("names", known):
+        if name not in known:
+            raise ValueError(f"{cfg.stage}.{task}.names: {name!r} is none of {', '.join(known)}")
         if cfg.wires is None or any(re.match(rf"{re.escape(wire)}\b", name) for wire in cfg.wires):
-            yield name, algorithm
+            yield name, known[name]
 
 
 def _factorial(cfg: DictConfig) -> Iterator[tuple[str, Algorithm]]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.util import find_spec
 from itertools import cycle, islice
 from typing import Any
 
@@ -25,7 +24,7 @@ from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
 from benchmarks.torchft_peer import TorchftDiLoCo
-from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, LocalSGD, Ring
+from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, LocalSGD, Nesterov, Ring
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -42,6 +41,7 @@ POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
+TORCHFT = {every: f"torchft diloco every {every}" for every in (16, 64)}
 _MIXINGS: dict[str, Callable[..., Algorithm]] = {
     "gossip_exponential": partial(Gossip, OnePeerExponential()),
     "gossip_int8": partial(Choco, codec=BlockInt(8)),
@@ -70,7 +70,7 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
-        for name, intervals in {"local_sgd": (4, 64), "diloco": (4, 16, 64)}.items()
+        for name, intervals in {"local_sgd": (4,), "diloco": (4, 16, 64)}.items()
         for interval in intervals
     },
     "diloco_int4 overlap 4": partial(_seldom, "diloco_int4", overlap=4),
@@ -93,11 +93,6 @@ def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.01)
 
 
-def torchft_names() -> dict[int, str]:
-    """By interval, where torchft is installed."""
-    return {every: f"torchft diloco every {every}" for every in (16, 64)} if find_spec("torchft") else {}
-
-
 def decentralized() -> list[str]:
     """The registered names that average parameters, not gradients."""
     return [name for name, make in STRATEGIES.items() if isinstance(make(), Decentralized)]
@@ -114,7 +109,7 @@ def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Ca
         FP16_HOOK: of(TorchDDP, True),
         **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
         **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
-        **{name: of(TorchftTraining, interval) for interval, name in torchft_names().items()},
+        **{name: of(TorchftTraining, interval) for interval, name in TORCHFT.items()},
         **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items()},
     }
 
@@ -275,11 +270,21 @@ class PowerSGDHook(Training):
         self._power_sgd.close()
 
 
-class PostLocalSGD(Training):
-    """Torch's periodic averaging of parameters from the first step on; between two averagings ranks train alone.
+class Waiting(Training):
+    """Ranks train alone, and wait for an exact average at the end of each interval. A run is whole intervals."""
 
-    No DDP around the model, which would cost time and average nothing. A run is whole periods, each with its averaging
-    at the end.
+    def must_send(self, hosts: int) -> float | None:
+        return reduced(4 * self.full, hosts) / self.interval
+
+    def limit(self, compute: Phases, wire: float) -> float:
+        """Nothing is computed beside it."""
+        return sum(compute) + wire
+
+
+class PostLocalSGD(Waiting):
+    """Torch's periodic averaging of parameters from the first step on.
+
+    No DDP around the model, which would cost time and average nothing.
     """
 
     def __init__(self, model: nn.Module, batches: Batches, period: int, **how: Any) -> None:
@@ -288,31 +293,19 @@ class PostLocalSGD(Training):
         self._averager = PeriodicModelAverager(period, warmup_steps=0)
         self._averager.step = 1  # of its own accord it averages after the first step of a period, not after the last
 
-    def must_send(self, hosts: int) -> float | None:
-        return reduced(4 * self.full, hosts) / self.interval
-
-    def limit(self, compute: Phases, wire: float) -> float:
-        """Nothing is computed beside it."""
-        return sum(compute) + wire
-
     def after_step(self) -> None:
         self._averager.average_parameters(self.model.parameters())
 
 
-class TorchftTraining(Training):
-    """torchft's DiLoCo. A run is whole intervals."""
+class TorchftTraining(Waiting):
+    """torchft's DiLoCo, with the outer optimizer of our `diloco`."""
 
     def __init__(self, model: nn.Module, batches: Batches, interval: int, **how: Any) -> None:
         super().__init__(model, batches, **how)
         self.interval = interval
-        self._diloco = TorchftDiLoCo(model, self.optimizer, interval, {"lr": 0.4, "momentum": 0.8})
-
-    def must_send(self, hosts: int) -> float | None:
-        return reduced(4 * self.full, hosts) / self.interval
-
-    def limit(self, compute: Phases, wire: float) -> float:
-        """Nothing is computed beside it."""
-        return sum(compute) + wire
+        outer = _seldom("diloco").outer
+        assert isinstance(outer, Nesterov)
+        self._diloco = TorchftDiLoCo(model, self.optimizer, interval, {"lr": outer.lr, "momentum": outer.momentum})
 
     def close(self) -> None:
         self._diloco.close()

@@ -1,17 +1,20 @@
 """Minutes to a loss on slow links, from two measurements: the loss after each step, and the seconds that a step takes.
 
 python -m benchmarks time_to_accuracy --hosts 4 --rate loopback --no-target --out outputs/curves.jsonl
-python -m benchmarks training --hosts 4 --rate 10mbit --model gpt --width 192 --layers 2 --out outputs/steps.jsonl
+python -m benchmarks training --hosts 4 --rate 10mbit --model gpt --width 192 --layers 2 --optimizer adamw \\
+    --out outputs/steps.jsonl
 python -m benchmarks long_race --curves outputs/curves.jsonl --steps outputs/steps.jsonl --after 512
 
-Whole runs over 10 Mbit/s would take days. But what a contender's loss is after so many steps does not depend on the
-network: all that is compared here sends the same bits on each. So its time is the number of steps that it needs, from
-the curves, times the seconds that one of them takes on the network in question. The target is DDP's own loss after
+Whole runs over 10 Mbit/s would take days. But a contender's loss after so many steps does not depend on the network: it
+sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
+one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
+exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
 `--after` steps, for each seed its own; steps are the mean over the seeds.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,8 +26,10 @@ from benchmarks.cells import shown
 from benchmarks.contenders import DDP
 from benchmarks.lab import bits_per_second
 from benchmarks.report.frame import rate_in_words, who
-from benchmarks.rows import ALONE, Row, read
+from benchmarks.rows import Row, read
 from benchmarks.time_to_accuracy import CURVES, Curve
+
+_EXACT_START = " after "
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Racer:
     """One contender."""
 
     case: str
-    excess: list[float | None]  # of its loss over DDP's after as many steps, relative; an entry a seed
+    excess: list[float | None]  # of its loss over DDP's after as many steps, relative; an entry a seed, None: unknown
     steps: list[float | None]  # to DDP's loss; None: missed
     seconds: Mapping[str, float]  # a step, by rate
     megabytes: float | None  # a step on a host's link
@@ -51,17 +56,23 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
         raise ValueError("--curves: rows of `time_to_accuracy --no-target`")
     if not steps or any(row.benchmark != "training" for row in steps):
         raise ValueError("--steps: rows of `training`")
+    if any(not row.size.endswith("AdamW") for row in steps):
+        raise ValueError("--steps: rows of `training --optimizer adamw`, as the curves are")
+    if len({(row.learning_rate, row.python) for row in curves}) > 1:
+        raise ValueError("--curves: all of one learning rate, and of one Python, whose text they learn")
     sizes = {(_millions(row), row.hosts * row.processes) for row in (*curves, *steps)}
     if len(sizes) > 1:
         told = " and ".join(f"{size:g} M parameters on {ranks} ranks" for size, ranks in sorted(sizes))
         raise ValueError(f"curves and steps are of one model and world size, got {told}")
     by_seed = {(row.case, row.seed): Curve(**row.curve) for row in curves}
     seeds = sorted({seed for case, seed in by_seed if case == DDP})
+    if not seeds:
+        raise ValueError(f"--curves: {DDP} is not there, whose loss is the target")
     targets: dict[int, float] = {}
     for seed in seeds:
         loss = _at(by_seed[DDP, seed], after)
         if loss is None:
-            raise ValueError(f"--after {after}: {DDP} was not evaluated then, with seed {seed}")
+            raise ValueError(f"--after {after}: {DDP} has no loss then, with seed {seed}")
         targets[seed] = loss
     seconds: dict[str, dict[str, float]] = {}
     megabytes: dict[str, float] = {}
@@ -71,7 +82,7 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
             megabytes[row.case] = row.bytes_at_interface / 1e6
     found = []
     for case in dict.fromkeys(row.case for row in curves):
-        if not all((case, seed) in by_seed for seed in seeds):
+        if case == "ring_auto" or _EXACT_START in case or not all((case, seed) in by_seed for seed in seeds):
             continue
         excess: list[float | None] = []
         needed: list[float | None] = []
@@ -97,7 +108,9 @@ def _millions(row: Row) -> float:
 
 def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
     """The table, as Markdown. Ratios are to the fastest on this network that is not ours."""
-    rates = sorted({rate for racer in found for rate in racer.seconds}, key=lambda rate: bits_per_second(rate) or 0)
+    rates = sorted(
+        {rate for racer in found for rate in racer.seconds}, key=lambda rate: bits_per_second(rate) or math.inf
+    )
     fastest = {rate: _fastest(found, rate) for rate in rates}
     yield (
         f"| | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
@@ -106,7 +119,11 @@ def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
     )
     yield "|---" * (4 + 2 * len(rates)) + "|"
     for racer in found:
-        cells = [f"`{racer.case}`", _of_seeds(racer.excess, "{:+.1%}"), _of_seeds(racer.steps, "{:,.0f}")]
+        cells = [
+            f"`{racer.case}`",
+            _of_seeds(racer.excess, "{:+.1%}", "-"),
+            _of_seeds(racer.steps, "{:,.0f}", "missed"),
+        ]
         cells.append(shown(racer.megabytes, "{:.2f}"))
         for rate in rates:
             minutes = racer.minutes(rate)
@@ -123,11 +140,11 @@ def _fastest(found: Sequence[Racer], rate: str) -> float | None:
     return min((each for each in minutes if each is not None), default=None)
 
 
-def _of_seeds(values: Sequence[float | None], form: str) -> str:
+def _of_seeds(values: Sequence[float | None], form: str, otherwise: str) -> str:
     """The mean, with the lowest and the highest."""
     there = [value for value in values if value is not None]
     if len(there) < len(values):
-        return "missed"
+        return otherwise
     mean = shown(statistics.mean(there), form)
     return mean if len(there) == 1 else f"{mean} ({shown(min(there), form)} to {shown(max(there), form)})"
 
@@ -142,6 +159,6 @@ def main(given: Sequence[str]) -> None:
     options = parser.parse_args(given)
     with harness.refusing(parser):
         curves = [row for file in options.curves for row in read(file)]
-        steps = [row for file in options.steps for row in read(file) if not row.case.startswith(ALONE)]
+        steps = [row for file in options.steps for row in read(file)]
         table = "".join(f"{line}\n" for line in lines(racers(curves, steps, options.after), options.after))
         harness.show_or_write(table, "long_race", options.write)

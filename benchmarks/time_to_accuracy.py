@@ -215,6 +215,8 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--most-steps {options.most_steps}: turns have --every {options.every} steps, so it must be a multiple"
         )
+    if options.cases == "none" and not math.isfinite(options.target):
+        raise ValueError("--no-target --cases none: then nobody trains; name some, such as --cases =ddp,=diloco")
     gpt(options.width, options.layers)
 
 
@@ -223,7 +225,7 @@ def main(given: Sequence[str]) -> None:
     # no rounds: each contender trains once, from its first step on; --seed repeats it
     parser = harness.over_hosts("time_to_accuracy", __doc__, rounds=None)
     parser.add_argument("--target", type=float, default=2.5, help="loss in nats a byte; the default is for 4 hosts")
-    to_the_end = "all make --most-steps; only those of --cases"
+    to_the_end = "no target: all cases make --most-steps steps; ddp runs only if --cases names it"
     parser.add_argument("--no-target", dest="target", action="store_const", const=-math.inf, help=to_the_end)
     parser.add_argument("--most-steps", type=int, default=640, help="then a contender has missed the target")
     parser.add_argument("--every", type=int, default=16, help="steps from one evaluation to the next")

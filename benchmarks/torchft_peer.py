@@ -26,7 +26,10 @@ class TorchftDiLoCo:
     ) -> None:
         os.environ.setdefault("TORCHFT_USE_OTEL", "False")
         os.environ.setdefault("RUST_LOG", "warn")
-        torchft = importlib.import_module("torchft")
+        try:
+            torchft = importlib.import_module("torchft")
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("torchft's DiLoCo is measured with torchft: pip install torchft") from error
         size, here = dist.get_world_size(), _own_address()
         self._lighthouse: Any = None
         found: list[Any] = [None]
@@ -54,6 +57,7 @@ class TorchftDiLoCo:
             replica_id=f"rank{dist.get_rank()}",
             hostname=here,
             init_sync=False,
+            max_retries=0,  # an exchange that failed is an error here, not an interval that is thrown away
         )
         self._diloco = importlib.import_module("torchft.local_sgd").DiLoCo(
             self._manager,

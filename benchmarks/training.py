@@ -32,6 +32,7 @@ from benchmarks import cpu, harness, tasks
 from benchmarks.contenders import (
     DDP,
     SELDOM,
+    TORCHFT,
     MakeOptimizer,
     Ours,
     Training,
@@ -128,8 +129,9 @@ class _Steps:
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
+        on_demand = {*SELDOM, *TORCHFT.values()}  # long runs
         for name in harness.chosen(known, options.cases):
-            if options.cases is not None or name not in SELDOM:  # whose long runs are measured on demand
+            if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())
         pairs = [self.overlapping(name) for name in options.overlap_of]
         # What computing takes depends on how long a turn is: of short ones more is on cold caches.

@@ -329,6 +329,8 @@ def _finishes(algorithm: Algorithm) -> None:
         mean = torch.stack(everyones(own)).mean(0)
         with consensus(state["model"]):
             assert not torch.allclose(parameters(state["model"]), mean), "the last step is in nothing that ranks share"
+            with pytest.raises(RuntimeError, match="call finish before or after"):
+                finish(state["model"])
         finish(state["model"])
         torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
         with consensus(state["model"]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ CURVES = [
     *(curve("diloco", 0, 5.0, 4.5, 3.3, 2.7), curve("diloco", 1, 5.0, 4.6, 3.36, 3.04)),
     *(curve("gossip", 0, 5.0, 4.9, 4.8, 4.7), curve("gossip", 1, 5.0, 4.9, 4.8, None)),
     curve("ring", 0, 5.0, 4.0, 3.0, 2.5),
+    *(curve(case, seed, 5.0, 2.0, 1.0, 1.0) for case in ("ring_auto", "diloco every 64 after 128") for seed in (0, 1)),
 ]
 STEPS = [
     *(step("ddp", "100mbit", 6.0, 60e6), step("torchft diloco every 16", "100mbit", 3.0, 30e6)),
@@ -41,7 +43,7 @@ STEPS = [
 
 def test_its_time_is_its_steps_times_the_seconds_of_one():
     found = {racer.case: racer for racer in racers(CURVES, STEPS, after=200)}
-    assert list(found) == ["ddp", "torchft diloco every 16", "diloco", "gossip"], "ring has no curve of seed 1"
+    assert list(found) == ["ddp", "torchft diloco every 16", "diloco", "gossip"], "the others lack a seed or a price"
     assert found["ddp"].steps == pytest.approx([200.0, 200.0])
     assert found["ddp"].minutes("100mbit") == pytest.approx(20.0)
     assert found["diloco"].excess == pytest.approx([0.1, 0.05])
@@ -79,13 +81,16 @@ def test_where_nobody_else_was_measured_there_are_no_ratios(tmp_path: Path, caps
         (STEPS, STEPS, 200, "--curves"),
         (CURVES, CURVES, 200, "--steps"),
         (CURVES, STEPS, 150, "--after 150"),
+        (CURVES[4:], STEPS, 200, "ddp is not there"),
+        (CURVES, [step("ddp", "100mbit", 1.0, size="byte GPT of 10.9 M parameters")], 200, "--optimizer adamw"),
+        ([*CURVES, replace(CURVES[0], seed=2, learning_rate=1.0)], STEPS, 200, "one learning rate"),
         (
             CURVES,
             [step("ddp", "100mbit", 1.0, hosts=8)],
             200,
             "on 4 ranks and 10.9 M parameters on 8",
         ),
-        (CURVES, [step("ddp", "100mbit", 1.0, size="MLP of 24.1 M parameters")], 200, "24.1 M"),
+        (CURVES, [step("ddp", "100mbit", 1.0, size="MLP of 24.1 M parameters, AdamW")], 200, "24.1 M"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -37,7 +37,10 @@ _RATES = (
     "Bold is what the other stages use: the lowest loss among the rates at which ring and direct, which for fp32 "
     "differ only in the order of addition, end within 0.1 % of each other. Above that one run tells nothing."
 )
-OF_MEANS = {"gossip": "gossip does", "seldom": "few meetings do"}  # stages whose ranks have parameters of their own
+OF_MEANS = {  # stages whose ranks have parameters of their own: what they are about, and what validation sees
+    "gossip": ("gossip does", "the mean of all ranks at each validation"),
+    "seldom": ("few meetings do", "what validation sees, at last the mean of all ranks"),
+}
 _OF_MEANS = (
     "Loss and accuracy are of the mean of all ranks' parameters, which all ranks hold at the end. To ddp: the "
     "difference to Lightning's own `ddp` with the same ranks, data and seed; ± is a standard deviation over seeds. "
@@ -65,12 +68,12 @@ def publish(folder: Path) -> None:
             parts += ["## Every wire and knob, one seed, short runs", _FACTORIAL, *_factorial(factorial)]
         parts += [*_rates(rows), _failures(rest)]
         (folder / "accuracy.md").write_text("\n\n".join(parts) + "\n")
-    for stage, what in OF_MEANS.items():
+    for stage, (what, seen) in OF_MEANS.items():
         of_means, name = _stage(rows, stage), f"accuracy_{stage}"
         if len(of_means):
             _draw_curves(of_means, folder / f"{name}.png")
             parts = [f"# What {what} to training", _setup(of_means), _OF_MEANS, *_tables(of_means, "##")]
-            parts += [f"![Loss of the mean of all ranks at each validation]({name}.png)", _failures(of_means)]
+            parts += [f"![Loss of {seen}]({name}.png)", _failures(of_means)]
             (folder / f"{name}.md").write_text("\n\n".join(parts) + "\n")
 
 
@@ -264,5 +267,5 @@ def _draw_curves(rows: pd.DataFrame, path: Path) -> None:
             axes.plot(*mean, color=colors[name], marker=".", label=name)
         axes.set(yscale="log", title=panel.panel.iloc[0], xlabel="step", ylabel="validation loss")
         axes.grid(alpha=0.25, which="both")
-    figure.suptitle("Validation loss of the mean of all ranks; thin: each seed, bold: their mean", size=10)
+    figure.suptitle("Validation loss; thin: each seed, bold: their mean", size=10)
     save(figure, path)

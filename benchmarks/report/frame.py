@@ -50,7 +50,7 @@ def load(folder: Path) -> pd.DataFrame:
     rows["megabytes"] = [_number(size, r"([\d.]+) MB") for size in rows["size"]]
     rows["parameters"] = [_number(size, r"([\d.]+) M parameters") for size in rows["size"]]
     rows["model"] = [
-        f"{size.partition(' of ')[0]} {millions:g} M"
+        f"{size.partition(' of ')[0]} {millions:g} M{', AdamW' * size.endswith(', AdamW')}"
         for size, millions in zip(rows["size"], rows.parameters, strict=True)
     ]
     rows["network"] = [

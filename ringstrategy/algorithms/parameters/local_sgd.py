@@ -397,6 +397,10 @@ class LocalSGD(Periodic):
         peers = self._peers
         if peers is None or not self.consensus:
             return
+        if self._view is not None and self._view.entered:
+            raise RuntimeError(
+                "call finish before or after `with consensus(...)`: within it ranks hold shared parameters"
+            )
         compare_plans(peers, "the last agreement")
         for group in self._groups:
             self._apply(group)
