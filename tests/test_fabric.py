@@ -335,6 +335,11 @@ def _finishes(algorithm: Algorithm) -> None:
         torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
         with consensus(state["model"]):
             torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
+        train(fabric, state["model"], state["optimizer"], batches(6))
+        assert not torch.allclose(parameters(state["model"]), mean)
+        finish(state["model"])
+        one, other = everyones(parameters(state["model"]))
+        assert torch.equal(one, other), "training may go on, and end again"
 
 
 @pytest.mark.parametrize(

@@ -398,9 +398,7 @@ class LocalSGD(Periodic):
         if peers is None or not self.consensus:
             return
         if self._view is not None and self._view.entered:
-            raise RuntimeError(
-                "call finish before or after `with consensus(...)`: within it ranks hold shared parameters"
-            )
+            raise RuntimeError("call finish before or after `with consensus(...)`: within, ranks hold what they share")
         compare_plans(peers, "the last agreement")
         for group in self._groups:
             self._apply(group)
