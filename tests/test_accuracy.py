@@ -216,6 +216,13 @@ def test_gossip_takes_all_registered_names_and_goes_seed_by_seed() -> None:
     assert digits == {(ranks, 64 // ranks, skew) for ranks in (4, 8) for skew in (None, 1.0)}
 
 
+def test_a_name_that_nobody_has_is_refused() -> None:
+    with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):
+        cfg = compose("accuracy", ["stage=seldom", "seldom.digits.names=[ddp,diloco every 5]"])
+        with pytest.raises(ValueError, match=r"'diloco every 5' is none of ddp, .*diloco every 16"):
+            accuracy.cases(cfg)
+
+
 @pytest.mark.parametrize("stage", ["rates", "factorial", "paired", "gossip", "seldom"])
 def test_every_case_is_another(stage: str) -> None:
     with initialize_config_dir(str(BENCHMARKS), version_base="1.3"):

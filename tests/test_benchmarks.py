@@ -421,6 +421,7 @@ def test_overhead_at_world_size_one(tmp_path):
         ("time_to_accuracy", ["--rounds=3"]),
         ("time_to_accuracy", ["--most-steps=5"]),
         ("time_to_accuracy", ["--width=30"]),
+        ("time_to_accuracy", ["--cases=none", "--no-target"]),
     ],
 )
 def test_a_bad_argument_is_refused_with_words(capsys, name, arguments):
