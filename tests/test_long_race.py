@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from test_benchmarks import refusal
 
-from benchmarks.long_race import main, racers
-from benchmarks.rows import Row, append
+from benchmarks.harness import table_on
+from benchmarks.long_race import lines, main, racers
+from benchmarks.rows import Row, append, read
 
 MADE: dict[str, Any] = {"device": "a CPU", "torch": "2", "commit": "abc", "hosts": 4}
 SIZE = "byte GPT of 10.88 M parameters, batch 1"
@@ -105,3 +106,12 @@ def test_what_does_not_fit_is_refused(
     append(steps, tmp_path / "steps.jsonl")
     files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl")]
     assert words in " ".join(refusal(["long_race", *files, f"--after={after}"], capsys).split())
+
+
+def test_the_page_says_what_the_rows_say():
+    root = Path(__file__).parents[1]
+    results = root / "benchmarks" / "results" / "long-race"
+    losses = [row for name in ("each-step", "seldom") for row in read(results / f"losses-{name}-seed0.jsonl")]
+    steps = [row for file in sorted(results.glob("steps-*.jsonl")) for row in read(file)]
+    table = "".join(f"{line}\n" for line in lines(racers(losses, steps, after=960), 960))
+    assert table_on((root / "docs" / "local_sgd.md").read_text(), "long_race") == table
