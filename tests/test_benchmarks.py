@@ -114,7 +114,7 @@ def test_a_training_step(ranks, tmp_path):
     seldom = {name: each.interval for name, each in made.items() if isinstance(each, LocalSGD)}
     whole = {name: seldom.get(name, 16) for name in rows if "every 16" in name or name in seldom}
     in_a_row = {name: int(name.split()[2]) for name in rows if name.endswith("in a row")}
-    assert {16, 32, 64} == set(in_a_row.values())
+    assert {16, 32} == set(in_a_row.values())
     assert {name: row["steps"] for name, row in rows.items() if row["steps"] > 4} == {**whole, **in_a_row}
     assert rows["ring"]["error"] < 1e-4 < rows["compute alone"]["error"]
     assert rows["ring_fp16"]["bytes_sent"] < 0.6 * rows["ring"]["bytes_sent"]
