@@ -57,10 +57,8 @@ PRELOADED = [
     "ringstrategy.app.models.cnn",
     "ringstrategy.app.models.gpt",
 ]
-OF_MEANS = {
-    "gossip": (Decentralized,),
-    "seldom": (LocalSGD, Decentralized),
-}  # stages whose ranks have parameters of their own
+# stages whose ranks have parameters of their own, and whose names are trained there
+OF_MEANS: dict[str, tuple[type, ...]] = {"gossip": (Decentralized,), "seldom": (LocalSGD, Decentralized)}
 GRACE = 20.0  # seconds the other ranks get to end after one has failed
 
 

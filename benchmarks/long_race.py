@@ -15,7 +15,6 @@ exact start ("after 128"), whose first steps take longer: both are left out. The
 from __future__ import annotations
 
 import math
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from benchmarks import harness
 from benchmarks.cells import shown
 from benchmarks.contenders import DDP
 from benchmarks.lab import bits_per_second
-from benchmarks.report.frame import rate_in_words, who
+from benchmarks.report.frame import millions, rate_in_words, who
 from benchmarks.rows import Row, read
 from benchmarks.time_to_accuracy import CURVES, Curve
 
@@ -60,7 +59,7 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
         raise ValueError("--steps: rows of `training --optimizer adamw`, as the curves are")
     if len({(row.learning_rate, row.python) for row in curves}) > 1:
         raise ValueError("--curves: all of one learning rate, and of one Python, whose text they learn")
-    sizes = {(_millions(row), row.hosts * row.processes) for row in (*curves, *steps)}
+    sizes = {(round(millions(row.size), 1), row.hosts * row.processes) for row in (*curves, *steps)}
     if len(sizes) > 1:
         told = " and ".join(f"{size:g} M parameters on {ranks} ranks" for size, ranks in sorted(sizes))
         raise ValueError(f"curves and steps are of one model and world size, got {told}")
@@ -98,12 +97,6 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
 def _at(curve: Curve, step: int) -> float | None:
     """The loss after so many steps; None if it was not evaluated, or not finite."""
     return dict(zip(curve.steps, curve.losses, strict=True)).get(step)
-
-
-def _millions(row: Row) -> float:
-    found = re.search(r"([\d.]+) M parameters", row.size)
-    assert found is not None, row.size
-    return round(float(found[1]), 1)
 
 
 def lines(found: Sequence[Racer], after: int) -> Iterator[str]:

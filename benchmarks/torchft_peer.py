@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import harness
+from ringstrategy.transport.reach import address_towards
 
-TICK_MS = 10  # how often torchft's server looks whether all are there: its default, 100, would cost each agreement that
+_TICK_MS = (
+    10  # how often torchft's server looks whether all are there: its default, 100, would cost each agreement that
+)
 
 
 class TorchftDiLoCo:
@@ -24,19 +26,18 @@ class TorchftDiLoCo:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, interval: int, outer: Mapping[str, Any]
     ) -> None:
-        os.environ.setdefault("TORCHFT_USE_OTEL", "False")
         os.environ.setdefault("RUST_LOG", "warn")
         try:
             torchft = importlib.import_module("torchft")
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError("torchft's DiLoCo is measured with torchft: pip install torchft") from error
-        size, here = dist.get_world_size(), _own_address()
+        size, here = dist.get_world_size(), address_towards(os.environ["MASTER_ADDR"])
         self._lighthouse: Any = None
         found: list[Any] = [None]
         if dist.get_rank() == 0:
             coordination = importlib.import_module("torchft.coordination")
             self._lighthouse = coordination.LighthouseServer(
-                bind="0.0.0.0:0", min_replicas=size, quorum_tick_ms=TICK_MS
+                bind="0.0.0.0:0", min_replicas=size, quorum_tick_ms=_TICK_MS
             )
             found = [f"http://{here}:{urlsplit(self._lighthouse.address()).port}"]
         dist.broadcast_object_list(found)
@@ -76,11 +77,3 @@ class TorchftDiLoCo:
         self._manager.shutdown()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
-
-
-def _own_address() -> str:
-    """Of this host, as the others reach it."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))
-        address: str = probe.getsockname()[0]
-    return address

@@ -339,6 +339,14 @@ def test_a_target_that_is_missed_is_a_row_that_says_so(ranks, tmp_path):
     assert rows["gossip_exponential"]["bytes_sent"] == pytest.approx(rows["ring"]["bytes_sent"], rel=0.1)
 
 
+def test_trials_leave_an_optimizer_with_a_memory_as_it_was(ranks, tmp_path):
+    arguments = ["--optimizer", "adamw", "--cases", "=ring,=ring_auto"]
+    rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, *arguments)
+    assert rows["ring_auto"]["size"].endswith(", AdamW")
+    assert rows["ring"]["error"] < 1e-3
+    assert rows["ring_auto"]["error"] < 0.1, "what it tried is in no moment of AdamW"
+
+
 @pytest.mark.slow
 def test_without_a_target_all_that_are_asked_make_all_steps(ranks, tmp_path):
     arguments = ["--no-target", "--most-steps", "32", "--cases", "=ddp,=ring", "--layers", "1"]

@@ -170,7 +170,7 @@ def test_records_of_when_benchmarks_were_scripts_are_understood(tmp_path):
 
 
 def test_the_short_form_is_short_and_needs_no_root():
-    assert sum(step.minutes for step in SHORT) < 11
+    assert sum(step.minutes for step in SHORT) < 10
     assert {step.key.split("/")[0] for step in SHORT} == {step.key.split("/")[0] for step in CAMPAIGN}
     assert "--rate 100mbit" in SHORT[0].arguments
     for step in LOOPBACK:

@@ -48,10 +48,10 @@ def load(folder: Path) -> pd.DataFrame:
                 rows.loc[place, name] = np.median(np.divide(other.seconds, row.seconds))
     rows["bits"] = [bits_per_second(rate) or np.inf for rate in rows.rate]
     rows["megabytes"] = [_number(size, r"([\d.]+) MB") for size in rows["size"]]
-    rows["parameters"] = [_number(size, r"([\d.]+) M parameters") for size in rows["size"]]
+    rows["parameters"] = [millions(size) for size in rows["size"]]
     rows["model"] = [
-        f"{size.partition(' of ')[0]} {millions:g} M{', AdamW' * size.endswith(', AdamW')}"
-        for size, millions in zip(rows["size"], rows.parameters, strict=True)
+        f"{size.partition(' of ')[0]} {parameters:g} M{', AdamW' * size.endswith(', AdamW')}"
+        for size, parameters in zip(rows["size"], rows.parameters, strict=True)
     ]
     rows["network"] = [
         network(*where) for where in rows[["hosts", "processes", "rate"]].itertuples(index=False, name=None)
@@ -101,6 +101,11 @@ def rate_in_words(rate: str) -> str:
     """`100mbit` -> 100 Mbit/s."""
     said = re.sub(r"([kmg])bit$", lambda found: f" {found[1].upper().replace('K', 'k')}bit/s", rate)
     return "links without a throttle" if said == "none" else said
+
+
+def millions(size: str) -> float:
+    """Of parameters, as a row's size says."""
+    return _number(size, r"([\d.]+) M parameters")
 
 
 def _number(text: str, pattern: str) -> float:
