@@ -18,7 +18,13 @@ _DESCRIPTORS = 2**20
 
 
 def guarded_store(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
-    """The store for `dist.init_process_group`, which listens at MASTER_ADDR alone; None: let torch make it.
+    """`store_at_address` for `dist.init_process_group`; None: let torch make it. Takes the same arguments."""
+    store = store_at_address(rank, size, timeout)
+    return None if store is None else dist.PrefixStore(_PREFIX, store)
+
+
+def store_at_address(rank: int, size: int, timeout: timedelta) -> dist.Store | None:
+    """Rank 0's store, which listens at MASTER_ADDR alone; None on other ranks, and where torch must make it.
 
     Torch's listens on all interfaces of rank 0's machine. This one is made on rank 0, if MASTER_ADDR is an address of
     this machine or "localhost". Another name may lead to another address on the other machines, and an address that a
@@ -31,7 +37,7 @@ def guarded_store(rank: int, size: int, timeout: timedelta) -> dist.Store | None
         size: how many ranks there are.
         timeout: how long to wait for the last rank.
     """
-    if rank != 0:
+    if rank != 0 or not os.environ.keys() >= {"MASTER_ADDR", "MASTER_PORT"}:  # torch says which is missing
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     bound = bound_to(address, port)
@@ -44,8 +50,7 @@ def guarded_store(rank: int, size: int, timeout: timedelta) -> dist.Store | None
         )
         return None
     # torch shares the server of a port among the stores of a process, as for the stores that it makes itself
-    store = dist.TCPStore(address, port, size, True, timeout, multi_tenant=True, master_listen_fd=bound.detach())
-    return dist.PrefixStore(_PREFIX, store)
+    return dist.TCPStore(address, port, size, True, timeout, multi_tenant=True, master_listen_fd=bound.detach())
 
 
 def bound_to(address: str, port: int) -> socket.socket | None:

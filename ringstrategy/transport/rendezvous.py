@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ringstrategy.transport.exposure import store_at_address
 from ringstrategy.transport.store import poll_seconds
 
 _PREFIX = "ringstrategy/rendezvous"
@@ -41,7 +42,9 @@ def store_of_attempt(rank: int, size: int, timeout: timedelta) -> dist.Store:
         TimeoutError: it names the ranks that did not come.
     """
     end = time.monotonic() + timeout.total_seconds()
-    store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
+    store = None if has_agent_store() else store_at_address(rank, size, timeout)
+    if store is None:
+        store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
     return dist.PrefixStore(f"{_PREFIX}/{_meet(store, rank, size, end)}", store)
 
 
