@@ -23,7 +23,7 @@ from test_strategy import HERE, Net, check_replicas, fit, run_script, shell
 
 from ringstrategy import RingStrategy
 from ringstrategy.transport import rendezvous
-from ringstrategy.transport.rendezvous import _meet
+from ringstrategy.transport.rendezvous import _meet, store_of_attempt
 
 
 def meet(store: dist.Store, rank: int, size: int, delay: float = 0.0, limit: float = 20.0) -> str:
@@ -115,6 +115,22 @@ def test_rank_0_says_for_whom_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         meet(store, 0, 3, limit=0.4)
     with pytest.raises(TimeoutError, match="rank 0 did not come"):
         meet(dist.HashStore(), 1, 3, limit=0.2)
+
+
+def _meets_twice() -> bool:
+    place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=20)
+    first = store_of_attempt(*place)
+    first.set("address", "of a process that has ended")
+    second = store_of_attempt(*place)
+    seen = second.check(["address"])
+    second.set(f"looked/{place[0]}", "")
+    if place[0] == 0:  # the store is in this process
+        second.wait(["looked/1"])
+    return seen
+
+
+def test_an_attempt_sees_nothing_of_another_in_the_store(ranks: Pool) -> None:
+    assert ranks(2, _meets_twice) == [False, False]
 
 
 def _late(seconds: float) -> None:
