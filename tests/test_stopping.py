@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pool import Pool
@@ -93,8 +95,23 @@ def _in_the_last_batch() -> bool:
     return trainer.received_sigterm
 
 
-def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
-    assert ranks(2, _in_the_last_batch) == [True, False]
+class _Handler(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.of_this_fit = signal.getsignal(signal.SIGTERM)
+
+
+def _before_lightning_takes_the_handler_away() -> bool:
+    handler = _Handler()
+    trainer = fit("ring", deep(), callbacks=[handler])
+    assert callable(handler.of_this_fit)
+    if trainer.global_rank == 0:
+        handler.of_this_fit(signal.SIGTERM, None)
+    return trainer.received_sigterm
+
+
+@pytest.mark.parametrize("when", [_in_the_last_batch, _before_lightning_takes_the_handler_away])
+def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool, when: Callable[[], bool]) -> None:
+    assert ranks(2, when) == [True, False]
 
 
 def _without_a_place_to_save() -> list[str]:

@@ -60,6 +60,7 @@ class Stopping:
         self._package, self._newcomers = package, newcomers
         self._asked = self._told = _GO_ON
         self._looked_at = 0.0
+        self._closed = False
         self._process = os.getpid()
         connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
         self._requeue = connector._slurm_sigusr_handler_fn
@@ -73,6 +74,7 @@ class Stopping:
 
     def close(self) -> None:
         """Give Lightning its own back, and what it needs to know of a signal that came too late for this fit."""
+        self._closed = True  # first: the handler is called at any point, and until Lightning takes it away
         if self._asked == _STOP:
             self._trainer._signal_connector.received_sigterm = True
         for owner, name in (
@@ -114,6 +116,8 @@ class Stopping:
         if launcher is not None and self._asked != _STOP:
             launcher.kill(signum)
         self._asked = _STOP
+        if self._closed:
+            self._trainer._signal_connector.received_sigterm = True
 
     def _on_requeue(self, signum: Any, frame: Any) -> None:
         if self._asked == _GO_ON:
