@@ -9,7 +9,8 @@ Whole runs over 10 Mbit/s would take days. But a contender's loss after so many 
 sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
 one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
-`--after` steps, for each seed its own; steps are the mean over the seeds.
+`--after` steps, for each seed its own; steps are the mean over the seeds. The last line is the limit of a network that
+costs nothing: ranks that only compute, and need as many steps as DDP.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.cells import shown
 from benchmarks.contenders import DDP
 from benchmarks.lab import bits_per_second
 from benchmarks.report.frame import millions, rate_in_words, who
-from benchmarks.rows import Row, read
+from benchmarks.rows import ALONE, Row, read
 from benchmarks.time_to_accuracy import CURVES, Curve
 
 _EXACT_START = " after "
@@ -36,8 +37,8 @@ class Racer:
     """One contender."""
 
     case: str
-    excess: list[float | None]  # of its loss over DDP's after as many steps, relative; an entry a seed, None: unknown
-    steps: list[float | None]  # to DDP's loss; None: missed
+    excess: Sequence[float | None]  # relative, over DDP's loss after as many steps; an entry a seed, None: unknown
+    steps: Sequence[float | None]  # to DDP's loss; None: missed
     seconds: Mapping[str, float]  # a step, by rate
     megabytes: float | None  # a step on a host's link
 
@@ -91,7 +92,17 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
             excess.append(None if loss is None else loss / target - 1)
             needed.append(None if reached is None else reached[0])
         found.append(Racer(case, excess, needed, seconds.get(case, {}), megabytes.get(case)))
-    return found
+    return [*found, *_limit(found, steps)]
+
+
+def _limit(found: Sequence[Racer], steps: Sequence[Row]) -> list[Racer]:
+    """Ranks that only compute, as fast as they did in any of the runs on a network; none if nobody measured them."""
+    seconds: dict[str, float] = {}
+    for row in steps:
+        if who(row.case) == "alone":
+            seconds[row.rate] = min(row.seconds_median, seconds.get(row.rate, math.inf))
+    ddp = next(racer for racer in found if racer.case == DDP)
+    return [Racer(ALONE, ddp.excess, ddp.steps, seconds, 0.0)] if seconds else []
 
 
 def _at(curve: Curve, step: int) -> float | None:

@@ -58,7 +58,8 @@ def test_its_time_is_its_steps_times_the_seconds_of_one():
 
 def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     append(CURVES, tmp_path / "curves.jsonl")
-    append([*STEPS, step("compute alone", "100mbit", 0.1)], tmp_path / "steps.jsonl")
+    alone = [step("compute alone", "100mbit", 0.2), step("compute alone, 16 in a row", "100mbit", 0.15)]
+    append([*STEPS, *alone], tmp_path / "steps.jsonl")
     files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl")]
     main([*files, "--after", "200"])
     [heading, _, *table] = capsys.readouterr().out.splitlines()
@@ -67,6 +68,10 @@ def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, ca
     assert "+7.5 % (+5.0 % to +10.0 %) | 250" in table[2]
     assert table[2].endswith("| 2.00 | 0.600 | 2.5 (80.00x) | 0.300 | 1.2 (8.00x) |")
     assert "missed" in table[3]
+    assert (
+        table[4]
+        == "| `compute alone` | +0.0 % (+0.0 % to +0.0 %) | 200 (200 to 200) | 0.00 | - | - | 0.150 | 0.5 (20.00x) |"
+    )
 
 
 def test_where_nobody_else_was_measured_there_are_no_ratios(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
