@@ -9,8 +9,9 @@ Whole runs over 10 Mbit/s would take days. But a contender's loss after so many 
 sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
 one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
-`--after` steps, for each seed its own; steps are the mean over the seeds. The last line is the limit of a network that
-costs nothing: ranks that only compute, and need as many steps as DDP.
+`--after` steps, for each seed its own; steps are the mean over the seeds. A contender that missed it may still be faster
+than others: "> 5" are the minutes that it trained. Of several curves with one seed, the longest counts. The last line is
+the limit of a network that costs nothing: ranks that only compute, and need as many steps as DDP.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Racer:
     case: str
     excess: Sequence[float | None]  # relative, over DDP's loss after as many steps; an entry a seed, None: unknown
     steps: Sequence[float | None]  # to DDP's loss; None: missed
+    trained: Sequence[int]  # steps of its curves
     seconds: Mapping[str, float]  # a step, by rate
     megabytes: float | None  # a step on a host's link
 
@@ -48,6 +50,13 @@ class Racer:
         if rate not in self.seconds or len(there) < len(self.steps):
             return None
         return statistics.mean(there) * self.seconds[rate] / 60
+
+    def least_minutes(self, rate: str) -> float | None:
+        """As `minutes`, but where a seed missed it, the time of the steps that it made; None if nobody measured them."""
+        if rate not in self.seconds:
+            return None
+        least = [made if count is None else count for count, made in zip(self.steps, self.trained, strict=True)]
+        return statistics.mean(least) * self.seconds[rate] / 60
 
 
 def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Racer]:
@@ -64,7 +73,9 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
     if len(sizes) > 1:
         told = " and ".join(f"{size:g} M parameters on {ranks} ranks" for size, ranks in sorted(sizes))
         raise ValueError(f"curves and steps are of one model and world size, got {told}")
-    by_seed = {(row.case, row.seed): Curve(**row.curve) for row in curves}
+    by_seed: dict[tuple[str, int], Curve] = {}
+    for row in sorted(curves, key=lambda row: row.curve["steps"][-1]):
+        by_seed[row.case, row.seed] = Curve(**row.curve)
     seeds = sorted({seed for case, seed in by_seed if case == DDP})
     if not seeds:
         raise ValueError(f"--curves: {DDP} is not there, whose loss is the target")
@@ -86,12 +97,14 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
             continue
         excess: list[float | None] = []
         needed: list[float | None] = []
+        trained: list[int] = []
         for seed, target in targets.items():
             curve = by_seed[case, seed]
             loss, reached = _at(curve, after), curve.reached(target)
             excess.append(None if loss is None else loss / target - 1)
             needed.append(None if reached is None else reached[0])
-        found.append(Racer(case, excess, needed, seconds.get(case, {}), megabytes.get(case)))
+            trained.append(curve.steps[-1])
+        found.append(Racer(case, excess, needed, trained, seconds.get(case, {}), megabytes.get(case)))
     return [*found, *_limit(found, steps)]
 
 
@@ -102,7 +115,7 @@ def _limit(found: Sequence[Racer], steps: Sequence[Row]) -> list[Racer]:
         if who(row.case) == "alone":
             seconds[row.rate] = min(row.seconds_median, seconds.get(row.rate, math.inf))
     ddp = next(racer for racer in found if racer.case == DDP)
-    return [Racer(ALONE, ddp.excess, ddp.steps, seconds, 0.0)] if seconds else []
+    return [Racer(ALONE, ddp.excess, ddp.steps, ddp.trained, seconds, 0.0)] if seconds else []
 
 
 def _at(curve: Curve, step: int) -> float | None:
@@ -134,7 +147,7 @@ def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
             cells.append(shown(racer.seconds.get(rate), "{:.3f}"))
             best = fastest[rate]
             ratio = "" if minutes is None or best is None else f" ({best / minutes:.2f}x)"
-            cells.append(shown(minutes, "{:.1f}") + ratio)
+            cells.append(shown(racer.least_minutes(rate), "> {:.1f}" if minutes is None else "{:.1f}") + ratio)
         yield f"| {' | '.join(cells)} |"
 
 
