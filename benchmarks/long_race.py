@@ -9,9 +9,9 @@ Whole runs over 10 Mbit/s would take days. But a contender's loss after so many 
 sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
 one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
-`--after` steps, for each seed its own; steps are the mean over the seeds. A contender that missed it may still be faster
-than others: "> 5" are the minutes that it trained. Of several curves with one seed, the longest counts. The last line is
-the limit of a network that costs nothing: ranks that only compute, and need as many steps as DDP.
+`--after` steps, for each seed its own; steps are the mean over the seeds. A contender that missed it may still be
+faster than others: "> 5" are the minutes that it trained. Of several curves with one seed, the longest counts. The last
+line is the limit of a network that costs nothing: ranks that only compute, and need as many steps as DDP.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Racer:
         return statistics.mean(there) * self.seconds[rate] / 60
 
     def least_minutes(self, rate: str) -> float | None:
-        """As `minutes`, but where a seed missed it, the time of the steps that it made; None if nobody measured them."""
+        """As `minutes`, but where a seed missed it, of the steps that it made; None if nobody measured them."""
         if rate not in self.seconds:
             return None
         least = [made if count is None else count for count, made in zip(self.steps, self.trained, strict=True)]
