@@ -124,7 +124,7 @@ def test_what_does_not_fit_is_refused(
 def test_the_page_says_what_the_rows_say():
     root = Path(__file__).parents[1]
     results = root / "benchmarks" / "results" / "long-race"
-    losses = [row for name in ("each-step", "seldom") for row in read(results / f"losses-{name}-seed0.jsonl")]
+    losses = [row for name in ("each-step", "far", "seldom") for row in read(results / f"losses-{name}-seed0.jsonl")]
     steps = [row for file in sorted(results.glob("steps-*.jsonl")) for row in read(file)]
     table = "".join(f"{line}\n" for line in lines(racers(losses, steps, after=1088), 1088))
     assert table_on((root / "docs" / "local_sgd.md").read_text(), "long_race") == table
