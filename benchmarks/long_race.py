@@ -46,10 +46,7 @@ class Racer:
 
     def minutes(self, rate: str) -> float | None:
         """To DDP's loss, the mean over seeds; None if a seed missed it, or nobody measured its steps."""
-        there = [count for count in self.steps if count is not None]
-        if rate not in self.seconds or len(there) < len(self.steps):
-            return None
-        return statistics.mean(there) * self.seconds[rate] / 60
+        return None if None in self.steps else self.least_minutes(rate)
 
     def least_minutes(self, rate: str) -> float | None:
         """As `minutes`, but where a seed missed it, of the steps that it made; None if nobody measured them."""

@@ -15,9 +15,8 @@ from torch import nn
 from benchmarks import harness
 from ringstrategy.transport.reach import address_towards
 
-_TICK_MS = (
-    10  # how often torchft's server looks whether all are there: its default, 100, would cost each agreement that
-)
+# How often torchft's server looks whether all are there: its default, 100, would cost each agreement that.
+_TICK_MS = 10
 
 
 class TorchftDiLoCo:
