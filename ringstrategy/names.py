@@ -47,4 +47,13 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
         fragments=4,
         overlap=1,
     ),
+    "diloco_sign": lambda: LocalSGD(
+        interval=16,
+        outer=Nesterov(0.4, 0.8),
+        codec=SmallExact(Rotated(Gaussian(1))),
+        collective=Direct(),
+        error_feedback=True,
+        fragments=4,
+        overlap=1,
+    ),
 }
