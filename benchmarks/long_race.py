@@ -9,9 +9,10 @@ Whole runs over 10 Mbit/s would take days. But a contender's loss after so many 
 sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
 one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
-`--after` steps, for each seed its own; steps are the mean over the seeds. A contender that missed it may still be
-faster than others: "> 5" are the minutes that it trained. Of several curves with one seed, the longest counts. The last
-line is the limit of a network that costs nothing: ranks that only compute, and need as many steps as DDP.
+`--after` steps, for each seed its own; steps are the mean over the seeds with which the contender trained. One that
+missed it may still be faster than others: "> 5" are the minutes that it trained. Of several curves with one seed, the
+longest counts. The last line is the limit of a network that costs nothing: ranks that only compute, and need as many
+steps as DDP.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Racer:
 
 
 def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Racer]:
-    """All that have a curve for each seed, in their order. ValueError if the two do not fit together."""
+    """All that have a curve for a seed of DDP's, in their order. ValueError if the two do not fit together."""
     if not curves or any(row.benchmark != CURVES for row in curves):
         raise ValueError("--curves: rows of `time_to_accuracy --no-target`")
     if not steps or any(row.benchmark != "training" for row in steps):
@@ -90,18 +91,21 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
             megabytes[row.case] = row.bytes_at_interface / 1e6
     found = []
     for case in dict.fromkeys(row.case for row in curves):
-        if case == "ring_auto" or _EXACT_START in case or not all((case, seed) in by_seed for seed in seeds):
+        if case == "ring_auto" or _EXACT_START in case:
             continue
         excess: list[float | None] = []
         needed: list[float | None] = []
         trained: list[int] = []
         for seed, target in targets.items():
-            curve = by_seed[case, seed]
+            curve = by_seed.get((case, seed))
+            if curve is None:
+                continue
             loss, reached = _at(curve, after), curve.reached(target)
             excess.append(None if loss is None else loss / target - 1)
             needed.append(None if reached is None else reached[0])
             trained.append(curve.steps[-1])
-        found.append(Racer(case, excess, needed, trained, seconds.get(case, {}), megabytes.get(case)))
+        if trained:
+            found.append(Racer(case, excess, needed, trained, seconds.get(case, {}), megabytes.get(case)))
     return [*found, *_limit(found, steps)]
 
 
@@ -127,14 +131,15 @@ def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
     )
     fastest = {rate: _fastest(found, rate) for rate in rates}
     yield (
-        f"| | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
+        f"| | seeds | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
         + " | ".join(f"s a step, {rate_in_words(rate)} | minutes" for rate in rates)
         + " |"
     )
-    yield "|---" * (4 + 2 * len(rates)) + "|"
+    yield "|---" * (5 + 2 * len(rates)) + "|"
     for racer in found:
         cells = [
             f"`{racer.case}`",
+            f"{len(racer.trained)}",
             _of_seeds(racer.excess, "{:+.1%}", "-"),
             _of_seeds(racer.steps, "{:,.0f}", "missed"),
         ]
