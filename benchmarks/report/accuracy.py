@@ -172,7 +172,7 @@ def _tables(rows: pd.DataFrame, level: str) -> list[str]:
         **({"algorithm": lambda line: f"`{line.algorithm}`"} if apart else {"codec": lambda line: f"`{line.codec}`"}),
         "collective": lambda line: "-" if apart else line.collective.split("(")[0],
         "feedback": lambda line: "-" if apart else "yes" if line.feedback else "no",
-        "kB a step": lambda line: shown(line.kilobytes, "{:.0f}"),
+        "kB a step": lambda line: shown(line.kilobytes, "{:.3g}" if line.kilobytes < 10 else "{:.0f}"),
         "loss": lambda line: _spread(line.losses, "{:.4f}") + (f" ({line.failed} failed)" if line.failed else ""),
         "accuracy": lambda line: _spread([100 * each for each in line.accuracies], "{:.2f}", " %"),
         f"to {'ddp' if apart else 'fp32'}": lambda line: _spread(line.percents, "{:+.2f}", " %"),
