@@ -76,6 +76,7 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_int4 overlap 4": partial(_seldom, "diloco_int4", overlap=4),
     "diloco_int4 every 64": partial(_seldom, "diloco_int4", interval=64, overlap=8),
     "diloco_int4 plain mean every 64": partial(_seldom, "diloco_int4", outer=None, interval=64, overlap=8),
+    "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
 }
