@@ -20,6 +20,20 @@ from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, 
 from ringstrategy.collectives import Direct
 from ringstrategy.topologies import OnePeerExponential
 
+
+def _streaming(bits: int) -> LocalSGD:
+    """Streaming DiLoCo, whose outer gradients travel in so many bits."""
+    return LocalSGD(
+        interval=16,
+        outer=Nesterov(0.4, 0.8),
+        codec=SmallExact(Rotated(Gaussian(bits))),
+        collective=Direct(),
+        error_feedback=True,
+        fragments=4,
+        overlap=1,
+    )
+
+
 STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "ring": lambda: AllReduce(),
     "ring_fp16": lambda: AllReduce(Cast("float16")),
@@ -38,22 +52,6 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "push_sum": lambda: PushSum(),
     "local_sgd": lambda: LocalSGD(),
     "diloco": lambda: LocalSGD(interval=32, outer=Nesterov(0.4, 0.8)),
-    "diloco_int4": lambda: LocalSGD(
-        interval=16,
-        outer=Nesterov(0.4, 0.8),
-        codec=SmallExact(Rotated(Gaussian(4))),
-        collective=Direct(),
-        error_feedback=True,
-        fragments=4,
-        overlap=1,
-    ),
-    "diloco_sign": lambda: LocalSGD(
-        interval=16,
-        outer=Nesterov(0.4, 0.8),
-        codec=SmallExact(Rotated(Gaussian(1))),
-        collective=Direct(),
-        error_feedback=True,
-        fragments=4,
-        overlap=1,
-    ),
+    "diloco_int4": lambda: _streaming(4),
+    "diloco_sign": lambda: _streaming(1),
 }
