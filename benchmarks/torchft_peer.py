@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks import harness
+from ringstrategy import Nesterov
+from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.transport.reach import address_towards
 
 # How often torchft's server looks whether all are there: its default, 100, would cost each agreement that.
@@ -20,10 +23,21 @@ _TICK_MS = 10
 
 
 class TorchftDiLoCo:
-    """Agreements by hooks of the inner optimizer, with the outer optimizer of our `diloco`. All ranks make it."""
+    """Agreements by hooks of the inner optimizer. All ranks make it.
+
+    With `fragments` it is torchft's Streaming DiLoCo: the same parts of the model as our `LocalSGD` has, each exchanged
+    during `delay` steps. What came is blended with a rank's own steps as torchft's `fragment_update_alpha` says.
+    """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, interval: int, outer: Mapping[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        interval: int,
+        outer: Nesterov,
+        fragments: int = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
     ) -> None:
         os.environ.setdefault("RUST_LOG", "warn")
         try:
@@ -59,15 +73,35 @@ class TorchftDiLoCo:
             init_sync=False,
             max_retries=0,  # an exchange that failed is an error here, not an interval that is thrown away
         )
+        self._parts = [_module_of(part) for part in cut_fragments(dict(model.named_parameters()), fragments)]
         self._diloco = importlib.import_module("torchft.local_sgd").DiLoCo(
             self._manager,
-            [model],
+            self._parts,
             optimizer,
-            torch.optim.SGD(model.parameters(), nesterov=True, **outer),
+            [
+                torch.optim.SGD(part.parameters(), lr=outer.lr, momentum=outer.momentum, nesterov=True)
+                for part in self._parts
+            ],
             sync_every=interval,
             use_bucketization=True,
+            fragment_sync_delay=delay,
+            fragment_update_alpha=alpha,
         )
         self._diloco.__enter__()
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Within, the model holds the shared parameters instead of this rank's own."""
+        own: list[tuple[nn.Parameter, Tensor]] = []
+        for part, fragment in zip(self._parts, self._diloco._fragments, strict=True):
+            for name, parameter in part.named_parameters():
+                own.append((parameter, parameter.data))
+                parameter.data = fragment.original_parameters[name]
+        try:
+            yield
+        finally:
+            for parameter, data in own:
+                parameter.data = data
 
     def close(self) -> None:
         """All ranks call it."""
@@ -76,3 +110,10 @@ class TorchftDiLoCo:
         self._manager.shutdown()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
+
+
+def _module_of(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
+    module = nn.Module()
+    for name, parameter in parameters.items():
+        module.register_parameter(name.replace(".", "/"), parameter)
+    return module

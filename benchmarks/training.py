@@ -129,7 +129,7 @@ class _Steps:
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
-        on_demand = {*SELDOM, *TORCHFT.values()}  # long runs
+        on_demand = {*SELDOM, *TORCHFT}  # long runs
         for name in harness.chosen(known, options.cases):
             if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())

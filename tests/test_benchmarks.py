@@ -363,11 +363,15 @@ def test_without_a_target_all_that_are_asked_make_all_steps(ranks, tmp_path):
 @pytest.mark.slow
 def test_torchft_ends_where_our_diloco_does(ranks, tmp_path):
     pytest.importorskip("torchft", reason="a peer, which only this needs")
-    arguments = ["--no-target", "--most-steps", "32", "--cases", "=torchft diloco every 16,=diloco every 16"]
+    cases = ("torchft diloco every 16", "diloco every 16", "torchft streaming every 16")
+    arguments = ["--no-target", "--most-steps", "32", "--cases", ",".join(f"={case}" for case in cases)]
     rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
-    theirs, ours = (rows[name]["curve"]["losses"] for name in ("torchft diloco every 16", "diloco every 16"))
+    theirs, ours, streaming = (rows[case]["curve"]["losses"] for case in cases)
     assert theirs == pytest.approx(ours, rel=1e-4)
     assert ours[1] < ours[0]
+    assert streaming[1] < streaming[0]
+    assert streaming != pytest.approx(theirs, rel=1e-4)
+    assert all(rows[case]["ranks_identical"] for case in cases)
 
 
 def test_a_run_that_diverges_ends(ranks, tmp_path):
