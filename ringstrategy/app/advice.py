@@ -135,7 +135,7 @@ def _advice(shown: Sequence[Row], base: Row, chosen: Row) -> list[str]:
         lines.append(f"Faster still, at {more.loss} of the loss: the row with {_times(base, more)} x ddp.")
     seldom = apart(shown, chosen)
     if seldom is not None:
-        lines.append(f"By meeting seldom, another way to train (docs/local_sgd.md): {_times(base, seldom)} x ddp.")
+        lines.append(f"Another way to train (docs/local_sgd.md): {seldom.strategy}, {_times(base, seldom)} x ddp.")
     return lines
 
 

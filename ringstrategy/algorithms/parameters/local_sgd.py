@@ -42,7 +42,7 @@ class LocalSGD(Periodic):
     With Theta the shared parameters and theta a rank's own, an agreement averages the progress theta - Theta of all
     ranks. Its negative is the outer gradient, by which the outer optimizer steps Theta (DiLoCo, Douillard et al. 2023);
     without one, Theta becomes the mean of all ranks (local SGD, Stich 2018). Theta has the same bits on all ranks,
-    whatever the codec. What a codec loses is added to the progress of the next agreement.
+    whatever the codec. With error feedback, what a codec loses is added to the progress of the next agreement.
 
     Validation, test and checkpoints see Theta as last agreed, with the mean of buffers. When training ends, all ranks
     take their exact mean. A checkpoint also has a file of each rank, from which the same number of ranks goes on bit
@@ -60,9 +60,9 @@ class LocalSGD(Periodic):
         error_feedback: see `AllReduce`.
         fragments: cut the model into so many parts of whole layers, each of which is exchanged at a time of its own
             (Streaming DiLoCo, Douillard et al. 2025). More: the same bytes in smaller portions.
-        overlap: exchange while so many of the next steps are computed, at most `interval`, and use what came at their
-            end. True: during the whole interval. False: ranks wait.
-        blend: what becomes of a rank's own parameters when Theta comes. None: they keep the steps that they made
+        overlap: start an exchange, compute so many more steps (at most `interval`), then apply the result. True:
+            compute the whole interval. False: ranks wait.
+        blend: what becomes of a rank's own parameters when Theta comes. None: a rank keeps the steps that it made
             during the exchange, theta += Theta - (theta as it was sent). A number from 0 to 1: theta = blend theta +
             (1 - blend) Theta, as in Streaming DiLoCo.
         eager: with `overlap=True`, use a rank's own part of the outer gradient at once, and that of the others when it
