@@ -459,6 +459,9 @@ def _resume(folder: str, algorithm: LocalSGD) -> None:
     "algorithm",
     [
         LocalSGD(3, Nesterov(), SmallExact(BlockInt(4)), Direct(), fragments=2, overlap=2, consensus=False),
+        LocalSGD(
+            4, Nesterov(), SmallExact(BlockInt(4), below=64), Direct(), True, fragments=2, overlap=1, consensus=False
+        ),
         LocalSGD(5, Nesterov(), overlap=True, eager=True, consensus=False),
         LocalSGD(1, partial(torch.optim.Adam, lr=0.01), unit="epoch", overlap=1, blend=0.5, consensus=False),
     ],

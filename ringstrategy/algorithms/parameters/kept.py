@@ -29,6 +29,8 @@ class Kept:
         others = dict(self._others)
         for group in groups:
             for flat in group.flats:
+                for name in flat.names:
+                    parts.setdefault(name, {})
                 due = {"correction": flat.correction} if group.arrived else {}
                 for kind, whole in {**flat.memory, **due}.items():
                     for name, part in flat.by_name(whole).items():
@@ -44,14 +46,17 @@ class Kept:
         parts = {name: self._parts.pop(name) for name in group.parameters if name in self._parts}
         others = {name: self._others.pop(name) for name in group.parameters if name in self._others}
         names = [name for flat in group.flats for name in flat.names]
-        if not names or names[0] not in parts or len({tuple(parts.get(name, {})) for name in names}) != 1:
+        if not names or not parts.keys() >= set(names):
             return False
-        first = names[0]
-        for kind, both in others.get(first, {}).items():
+        # codecs differ in what is kept for them, so only the parameters of a flat must have the same
+        kinds = [{tuple(parts[name]) for name in flat.names} for flat in group.flats]
+        if any(len(kept) > 1 for kept in kinds) or len({"correction" in next(iter(kept)) for kept in kinds}) > 1:
+            return False
+        for kind, both in others.get(names[0], {}).items():
             group.others[kind] = Vector.of(both[0].to(group.flats[0].device, copy=True))
             group.others[kind].correction.copy_(both[1])
-        for flat in group.flats:
-            for kind in parts[first]:
+        for flat, [kept] in zip(group.flats, kinds, strict=True):
+            for kind in kept:
                 group.arrived |= kind == "correction"
                 whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)
                 for name, part in flat.by_name(whole).items():
