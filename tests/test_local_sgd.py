@@ -435,12 +435,12 @@ def test_validation_and_the_end_see_the_shared_parameters_and_the_mean_of_buffer
         assert not any(own[0::3])
 
 
-def _resume(folder: str, algorithm: LocalSGD) -> None:
-    """Four epochs, saved after the second: does a second run from there end alike?"""
+def _resume(folder: str, algorithm: LocalSGD, epoch: int) -> None:
+    """Four epochs, saved after this one (from 0): does a second run from there end alike?"""
     options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
     first = normed()
     fit(RingStrategy(algorithm), first, callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], **options)
-    path = f"{folder}/epoch=1.ckpt"
+    path = f"{folder}/epoch={epoch}.ckpt"
     saved = torch.load(path, weights_only=True)
     second = normed()
     again = fit(RingStrategy(algorithm), second, ckpt_path=path, **{**options, "enable_checkpointing": False})
@@ -470,7 +470,11 @@ def _resume(folder: str, algorithm: LocalSGD) -> None:
 def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_shared_parameters(
     ranks: Pool, algorithm: LocalSGD, tmp_path: Path
 ) -> None:
-    ranks(3, _resume, str(tmp_path), algorithm)
+    ranks(3, _resume, str(tmp_path), algorithm, 1)
+
+
+def test_resuming_after_an_epoch_that_has_no_agreement_yet_is_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _resume, str(tmp_path), LocalSGD(2, Nesterov(), unit="epoch", consensus=False), 0)
 
 
 def _save(folder: str) -> None:

@@ -388,7 +388,7 @@ class LocalSGD(Periodic):
     def start(self) -> None:
         """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
         for group in self._groups:
-            for flat in group.flats if group.turns == 0 else ():
+            for flat in group.flats if group.steps == 0 else ():  # with unit="epoch" its first turn may be still to come
                 self._share(flat)
 
     @torch.no_grad()
