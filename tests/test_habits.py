@@ -50,6 +50,8 @@ from ringstrategy import (
     Direct,
     Gossip,
     Identity,
+    LocalSGD,
+    Nesterov,
     PeerLostError,
     PlanMismatchError,
     PowerSGD,
@@ -367,6 +369,21 @@ def _lightnings_ema(folder: str) -> None:
 
 def test_lightnings_moving_average_is_seen_as_the_mean_and_resumes_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, _lightnings_ema, str(tmp_path))
+
+
+def _ema_of_local_sgd() -> None:
+    """An exchange is under way when training ends, and must not be applied to the averages."""
+    model, ema = normed(), EMAWeightAveraging(decay=0.8)
+    algorithm = LocalSGD(4, Nesterov(0.4, 0.8), overlap=True)
+    trainer = trainer_with(RingStrategy(algorithm), callbacks=[ema], max_epochs=3)
+    trainer.fit(model, rows(), rows(24))
+    average = flat(ema._average_model.module)
+    assert not same_everywhere(average)
+    assert close(flat(model), mean_of(average))
+
+
+def test_lightnings_moving_average_of_local_sgd_is_left_as_the_mean(ranks: Pool) -> None:
+    ranks(3, _ema_of_local_sgd)
 
 
 # Gradients that users keep

@@ -1035,6 +1035,7 @@ def _refuses() -> None:
             ({"compression": CODECS["int8"], "algorithm": "ring"}, "not both"),
             ({"algorithm": "rings"}, "one of ring, ring_fp16"),
             ({"algorithm": "gossip", "op": hvd.Sum}, "sums no gradients"),
+            ({"algorithm": ringstrategy.LocalSGD(1, unit="epoch")}, "count the interval in steps"),
             ({"algorithm": "diloco", "scaler": torch.amp.GradScaler("cpu")}, "train in bfloat16 without a scaler"),
             ({"local": ["0.wait"]}, "a list of names of the optimizer's parameters"),
             ({"sparse": ["0.wait"]}, r"names \['0.wait'\], which no parameter"),

@@ -597,6 +597,34 @@ def test_the_interval_may_be_chosen_by_what_an_exchange_takes(ranks: Pool) -> No
     assert hidden in (33, 34, 35), "of 0.06 s two steps hide 0.04 s"
 
 
+def _resumes_choosing() -> tuple[int | None, int | None]:
+    """Two optimizers, and a checkpoint from between the two trials: the interval before it and in the end."""
+    with process_group() as peers:
+        one, two = nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(20))
+
+        def run(state: dict[str, Any] | None) -> dict[str, Any]:
+            algorithm = LocalSGD("auto")
+            algorithm.setup({"one": one, "two": two}, peers)
+            if state is not None:
+                algorithm.load_state_dict(state)
+            for _ in range(12):
+                algorithm.after_step({one})
+                algorithm.after_step({two})
+            found = algorithm.state_dict()
+            algorithm.close()
+            return found
+
+        before = run(None)
+        return before["interval"], run(before)["interval"]
+
+
+def test_an_interval_is_chosen_after_resuming_between_its_trials(ranks: Pool) -> None:
+    (before, one), (_, two) = ranks(2, _resumes_choosing)
+    assert before is None
+    assert one == two
+    assert one is not None
+
+
 def _of_two_hosts(
     algorithm: LocalSGD | AllReduce, hosts: list[int], make: Callable[[], Net] = normed
 ) -> tuple[Tensor, list[Tensor], int]:
@@ -766,6 +794,56 @@ def test_the_result_has_the_last_steps_in_it(ranks: Pool, unit: str) -> None:
     for moved, same in ranks(3, _short, unit):
         assert moved
         assert all(same)
+
+
+def _ends(algorithm: LocalSGD) -> list[float]:
+    """Rank r moves by 1 + r a step: how far is the model after 14 steps, 28, and when its optimizer gets another?"""
+    with process_group() as peers:
+        parameter, other = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(3))
+        algorithm.setup({"weight": parameter, "other": other}, peers)
+        algorithm.bind({parameter})
+        found = []
+        for _ in range(2):
+            for _ in range(14):
+                parameter.data.add_(1.0 + peers.rank)
+                algorithm.after_step({parameter})
+            algorithm.finish()
+            found += [float(value) for value in parameter.detach().aminmax()]
+        for _ in range(6):
+            parameter.data.add_(1.0 + peers.rank)
+            algorithm.after_step({parameter})
+        algorithm.bind({parameter, other})
+        found += [float(value) for value in parameter.detach().aminmax()]
+        algorithm.close()
+        return found
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGD(4), LocalSGD(4, overlap=2), LocalSGD(4, overlap=True), LocalSGD(4, overlap=True, eager=True)],
+    ids=lambda algorithm: f"{algorithm.overlap} {algorithm.eager}",
+)
+def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(ranks: Pool, algorithm: LocalSGD) -> None:
+    for found in ranks(2, _ends, algorithm):
+        assert found == pytest.approx([21, 21, 42, 42, 51, 51], rel=1e-5)
+
+
+def _nothing_left(folder: str, algorithm: LocalSGD) -> None:
+    """A run that is started again when all its epochs are done."""
+    first, again = normed(), normed()
+    options: dict[str, Any] = {"max_epochs": 2, "enable_checkpointing": True}
+    fit(RingStrategy(algorithm), first, callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)], **options)
+    fit(
+        RingStrategy(algorithm), again, ckpt_path=f"{folder}/epoch=1.ckpt", **{**options, "enable_checkpointing": False}
+    )
+    for name, value in first.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+        assert same_everywhere(value.double())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_run_with_nothing_left_to_train_ends_with_the_same_model(ranks: Pool, overlap: bool, tmp_path: Path) -> None:
+    ranks(3, _nothing_left, str(tmp_path), LocalSGD(5, Nesterov(0.5, 0.5), overlap=overlap))
 
 
 class Buffered(Net):

@@ -179,6 +179,8 @@ class LocalSGD(Periodic):
             return
         assert self._peers is not None
         began_at, began, waited_before = self._trial
+        if turns[0] == began_at:  # of several optimizers, another one stepped
+            return
         steps, waited = turns[0] - began_at, self._waits - waited_before
         exchange, compute = waited * _TRIAL / steps, (time.perf_counter() - began - waited) / steps
         measured = all_gather_floats(self._peers, [exchange, compute])
@@ -281,7 +283,8 @@ class LocalSGD(Periodic):
         """The progress since the last agreement; beside it its squared norm, and buffers."""
         alone = self.eager and not self._is_plain(group)
         for flat in group.flats:
-            origin = self._anchors[flat] if alone else self._shared[flat]
+            # if eager, what a rank made before its anchor is in Theta already, or will be
+            origin = self._anchors[flat] if self.eager else self._shared[flat]
             begun = origin.values.to(flat.parameters[0].dtype).to(origin.values.dtype)  # where a rank began, rounded
             flat.gather_sum(begun, -1.0, into=flat.correction)
             if alone:
@@ -332,6 +335,7 @@ class LocalSGD(Periodic):
             shared.step(flat.correction, plain=plain)
             if plain and self.eager:
                 self._anchors[flat].values.copy_(shared.values)
+                flat.memory["own"].zero_()  # the others' part is in Theta
             if plain or (waited and self.blend is None and not self.eager):
                 flat.write(shared.values)
             elif self.blend is not None:
@@ -374,7 +378,11 @@ class LocalSGD(Periodic):
     def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
         """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
         assert self._view is not None
-        return self._view.means(group, row_of_parameters)
+        return self._view.means(group, self._with_all_parts if self.eager else row_of_parameters)
+
+    def _with_all_parts(self, flat: Flat) -> Tensor:
+        """A rank's parameters, where they would be if it had the others' part of the last outer gradient too."""
+        return row_of_parameters(flat).sub_(self._anchors[flat].values).add_(self._shared[flat].values)
 
     def _end(self, group: Group) -> dict[str, int]:
         counts = super()._end(group)
@@ -388,7 +396,9 @@ class LocalSGD(Periodic):
     def start(self) -> None:
         """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
         for group in self._groups:
-            for flat in group.flats if group.steps == 0 else ():  # with unit="epoch" its first turn may be still to come
+            for flat in (
+                group.flats if group.steps == 0 else ()
+            ):  # with unit="epoch" its first turn may be still to come
                 self._share(flat)
 
     @torch.no_grad()
@@ -429,7 +439,10 @@ class LocalSGD(Periodic):
 
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """Theta; or the mean of all ranks, where the parameters hold other values."""
-        return self.left(group) if replaced else [(flat, self._shared[flat].values) for flat in group.flats]
+        if not replaced:
+            return [(flat, self._shared[flat].values) for flat in group.flats]
+        assert self._view is not None
+        return self._view.means(group, row_of_parameters)
 
     # Checkpoints
 

@@ -253,9 +253,10 @@ class Periodic(ParameterAlgorithm):
         if not set(self._known.values()) & set(group.parameters.values()) <= set(wanted.values()):
             shared = ", ".join(sorted(group.parameters.keys() & wanted.keys())[:3])
             raise ValueError(
-                f"two optimizers step {shared}, but with {type(self).__name__} the parameters of an optimizer are "
-                "mixed together, so they must be its own: give them to one of the two, or use a synchronous strategy "
-                "such as 'ring'"
+                f"two optimizers step {shared}, or one has lost some of its parameters, which the model still has. But "
+                f"with {type(self).__name__} the parameters of an optimizer are mixed together, so they must be its "
+                "own, and stay: give them to one optimizer, freeze those that are not to be trained, or use a "
+                "synchronous strategy such as 'ring'"
             )
 
     def _end(self, group: Group) -> dict[str, int]:

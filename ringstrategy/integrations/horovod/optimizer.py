@@ -202,6 +202,11 @@ def _algorithm(
         raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), got {algorithm!r}")
     if algorithm.uneven == "join" and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
+    if getattr(algorithm, "unit", "step") == "epoch":
+        raise ValueError(
+            f"{algorithm} counts epochs, and the loop is yours: count the interval in steps, interval=<steps of an "
+            "epoch>, unit='step'"
+        )
     if op is Sum and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and sums no gradients: leave out op=hvd.Sum")
     if scaler is not None and isinstance(algorithm, ParameterAlgorithm):

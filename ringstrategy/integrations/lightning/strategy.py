@@ -118,6 +118,7 @@ class RingStrategyMixin(ProcessesMixin):
         self._broadcast_buffers = broadcast_buffers
         self.on_peer_loss = on_peer_loss
         self._looks: LooksMixin | None = None  # with the session of several ranks
+        self._has_ended = False  # training, in this fit
         self._elastic: Elastic | None = None  # likewise, if training goes on after a loss
         self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # between two sets of ranks
         self._stopping: Stopping | None = None  # likewise
@@ -152,7 +153,7 @@ class RingStrategyMixin(ProcessesMixin):
             self.session.bind(self.optimizers)
             self.session.compare_optimizers()
             if self.world_size > 1:
-                self._looks = self.looks(trainer, self.session, self.tell)
+                self._looks, self._has_ended = self.looks(trainer, self.session, self.tell), False
                 self._stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
                 if self.members is not None:
                     waits = self.on_peer_loss == "wait"
@@ -393,9 +394,13 @@ class RingStrategyMixin(ProcessesMixin):
         self._fit.settle()
         if self._looks is None or not self._looks.attends:
             return
-        self._fit.finish()
-        if self._fit.shows_consensus:
-            self._fit.enter_consensus(replaced=self._looks.replaced())
+        self._has_ended = True
+        if not self._fit.shows_consensus:
+            return
+        replaced = self._looks.replaced()
+        if not replaced:
+            self._fit.finish()
+        self._fit.enter_consensus(replaced=replaced)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
@@ -522,6 +527,8 @@ class RingStrategyMixin(ProcessesMixin):
                 ends.callback(self._joining.close)
             try:
                 if looks is not None and session is not None and not self.alone and session.shows_consensus:
+                    if looks.attends and not self._has_ended:
+                        session.finish()
                     session.enter_consensus()  # False if training has ended with that
             finally:
                 self.session = self._looks = self._stopping = self._joining = self._elastic = None
