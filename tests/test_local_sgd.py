@@ -796,17 +796,21 @@ def test_the_result_has_the_last_steps_in_it(ranks: Pool, unit: str) -> None:
         assert all(same)
 
 
-def _ends(algorithm: LocalSGD) -> list[float]:
-    """Rank r moves by 1 + r a step: how far is the model after 14 steps, 28, and when its optimizer gets another?"""
+def _ends(algorithm: LocalSGD) -> tuple[list[float], float]:
+    """Rank r moves by 1 + r a step: how far is the model after 14 steps, 28, and when its optimizer gets another?
+
+    And where is this rank after the first agreement that follows the first end?
+    """
     with process_group() as peers:
         parameter, other = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.zeros(3))
         algorithm.setup({"weight": parameter, "other": other}, peers)
         algorithm.bind({parameter})
-        found = []
+        found, places = [], []
         for _ in range(2):
             for _ in range(14):
                 parameter.data.add_(1.0 + peers.rank)
                 algorithm.after_step({parameter})
+                places.append(float(parameter[0]))
             algorithm.finish()
             found += [float(value) for value in parameter.detach().aminmax()]
         for _ in range(6):
@@ -815,16 +819,23 @@ def _ends(algorithm: LocalSGD) -> list[float]:
         algorithm.bind({parameter, other})
         found += [float(value) for value in parameter.detach().aminmax()]
         algorithm.close()
-        return found
+        return found, places[15]
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [LocalSGD(4), LocalSGD(4, overlap=2), LocalSGD(4, overlap=True), LocalSGD(4, overlap=True, eager=True)],
-    ids=lambda algorithm: f"{algorithm.overlap} {algorithm.eager}",
+    ("algorithm", "places"),
+    [
+        (LocalSGD(4), [24, 24]),
+        (LocalSGD(4, overlap=2), [23, 25]),
+        (LocalSGD(4, overlap=True), [23, 25]),
+        (LocalSGD(4, overlap=True, eager=True), [22, 23]),  # with half of its own two steps
+    ],
 )
-def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(ranks: Pool, algorithm: LocalSGD) -> None:
-    for found in ranks(2, _ends, algorithm):
+def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(
+    ranks: Pool, algorithm: LocalSGD, places: list[float]
+) -> None:
+    for (found, place), expected in zip(ranks(2, _ends, algorithm), places, strict=True):
+        assert place == pytest.approx(expected)
         assert found == pytest.approx([21, 21, 42, 42, 51, 51], rel=1e-5)
 
 
