@@ -11,8 +11,8 @@ one of them takes on the network in question. That is not so for `ring_auto`, wh
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
 `--after` steps, for each seed its own; steps are the mean over the seeds with which the contender trained. One that
 missed it may still be faster than others: "> 5" are the minutes that it trained. Of several curves with one seed, the
-longest counts. The last line is the limit of a network that costs nothing: ranks that only compute, and need as many
-steps as DDP.
+longest counts, and of several timings on a network, that of most rounds. The last line is the limit of a network that
+costs nothing: ranks that only compute, and need as many steps as DDP.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
         targets[seed] = loss
     seconds: dict[str, dict[str, float]] = {}
     megabytes: dict[str, float] = {}
-    for row in steps:
+    for row in sorted(steps, key=lambda row: len(row.seconds)):
         seconds.setdefault(row.case, {})[row.rate] = row.seconds_median
         if row.bytes_at_interface is not None:
             megabytes[row.case] = row.bytes_at_interface / 1e6

@@ -65,6 +65,14 @@ def test_the_longest_curve_of_a_seed_counts():
         assert gossip.steps == pytest.approx([400.0, 400.0])
 
 
+def test_the_timing_of_most_rounds_counts():
+    better = replace(step("diloco", "100mbit", 0.9, 3e6), seconds=[0.8, 0.9, 1.0])
+    for steps in ([*STEPS, better], [better, *STEPS]):
+        [diloco] = [racer for racer in racers(CURVES, steps, after=200) if racer.case == "diloco"]
+        assert diloco.seconds == {"10mbit": 0.6, "100mbit": 0.9}
+        assert diloco.megabytes == 3.0
+
+
 def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     append(CURVES, tmp_path / "curves.jsonl")
     alone = [step("compute alone", "100mbit", 0.2), step("compute alone, 16 in a row", "100mbit", 0.15)]
