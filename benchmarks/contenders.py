@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import cycle, islice
@@ -41,7 +41,7 @@ POWERSGD_HOOKS = {rank: f"ddp powersgd rank {rank}" for rank in (1, 4)}
 # Steps from one averaging of parameters to the next, in post-local SGD and gossip: torch's example, and a longer one.
 PERIODS = (4, 16)
 POST_LOCAL = {period: f"post-local sgd every {period}" for period in PERIODS}
-# What torchft's DiLoCo is given: by trial, less momentum suits 64 steps better. "streaming" exchanges beside computing.
+# What torchft's DiLoCo is given. "streaming" exchanges beside computing.
 _STREAMING = {"fragments": 4, "alpha": 0.5}
 TORCHFT: dict[str, dict[str, Any]] = {
     **{f"torchft diloco every {every}": {"interval": every} for every in (16, 64)},
@@ -111,15 +111,15 @@ def decentralized() -> list[str]:
 def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Callable[[], Training]]:
     """All that can be measured, by name; each trains a copy. `how` as of `Training`. Ranks make them in one order."""
 
-    def of(make: Callable[..., Training], *given: Any, **options: Any) -> Callable[[], Training]:
-        return lambda: make(copy.deepcopy(initial), batches, *given, **options, **how)
+    def of(make: Callable[..., Training], *given: Any) -> Callable[[], Training]:
+        return lambda: make(copy.deepcopy(initial), batches, *given, **how)
 
     return {
         DDP: of(TorchDDP),
         FP16_HOOK: of(TorchDDP, True),
         **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
         **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
-        **{name: of(TorchftTraining, **given) for name, given in TORCHFT.items()},
+        **{name: of(TorchftTraining, given) for name, given in TORCHFT.items()},
         **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items()},
     }
 
@@ -310,24 +310,14 @@ class PostLocalSGD(Waiting):
 class TorchftTraining(Waiting):
     """torchft's DiLoCo, with the outer optimizer of our `diloco` unless another is given."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        interval: int,
-        outer: Nesterov | None = None,
-        fragments: int = 1,
-        delay: int = 0,
-        alpha: float = 0.0,
-        **how: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: Batches, given: Mapping[str, Any], **how: Any) -> None:
         super().__init__(model, batches, **how)
-        self.interval = interval
-        if outer is None:
-            ours = _seldom("diloco").outer
-            assert isinstance(ours, Nesterov)
-            outer = ours
-        self._diloco = TorchftDiLoCo(model, self.optimizer, interval, outer, fragments, delay, alpha)
+        self.interval, self._given = given["interval"], given
+        self._diloco = TorchftDiLoCo(model, self.optimizer, **{"outer": _seldom("diloco").outer, **given})
+
+    def limit(self, compute: Phases, wire: float) -> float:
+        hiding: float = self._given.get("delay", 0) * self._given.get("fragments", 1) / self.interval  # of the steps
+        return sum(compute) + max(0.0, wire - sum(compute) * hiding)
 
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:
@@ -412,7 +402,9 @@ class Intervals(Ours):
         self.interval = algorithm.interval
 
     def limit(self, compute: Phases, wire: float) -> float:
-        return sum(compute) + max(0.0, wire - sum(compute) * self.algorithm.schedule.late / self.interval)
+        parts = self.algorithm.fragments if isinstance(self.algorithm, LocalSGD) else 1  # each hides by itself
+        hiding = min(1.0, parts * self.algorithm.schedule.late / self.interval)  # of the steps
+        return sum(compute) + max(0.0, wire - sum(compute) * hiding)
 
     def after_run(self) -> None:
         self._session.settle()

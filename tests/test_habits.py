@@ -382,6 +382,30 @@ def _ema_of_local_sgd() -> None:
     assert close(flat(model), mean_of(average))
 
 
+class Counts(Callback):
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, buffer in pl_module.named_buffers():
+            if name.endswith("num_batches_tracked"):
+                buffer.zero_()
+
+
+def _buffer_set_at_the_end() -> None:
+    ends = []
+    for callbacks in ([], [Counts()]):
+        model = normed()
+        algorithm = LocalSGD(4, Nesterov(0.4, 0.8), overlap=True, eager=True)
+        trainer = trainer_with(RingStrategy(algorithm), callbacks=callbacks, max_epochs=3)
+        trainer.fit(model, rows(), rows(24))
+        ends.append(model)
+    for one, other in zip(*(model.parameters() for model in ends), strict=True):
+        assert torch.equal(one, other)
+    assert all(int(value) == 0 for name, value in ends[1].named_buffers() if name.endswith("tracked"))
+
+
+def test_a_buffer_that_is_set_at_the_end_keeps_no_step_out(ranks: Pool) -> None:
+    ranks(3, _buffer_set_at_the_end)
+
+
 def test_lightnings_moving_average_of_local_sgd_is_left_as_the_mean(ranks: Pool) -> None:
     ranks(3, _ema_of_local_sgd)
 

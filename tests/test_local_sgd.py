@@ -473,6 +473,34 @@ def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_shared_parameters(
     ranks(3, _resume, str(tmp_path), algorithm, 1)
 
 
+def _with_another_policy() -> list[list[str]]:
+    """What is kept for each flat, when a policy of the same name gives another codec than before the checkpoint."""
+    chosen: list[Codec] = [Identity()]
+
+    def policy(name: str, parameter: nn.Parameter) -> Codec:
+        return chosen[0]
+
+    with process_group() as peers:
+        weight, found = nn.Parameter(torch.ones(300) * peers.rank), []
+        saved: tuple[Any, Any] | None = None
+        for codec in (Identity(), BlockInt(4)):
+            chosen[0] = codec
+            algorithm = LocalSGD(2, Nesterov(), policy, Direct(), error_feedback=True)
+            algorithm.setup({"weight": weight}, peers)
+            if saved is not None:
+                algorithm.load_state_dict(saved[0])
+                assert algorithm.load_own_state(saved[1])
+            algorithm.bind({weight})
+            saved = algorithm.state_dict(), algorithm.own_state()
+            found.append([kind for flat in algorithm._groups[0].flats for kind in flat.memory])
+            algorithm.close()
+        return found
+
+
+def test_errors_are_fed_back_where_a_resumed_run_has_other_codecs(ranks: Pool) -> None:
+    assert ranks(2, _with_another_policy) == [[[], ["residual"]]] * 2
+
+
 def test_resuming_after_an_epoch_that_has_no_agreement_yet_is_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, _resume, str(tmp_path), LocalSGD(2, Nesterov(), unit="epoch", consensus=False), 0)
 

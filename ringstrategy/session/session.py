@@ -514,9 +514,10 @@ class Session:
             return self._parameters.shared_values()
         return {name: value for name, value in shared_parameters(self.module).items() if value in self._equal}
 
-    def glance(self) -> list[Tensor]:
-        """A few values of each parameter and buffer, to detect later whether they were replaced."""
-        return [sample(t.detach()) for t in (*shared_parameters(self.module).values(), *shared_buffers(self.module))]
+    def glance(self, *, buffers: bool = True) -> list[Tensor]:
+        """A few values of each parameter, and then of each buffer, to detect later whether they were replaced."""
+        seen = (*shared_parameters(self.module).values(), *(shared_buffers(self.module) if buffers else ()))
+        return [sample(tensor.detach()) for tensor in seen]
 
     # State
 

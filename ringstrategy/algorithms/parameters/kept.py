@@ -49,13 +49,16 @@ class Kept:
         if not names or not parts.keys() >= set(names):
             return False
         # codecs differ in what is kept for them, so only the parameters of a flat must have the same
-        kinds = [{tuple(parts[name]) for name in flat.names} for flat in group.flats]
-        if any(len(kept) > 1 for kept in kinds) or len({"correction" in next(iter(kept)) for kept in kinds}) > 1:
+        kinds = [parts[flat.names[0]].keys() for flat in group.flats]
+        alike = all(
+            parts[name].keys() == kept for flat, kept in zip(group.flats, kinds, strict=True) for name in flat.names
+        )
+        if not alike or len({"correction" in kept for kept in kinds}) > 1:
             return False
         for kind, both in others.get(names[0], {}).items():
             group.others[kind] = Vector.of(both[0].to(group.flats[0].device, copy=True))
             group.others[kind].correction.copy_(both[1])
-        for flat, [kept] in zip(group.flats, kinds, strict=True):
+        for flat, kept in zip(group.flats, kinds, strict=True):
             for kind in kept:
                 group.arrived |= kind == "correction"
                 whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)

@@ -243,11 +243,12 @@ class LocalSGD(Periodic):
         )
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have."""
+        """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have. Nothing was lost or sent yet."""
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
         self._sent.update(parameters.values())
         for flat in group.flats:
             warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
+            flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
             self._shared[flat] = Shared(flat, self.outer)
             if self.eager:
                 self._anchors[flat] = Shared(flat, self.outer)
@@ -263,12 +264,6 @@ class LocalSGD(Periodic):
         values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
         for shared in (self._shared, self._anchors) if self.eager else (self._shared,):
             shared[flat].values.copy_(values)
-
-    def begin(self, group: Group) -> None:
-        """Nothing was lost so far, and nothing sent."""
-        for flat in group.flats:
-            for kind in self._kinds(flat):
-                flat.memory[kind] = torch.zeros_like(flat.correction)
 
     def _kinds(self, flat: Flat) -> list[str]:
         """What is kept for a flat: what its codec lost; what this rank sent, and the others did, if that is needed."""
@@ -396,10 +391,9 @@ class LocalSGD(Periodic):
     def start(self) -> None:
         """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
         for group in self._groups:
-            for flat in (
-                group.flats if group.steps == 0 else ()
-            ):  # with unit="epoch" its first turn may be still to come
-                self._share(flat)
+            if group.steps == 0:  # not turns: with unit="epoch" the first may still be to come
+                for flat in group.flats:
+                    self._share(flat)
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -96,12 +96,12 @@ class LooksMixin(Callback):
         self._replaced = False
         self._session.leave_consensus()
 
-    def replaced(self) -> bool:
-        """Has any rank put other values there since?"""
+    def replaced(self, *, buffers: bool = True) -> bool:
+        """Has any rank put other values into parameters since, or into buffers?"""
         # an average may have the very values of the parameters, as at first, and is swapped all the same
         averages = any(isinstance(callback, self.package.WeightAveraging) for callback in callbacks(self._trainer))
-        now = self._session.glance()
-        mine = averages or not all(same(*pair) for pair in zip(now, self._before, strict=True))
+        now = self._session.glance(buffers=buffers)
+        mine = averages or not all(same(*pair) for pair in zip(now, self._before[: len(now)], strict=True))
         return self._trainer.strategy.reduce_boolean_decision(mine, all=False)
 
 

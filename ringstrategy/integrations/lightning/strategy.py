@@ -397,7 +397,7 @@ class RingStrategyMixin(ProcessesMixin):
         self._has_ended = True
         if not self._fit.shows_consensus:
             return
-        replaced = self._looks.replaced()
+        replaced = self._looks.replaced(buffers=False)  # a buffer that a callback sets is averaged all the same
         if not replaced:
             self._fit.finish()
         self._fit.enter_consensus(replaced=replaced)
@@ -509,7 +509,7 @@ class RingStrategyMixin(ProcessesMixin):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Join the communication thread, remove the hooks. No collective, unless `fit` found nothing left to train."""
+        """Join the communication thread, remove the hooks. No collective, unless training has not ended in this fit."""
         session, looks, self._means = self.session, self._looks, None
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(super().teardown)
