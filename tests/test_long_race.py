@@ -134,6 +134,6 @@ def test_the_page_says_what_the_rows_say():
     root = Path(__file__).parents[1]
     results = root / "benchmarks" / "results" / "long-race"
     losses = [row for file in sorted(results.glob("losses-*.jsonl")) for row in read(file)]
-    steps = [row for file in sorted(results.glob("steps-*.jsonl")) for row in read(file)]
+    steps = [row for file in sorted(results.glob("seconds-*.jsonl")) for row in read(file)]
     table = "".join(f"{line}\n" for line in lines(racers(losses, steps, after=1088), 1088))
     assert table_on((root / "docs" / "local_sgd.md").read_text(), "long_race") == table
