@@ -291,6 +291,12 @@ class Waiting(Training):
         return sum(compute) + wire
 
 
+def _limit_beside(compute: Phases, wire: float, late: int, parts: int, interval: int) -> float:
+    """Of a step whose exchanges, so many an interval, each travel while so many steps are computed."""
+    hiding = min(1.0, parts * late / interval)  # of the steps
+    return sum(compute) + max(0.0, wire - sum(compute) * hiding)
+
+
 class PostLocalSGD(Waiting):
     """Torch's periodic averaging of parameters from the first step on.
 
@@ -316,8 +322,8 @@ class TorchftTraining(Waiting):
         self._diloco = TorchftDiLoCo(model, self.optimizer, **{"outer": _seldom("diloco").outer, **given})
 
     def limit(self, compute: Phases, wire: float) -> float:
-        hiding: float = self._given.get("delay", 0) * self._given.get("fragments", 1) / self.interval  # of the steps
-        return sum(compute) + max(0.0, wire - sum(compute) * hiding)
+        late, parts = self._given.get("delay", 0), self._given.get("fragments", 1)
+        return _limit_beside(compute, wire, late, parts, self.interval)
 
     @contextmanager
     def as_seen(self) -> Iterator[nn.Module]:
@@ -402,9 +408,8 @@ class Intervals(Ours):
         self.interval = algorithm.interval
 
     def limit(self, compute: Phases, wire: float) -> float:
-        parts = self.algorithm.fragments if isinstance(self.algorithm, LocalSGD) else 1  # each hides by itself
-        hiding = min(1.0, parts * self.algorithm.schedule.late / self.interval)  # of the steps
-        return sum(compute) + max(0.0, wire - sum(compute) * hiding)
+        parts = self.algorithm.fragments if isinstance(self.algorithm, LocalSGD) else 1
+        return _limit_beside(compute, wire, self.algorithm.schedule.late, parts, self.interval)
 
     def after_run(self) -> None:
         self._session.settle()

@@ -278,6 +278,15 @@ def check_family(algorithm: Algorithm) -> None:
         )
 
 
+def check_counts_steps(algorithm: object, whose: str) -> None:
+    """ValueError if its interval counts epochs; `whose` loop it is that does not tell when one ends."""
+    if getattr(algorithm, "unit", "step") == "epoch":
+        raise ValueError(
+            f"unit='epoch' needs to know when an epoch ends, and {whose} is yours: count the interval in steps, "
+            "interval=<steps of an epoch>, unit='step'"
+        )
+
+
 def check_uneven(uneven: str) -> None:
     """ValueError unless it is one of the two choices: see `Algorithm`."""
     if uneven not in ("error", "join"):

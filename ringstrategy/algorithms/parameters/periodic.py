@@ -255,8 +255,8 @@ class Periodic(ParameterAlgorithm):
             raise ValueError(
                 f"two optimizers step {shared}, or one has lost some of its parameters, which the model still has. But "
                 f"with {type(self).__name__} the parameters of an optimizer are mixed together, so they must be its "
-                "own, and stay: give them to one optimizer, freeze those that are not to be trained, or use a "
-                "synchronous strategy such as 'ring'"
+                "own, and stay: give them to one optimizer, freeze what is not to be trained instead of taking it out, "
+                "or use a synchronous strategy such as 'ring'"
             )
 
     def _end(self, group: Group) -> dict[str, int]:

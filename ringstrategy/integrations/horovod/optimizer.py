@@ -20,7 +20,7 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.algorithms.base import Algorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm, ParameterAlgorithm, check_counts_steps
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.codecs.base import Codec
 from ringstrategy.integrations.horovod.compression import Compression, check_codec, collective_for
@@ -202,11 +202,7 @@ def _algorithm(
         raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), got {algorithm!r}")
     if algorithm.uneven == "join" and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
-    if getattr(algorithm, "unit", "step") == "epoch":
-        raise ValueError(
-            f"{algorithm} counts epochs, and the loop is yours: count the interval in steps, interval=<steps of an "
-            "epoch>, unit='step'"
-        )
+    check_counts_steps(algorithm, "the loop")
     if op is Sum and isinstance(algorithm, ParameterAlgorithm):
         raise ValueError(f"{algorithm} averages parameters, and sums no gradients: leave out op=hvd.Sum")
     if scaler is not None and isinstance(algorithm, ParameterAlgorithm):

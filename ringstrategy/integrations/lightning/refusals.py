@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, check_family
+from ringstrategy.algorithms.base import Algorithm, check_counts_steps, check_family
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning.package import Package
 
@@ -84,11 +84,7 @@ def check_for_fabric(algorithm: Algorithm | None) -> None:
             "'error' and give all ranks the same number of batches, as the sampler of fabric.setup_dataloaders does, "
             "or train with a Trainer or a plain Session (docs/torch.md), which join"
         )
-    if getattr(algorithm, "unit", "step") == "epoch":
-        raise ValueError(
-            "unit='epoch' needs to know when an epoch ends, and Fabric's loop is yours: count the interval in steps, "
-            "interval=<steps of an epoch>, unit='step'"
-        )
+    check_counts_steps(algorithm, "Fabric's loop")
 
 
 def unknown_arguments(unknown: Iterable[str], strategy: type) -> str:
