@@ -47,6 +47,7 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.connect import connect
 
 pytestmark = pytest.mark.timeout(120)
@@ -883,6 +884,34 @@ def _nothing_left(folder: str, algorithm: LocalSGD) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_run_with_nothing_left_to_train_ends_with_the_same_model(ranks: Pool, overlap: bool, tmp_path: Path) -> None:
     ranks(3, _nothing_left, str(tmp_path), LocalSGD(5, Nesterov(0.5, 0.5), overlap=overlap))
+
+
+def _copies(name: str) -> float:
+    """How many more times the elements of the model it keeps after some agreements, as docs/local_sgd.md says."""
+    with process_group() as peers:
+        parameters = {f"layers.{layer}.weight": nn.Parameter(torch.randn(40, 50)) for layer in range(4)}
+        algorithm = STRATEGIES[name]()
+        assert isinstance(algorithm, LocalSGD)
+        algorithm.setup(parameters, peers)
+        for _ in range(40):
+            for parameter in parameters.values():
+                parameter.data.add_(1.0 + peers.rank)
+            algorithm.after_step(parameters.values())
+        algorithm.settle()
+        kept = 0
+        for flat in (flat for group in algorithm._groups for flat in group.flats):
+            states = algorithm._shared[flat].state_dict().values()
+            outer = [value for state in states for value in state["outer"].values() if isinstance(value, Tensor)]
+            seen = [flat.correction, algorithm._shared[flat].values, *flat.memory.values(), *outer]
+            kept += sum(tensor.numel() for tensor in seen)
+            assert "values" not in vars(flat), "one more, if it is asked for"
+        algorithm.close()
+        return kept / sum(parameter.numel() for parameter in parameters.values())
+
+
+@pytest.mark.parametrize(("name", "copies"), [("local_sgd", 2), ("diloco", 3), ("diloco_int4", 5), ("diloco_sign", 5)])
+def test_it_keeps_as_many_copies_as_the_page_says(ranks: Pool, name: str, copies: int) -> None:
+    assert ranks(2, _copies, name) == [copies, copies]
 
 
 class Buffered(Net):
