@@ -14,11 +14,11 @@ import torch
 from fakes import on_all_ranks
 from torch import Tensor, nn
 
-from ringstrategy import Gossip
+from ringstrategy import Gossip, LocalSGD, Nesterov
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import cast, compiled, cpu, cpu_cast, jit, mix, reference, sparse
+from ringstrategy.kernels import cast, compiled, cpu, cpu_cast, cpu_nesterov, jit, mix, nesterov, reference, sparse
 from ringstrategy.kernels.layout import SparseFormat
 from ringstrategy.kernels.threads import free_cores, use_threads
 
@@ -398,6 +398,47 @@ def test_a_mixing_waits_for_no_compiler(dtype: torch.dtype, monkeypatch: pytest.
     assert out.tolist() == [-0.5] * 5
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("numel", [0, 1, 1023, 300_007])
+def test_a_step_with_momentum_has_the_references_bits_whatever_the_number_of_threads(
+    dtype: torch.dtype, numel: int
+) -> None:
+    given = [values(numel, seed).to(dtype) for seed in range(3)]  # parameters, gradients, momenta
+    expected = [tensor.clone() for tensor in given]
+    numbers, gradients, momenta = (tensor.double() for tensor in given)
+    momenta = 0.7 * momenta + gradients
+    nesterov.nesterov_([expected[0]], [expected[1]], [expected[2]], 0.3, 0.7)
+    exact = numbers - 0.3 * (gradients + 0.7 * momenta)
+    torch.testing.assert_close(expected[0].double(), exact, rtol=1e-6, atol=torch.finfo(dtype).eps * 1e4)
+    for threads in (1, 3):
+        memories = [torch.full((numel + 2 * 64,), 77.0, dtype=dtype) for _ in given]
+        ours = [memory[64:-64].copy_(tensor) for memory, tensor in zip(memories, given, strict=True)]
+        use_threads(threads)
+        try:
+            ENGINE.nesterov_([ours[0]], [ours[1]], [ours[2]], 0.3, 0.7)
+        finally:
+            use_threads(1)
+        for mine, other in zip(ours, expected, strict=True):
+            assert torch.equal(mine.view(torch.int32), other.view(torch.int32))
+        assert all(unharmed(memory) for memory in memories)
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_outer_step_waits_for_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_nesterov.nesterov, "_compiled", None)
+    compiled._nesterov.cache_clear()
+    algorithm, parameter = LocalSGD(1, Nesterov(1.0, 0.5)), nn.Parameter(torch.ones(5))
+    algorithm.setup({"weight": parameter}, on_all_ranks(1, lambda peers: peers)[0])
+    algorithm.bind({parameter})
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a step waits for a compiler")
+
+    monkeypatch.setattr(jit.Kernel, "_compile", refuse)
+    ENGINE.nesterov_([parameter.detach()], [torch.ones(5)], [torch.zeros(5)], 1.0, 0.5)
+    assert parameter.tolist() == [-0.5] * 5
+
+
 FRESH: list[Codec] = [
     *(BlockInt(8), BlockFloat8("e4m3"), Sign(), Rotated(Gaussian(3))),
     *(TopK(8, 256), RandomK(8, 256), Cast("fp16"), Cast("bf16")),
@@ -443,6 +484,7 @@ with warnings.catch_warnings(record=True) as said:
         codec.encode(torch.randn(1000), small, lost=torch.empty(1000))
         codec.decode(small, torch.empty(1000))
     engine(small.device).mix(torch.ones(9), [torch.ones(9)], [1.0], torch.empty(9))
+    engine(small.device).nesterov_([torch.ones(9)], [torch.ones(9)], [torch.ones(9)], 0.5, 0.5)
 print(len(said), said[0].message, wire.sum().item())
 """
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import add, cast, feedback, mix, orthonormal, reference, sparse
+from ringstrategy.kernels import add, cast, feedback, mix, nesterov, orthonormal, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -194,6 +194,28 @@ class Compiled:
         """See `Engine.warm_up_mix`."""
         _mix(dtype)
 
+    def nesterov_(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """See `Engine.nesterov_`; what is not float32 goes to the reference."""
+        kernel = _nesterov() if all(each.dtype == torch.float32 for each in values) else None
+        if kernel is None:
+            nesterov.nesterov_(values, gradients, momenta, lr, momentum)
+            return
+        for value, gradient, kept in zip(values, gradients, momenta, strict=True):
+            assert all((each.dtype, each.shape) == (value.dtype, value.shape) for each in (gradient, kept))
+            given = (*(_array(each.view(-1)) for each in (value, gradient, kept)), np.float32(lr), np.float32(momentum))
+            _run(kernel, 1, value.numel(), given)
+
+    def warm_up_nesterov(self) -> None:
+        """See `Engine.warm_up_nesterov`."""
+        _nesterov()
+
     def orthonormalise_(self, columns: Tensor) -> None:
         """See `Engine.orthonormalise_`: in torch, with the same bits on every CPU."""
         orthonormal.orthonormalise_(columns)
@@ -323,6 +345,19 @@ def _mix(dtype: torch.dtype) -> Callable[..., None] | None:
         return kernel
 
     made: Callable[..., None] | None = None if dtype == torch.float64 else _announced(make)
+    return made
+
+
+@cache
+def _nesterov() -> Callable[..., None] | None:
+    def make() -> Any:
+        from ringstrategy.kernels.cpu_nesterov import nesterov as kernel
+
+        nothing = np.uint64(0)
+        kernel(_NO_VALUES, _NO_VALUES, _NO_VALUES, np.float32(0), np.float32(0), nothing, nothing)
+        return kernel
+
+    made: Callable[..., None] | None = _announced(make)
     return made
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import add, cast, mix, orthonormal, sparse
+from ringstrategy.kernels import add, cast, mix, nesterov, orthonormal, sparse
 from ringstrategy.kernels.layout import ROTATED, BlockFormat, Part, Signs, SparseFormat
 
 if TYPE_CHECKING:
@@ -144,6 +144,22 @@ class Engine(Protocol):
 
     def warm_up_mix(self, dtype: torch.dtype) -> None:
         """Do what the first `mix` of values of this dtype would wait for."""
+
+    def nesterov_(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """For each tensor: momenta = momentum * momenta + gradients; values -= lr * (gradients + momentum * momenta).
+
+        All are contiguous and alike. Each operation is rounded to their dtype.
+        """
+
+    def warm_up_nesterov(self) -> None:
+        """Do what the first `nesterov_` would wait for."""
 
     def orthonormalise_(self, columns: Tensor) -> None:
         """Gram-Schmidt, modified, over columns of shape (matrices, rank, length): equal bits on equal processors.
@@ -302,6 +318,20 @@ class _Triton:
         mix.mix(own, theirs, weights, out)
 
     def warm_up_mix(self, dtype: torch.dtype) -> None:
+        """Nothing."""
+
+    def nesterov_(
+        self,
+        values: list[Tensor],
+        gradients: list[Tensor],
+        momenta: list[Tensor],
+        lr: float,
+        momentum: float,
+    ) -> None:
+        """In torch; see `Engine.nesterov_`."""
+        nesterov.nesterov_(values, gradients, momenta, lr, momentum)
+
+    def warm_up_nesterov(self) -> None:
         """Nothing."""
 
     def orthonormalise_(self, columns: Tensor) -> None:

@@ -18,7 +18,7 @@ from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
 from ringstrategy.algorithms.parameters.inner_states import average_states
-from ringstrategy.algorithms.parameters.outer import Outer, Shared, described_outer
+from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
@@ -26,6 +26,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, sums_dtype
 from ringstrategy.collectives.by_size import BySize
+from ringstrategy.kernels.engine import engine
 from ringstrategy.transport.agree import all_gather_floats, compare_plans
 from ringstrategy.transport.base import Peers
 
@@ -248,6 +249,8 @@ class LocalSGD(Periodic):
         self._sent.update(parameters.values())
         for flat in group.flats:
             warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
+            if isinstance(self.outer, Nesterov):
+                engine(flat.device).warm_up_nesterov()
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
             self._shared[flat] = Shared(flat, self.outer)
             if self.eager:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.parameters.group import Flat, cut_like, row_of
+from ringstrategy.kernels.engine import engine
 
 Outer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -51,17 +52,15 @@ class _Nesterov(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients: list[Tensor] = [parameter.grad for parameter in parameters]
             lr, mu = group["lr"], group["momentum"]
-            if mu:
-                for parameter in parameters:
-                    if "momentum" not in self.state[parameter]:
-                        self.state[parameter]["momentum"] = torch.zeros_like(parameter)
-                momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-                torch._foreach_mul_(momenta, mu)
-                torch._foreach_add_(momenta, gradients)
-                ahead = list(torch._foreach_mul(momenta, mu))
-                torch._foreach_add_(ahead, gradients)
-                gradients = ahead
-            torch._foreach_sub_(parameters, torch._foreach_mul(gradients, lr))
+            if not mu:
+                torch._foreach_sub_(parameters, torch._foreach_mul(gradients, lr))
+                continue
+            for parameter in parameters:
+                if "momentum" not in self.state[parameter]:
+                    self.state[parameter]["momentum"] = torch.zeros_like(parameter)
+            momenta = [self.state[parameter]["momentum"] for parameter in parameters]
+            for device in {parameter.device for parameter in parameters}:
+                engine(device).nesterov_(parameters, gradients, momenta, lr, mu)
 
 
 def described_outer(outer: Outer | None) -> str:
