@@ -9,8 +9,9 @@ Whole runs over 10 Mbit/s would take days. But a contender's loss after so many 
 sends the same bits on each. So its time is the number of steps that it needs, from the curves, times the seconds that
 one of them takes on the network in question. That is not so for `ring_auto`, which chooses by the network, and for an
 exact start ("after 128"), whose first steps take longer: both are left out. The target is DDP's own loss after
-`--after` steps, for each seed its own; steps are the mean over the seeds with which the contender trained. One that
-missed it may still be faster than others: "> 5" are the minutes that it trained. Of several curves with one seed, the
+`--after` steps, for each seed its own; steps are the mean over the seeds with which the contender trained, and ratios
+are over the seeds that both have. One that missed the target may still be faster than others: "> 5" are the minutes
+that it trained. Of several curves with one seed, the
 longest counts, and of several timings on a network, that of most rounds. The last line is the limit of a network that
 costs nothing: ranks that only compute, and need as many steps as DDP.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,30 +36,71 @@ _EXACT_START = " after "
 
 
 @dataclass(frozen=True)
+class Run:
+    """What a contender did with one seed."""
+
+    excess: float | None  # relative, over DDP's loss after as many steps; None: not evaluated then
+    needed: float | None  # steps to DDP's loss; None: missed
+    trained: int  # steps
+
+    @property
+    def steps(self) -> float:
+        """To DDP's loss, or all, if it missed that."""
+        return self.trained if self.needed is None else self.needed
+
+
+@dataclass(frozen=True)
 class Racer:
     """One contender."""
 
     case: str
-    excess: Sequence[float | None]  # relative, over DDP's loss after as many steps; an entry a seed, None: unknown
-    steps: Sequence[float | None]  # to DDP's loss; None: missed
-    trained: Sequence[int]  # steps of its curves
+    runs: Mapping[int, Run]  # by seed
     seconds: Mapping[str, float]  # a step, by rate
     megabytes: float | None  # a step on a host's link
 
-    def minutes(self, rate: str) -> float | None:
-        """To DDP's loss, the mean over seeds; None if a seed missed it, or nobody measured its steps."""
-        return None if None in self.steps else self.least_minutes(rate)
+    @property
+    def missed(self) -> bool:
+        """Did it miss DDP's loss with some seed?"""
+        return any(run.needed is None for run in self.runs.values())
 
-    def least_minutes(self, rate: str) -> float | None:
-        """As `minutes`, but where a seed missed it, of the steps that it made; None if nobody measured them."""
+    def minutes(self, rate: str, seeds: Container[int] | None = None) -> float | None:
+        """To DDP's loss, the mean over these seeds, or all; where it was missed, of all its steps. None: not timed."""
         if rate not in self.seconds:
             return None
-        least = [made if count is None else count for count, made in zip(self.steps, self.trained, strict=True)]
-        return statistics.mean(least) * self.seconds[rate] / 60
+        steps = [run.steps for seed, run in self.runs.items() if seeds is None or seed in seeds]
+        return statistics.mean(steps) * self.seconds[rate] / 60
 
 
 def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Racer]:
     """All that have a curve for a seed of DDP's, in their order. ValueError if the two do not fit together."""
+    _check(curves, steps)
+    by_case: dict[str, dict[int, Curve]] = {row.case: {} for row in curves}
+    for row in sorted(curves, key=lambda row: row.curve["steps"][-1]):
+        by_case[row.case][row.seed] = Curve(**row.curve)
+    if DDP not in by_case:
+        raise ValueError(f"--curves: {DDP} is not there, whose loss is the target")
+    targets: dict[int, float] = {}
+    for seed, curve in sorted(by_case[DDP].items()):
+        loss = _at(curve, after)
+        if loss is None:
+            raise ValueError(f"--after {after}: {DDP} has no loss then, with seed {seed}")
+        targets[seed] = loss
+    seconds: dict[str, dict[str, float]] = {}
+    megabytes: dict[str, float] = {}
+    for row in sorted(steps, key=lambda row: len(row.seconds)):
+        seconds.setdefault(row.case, {})[row.rate] = row.seconds_median
+        if row.bytes_at_interface is not None:
+            megabytes[row.case] = row.bytes_at_interface / 1e6
+    found = []
+    for case, by_seed in by_case.items():
+        runs = {seed: _run(by_seed[seed], target, after) for seed, target in targets.items() if seed in by_seed}
+        if runs and case != "ring_auto" and _EXACT_START not in case:
+            found.append(Racer(case, runs, seconds.get(case, {}), megabytes.get(case)))
+    return [*found, *_limit(found, steps)]
+
+
+def _check(curves: Sequence[Row], steps: Sequence[Row]) -> None:
+    """ValueError if they are not of one model, data, world size and learning rate."""
     if not curves or any(row.benchmark != CURVES for row in curves):
         raise ValueError("--curves: rows of `time_to_accuracy --no-target`")
     if not steps or any(row.benchmark != "training" for row in steps):
@@ -71,42 +113,12 @@ def racers(curves: Sequence[Row], steps: Sequence[Row], after: int) -> list[Race
     if len(sizes) > 1:
         told = " and ".join(f"{size:g} M parameters on {ranks} ranks" for size, ranks in sorted(sizes))
         raise ValueError(f"curves and steps are of one model and world size, got {told}")
-    by_seed: dict[tuple[str, int], Curve] = {}
-    for row in sorted(curves, key=lambda row: row.curve["steps"][-1]):
-        by_seed[row.case, row.seed] = Curve(**row.curve)
-    seeds = sorted({seed for case, seed in by_seed if case == DDP})
-    if not seeds:
-        raise ValueError(f"--curves: {DDP} is not there, whose loss is the target")
-    targets: dict[int, float] = {}
-    for seed in seeds:
-        loss = _at(by_seed[DDP, seed], after)
-        if loss is None:
-            raise ValueError(f"--after {after}: {DDP} has no loss then, with seed {seed}")
-        targets[seed] = loss
-    seconds: dict[str, dict[str, float]] = {}
-    megabytes: dict[str, float] = {}
-    for row in sorted(steps, key=lambda row: len(row.seconds)):
-        seconds.setdefault(row.case, {})[row.rate] = row.seconds_median
-        if row.bytes_at_interface is not None:
-            megabytes[row.case] = row.bytes_at_interface / 1e6
-    found = []
-    for case in dict.fromkeys(row.case for row in curves):
-        if case == "ring_auto" or _EXACT_START in case:
-            continue
-        excess: list[float | None] = []
-        needed: list[float | None] = []
-        trained: list[int] = []
-        for seed, target in targets.items():
-            curve = by_seed.get((case, seed))
-            if curve is None:
-                continue
-            loss, reached = _at(curve, after), curve.reached(target)
-            excess.append(None if loss is None else loss / target - 1)
-            needed.append(None if reached is None else reached[0])
-            trained.append(curve.steps[-1])
-        if trained:
-            found.append(Racer(case, excess, needed, trained, seconds.get(case, {}), megabytes.get(case)))
-    return [*found, *_limit(found, steps)]
+
+
+def _run(curve: Curve, target: float, after: int) -> Run:
+    loss, reached = _at(curve, after), curve.reached(target)
+    excess = None if loss is None else loss / target - 1
+    return Run(excess, None if reached is None else reached[0], curve.steps[-1])
 
 
 def _limit(found: Sequence[Racer], steps: Sequence[Row]) -> list[Racer]:
@@ -116,7 +128,7 @@ def _limit(found: Sequence[Racer], steps: Sequence[Row]) -> list[Racer]:
         if who(row.case) == "alone":
             seconds[row.rate] = min(row.seconds_median, seconds.get(row.rate, math.inf))
     ddp = next(racer for racer in found if racer.case == DDP)
-    return [Racer(ALONE, ddp.excess, ddp.steps, ddp.trained, seconds, 0.0)] if seconds else []
+    return [Racer(ALONE, ddp.runs, seconds, 0.0)] if seconds else []
 
 
 def _at(curve: Curve, step: int) -> float | None:
@@ -125,38 +137,47 @@ def _at(curve: Curve, step: int) -> float | None:
 
 
 def lines(found: Sequence[Racer], after: int) -> Iterator[str]:
-    """The table, as Markdown. Ratios are to the fastest on this network that is not ours."""
+    """The table, as Markdown. Ratios are to the fastest on this network that is not ours, with the seeds of both."""
     rates = sorted(
         {rate for racer in found for rate in racer.seconds}, key=lambda rate: bits_per_second(rate) or math.inf
     )
     fastest = {rate: _fastest(found, rate) for rate in rates}
     yield (
-        f"| | seeds | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
+        f"| | seeds | steps trained | loss after {after:,} steps | steps to that of `{DDP}` | MB a step | "
         + " | ".join(f"s a step, {rate_in_words(rate)} | minutes" for rate in rates)
         + " |"
     )
-    yield "|---" * (5 + 2 * len(rates)) + "|"
+    yield "|---" * (6 + 2 * len(rates)) + "|"
     for racer in found:
+        runs = racer.runs.values()
         cells = [
             f"`{racer.case}`",
-            f"{len(racer.trained)}",
-            _of_seeds(racer.excess, "{:+.1%}", "-"),
-            _of_seeds(racer.steps, "{:,.0f}", "missed"),
+            f"{len(runs)}",
+            f"{min(run.trained for run in runs):,}",
+            _of_seeds([run.excess for run in runs], "{:+.1%}", "-"),
+            _of_seeds([run.needed for run in runs], "{:,.0f}", "missed"),
+            shown(racer.megabytes, "{:.2f}"),
         ]
-        cells.append(shown(racer.megabytes, "{:.2f}"))
         for rate in rates:
-            minutes = racer.minutes(rate)
             cells.append(shown(racer.seconds.get(rate), "{:.3f}"))
-            best = fastest[rate]
-            ratio = "" if minutes is None or best is None else f" ({best / minutes:.2f}x)"
-            cells.append(shown(racer.least_minutes(rate), "> {:.1f}" if minutes is None else "{:.1f}") + ratio)
+            form = "> {:.1f}" if racer.missed else "{:.1f}"
+            cells.append(shown(racer.minutes(rate), form) + _ratio(racer, fastest[rate], rate))
         yield f"| {' | '.join(cells)} |"
 
 
-def _fastest(found: Sequence[Racer], rate: str) -> float | None:
-    """Minutes of the fastest that is not ours; None if nobody was measured, or all missed the target."""
-    minutes = [racer.minutes(rate) for racer in found if who(racer.case) == "peer"]
-    return min((each for each in minutes if each is not None), default=None)
+def _fastest(found: Sequence[Racer], rate: str) -> Racer | None:
+    """Of those that are not ours; None if nobody was measured, or all missed the target."""
+    reached = [racer for racer in found if who(racer.case) == "peer" and rate in racer.seconds and not racer.missed]
+    return min(reached, key=lambda racer: racer.minutes(rate) or math.inf, default=None)
+
+
+def _ratio(racer: Racer, fastest: Racer | None, rate: str) -> str:
+    """How many times as fast as the fastest; nothing where one of them was not timed, or missed the target."""
+    if fastest is None or racer.missed:
+        return ""
+    seeds = racer.runs.keys() & fastest.runs.keys()
+    theirs, minutes = (each.minutes(rate, seeds) if seeds else None for each in (fastest, racer))
+    return "" if theirs is None or minutes is None else f" ({theirs / minutes:.2f}x)"
 
 
 def _of_seeds(values: Sequence[float | None], form: str, otherwise: str) -> str:

@@ -46,23 +46,33 @@ STEPS = [
 def test_its_time_is_its_steps_times_the_seconds_of_one():
     found = {racer.case: racer for racer in racers(CURVES, STEPS, after=200)}
     assert list(found) == ["ddp", "torchft diloco every 16", "diloco", "gossip", "ring"], "the others have no price"
-    assert [len(found[case].steps) for case in ("diloco", "ring")] == [2, 1], "over the seeds that it has"
-    assert found["ddp"].steps == pytest.approx([200.0, 200.0])
+    assert [list(found[case].runs) for case in ("diloco", "ring")] == [[0, 1], [0]], "over the seeds that it has"
+    assert [run.needed for run in found["ddp"].runs.values()] == pytest.approx([200.0, 200.0])
     assert found["ddp"].minutes("100mbit") == pytest.approx(20.0)
-    assert found["diloco"].excess == pytest.approx([0.1, 0.05])
-    assert found["diloco"].steps == pytest.approx([250.0, 250.0])  # half way from 3.3 to 2.7, and from 3.36 to 3.04
+    ours = found["diloco"].runs.values()
+    assert [run.excess for run in ours] == pytest.approx([0.1, 0.05])
+    assert [run.needed for run in ours] == pytest.approx([250.0, 250.0])  # half way: 3.3 to 2.7, 3.36 to 3.04
     assert found["diloco"].minutes("100mbit") == pytest.approx(1.25)
     assert found["diloco"].megabytes == 2.0
     assert found["torchft diloco every 16"].minutes("10mbit") is None, "nobody measured it"
-    assert found["gossip"].steps == [None, None]
-    assert found["gossip"].minutes("100mbit") is None
+    assert [run.needed for run in found["gossip"].runs.values()] == [None, None]
+    assert found["gossip"].minutes("10mbit") == pytest.approx(2.5), "of all its 300 steps"
 
 
 def test_the_longest_curve_of_a_seed_counts():
     longer = [curve("gossip", 0, 5.0, 4.9, 4.8, 4.7, 3.0), curve("gossip", 1, 5.0, 4.9, 4.8, 4.7, 3.2)]
     for curves in ([*CURVES, *longer], [*longer, *CURVES]):
         [gossip] = [racer for racer in racers(curves, STEPS, after=200) if racer.case == "gossip"]
-        assert gossip.steps == pytest.approx([400.0, 400.0])
+        assert [run.needed for run in gossip.runs.values()] == pytest.approx([400.0, 400.0])
+
+
+def test_ratios_are_over_the_seeds_of_both():
+    late = [*CURVES, curve("diloco late", 1, 5.0, 5.0, 5.0, 3.2), curve("ddp", 2, 5.0, 4.0, 3.0, 2.5)]
+    late.append(curve("torchft diloco every 16", 2, 5.0, 4.0, 3.2, 2.8, 2.8, 3.0))
+    steps = [*STEPS, step("diloco late", "100mbit", 1.0)]
+    [line] = [line for line in lines(racers(late, steps, after=200), 200) if line.startswith("| `diloco late`")]
+    assert "| 1 | 300 |" in line
+    assert line.endswith("| 1.000 | 5.0 (2.00x) |"), "torchft took 10 minutes with seed 1, and longer with seed 2"
 
 
 def test_the_timing_of_most_rounds_counts():
@@ -83,11 +93,13 @@ def test_the_table_compares_with_the_fastest_that_is_not_ours(tmp_path: Path, ca
     assert heading.endswith("| s a step, 10 Mbit/s | minutes | s a step, 100 Mbit/s | minutes |")
     assert table[0].endswith("| 60.00 | 60.000 | 200.0 (1.00x) | 6.000 | 20.0 (0.50x) |")
     assert "+7.5 % (+5.0 % to +10.0 %) | 250" in table[2]
-    assert table[2].startswith("| `diloco` | 2 | ")
-    assert table[4].startswith("| `ring` | 1 | ")
+    assert table[2].startswith("| `diloco` | 2 | 300 | ")
+    assert table[4].startswith("| `ring` | 1 | 300 | ")
     assert table[2].endswith("| 2.00 | 0.600 | 2.5 (80.00x) | 0.300 | 1.2 (8.00x) |")
     assert table[3].endswith("| missed | - | 0.500 | > 2.5 | - | - |"), "300 steps at least"
-    assert table[5].startswith("| `compute alone` | 2 | +0.0 % (+0.0 % to +0.0 %) | 200 (200 to 200) | 0.00 | - | - |")
+    assert table[5].startswith(
+        "| `compute alone` | 2 | 300 | +0.0 % (+0.0 % to +0.0 %) | 200 (200 to 200) | 0.00 | - | - |"
+    )
     assert table[5].endswith("| 0.150 | 0.5 (20.00x) |")
 
 
