@@ -1,4 +1,4 @@
-"""Temporarily replace each rank's own values by the exact mean of all ranks."""
+"""Temporarily replace each rank's own values by what all ranks share: their exact mean, or shared parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ringstrategy.transport.base import Peers
 
 
 class Consensus:
-    """The mean over all ranks of the mixed groups, and of everything else that differs between ranks.
+    """What all ranks share of the averaged groups, and the mean of everything else that differs between ranks.
 
     Args:
         peers: all ranks.
@@ -67,7 +67,7 @@ class Consensus:
         return nullcontext() if self._shown is None else self._shown.hidden()
 
     def means(self, group: Group, of: Callable[[Flat], Tensor]) -> Iterator[tuple[Flat, Tensor]]:
-        """Each flat and its mean over all ranks. An exchange in flight would not change the mean."""
+        """Each flat and its mean over all ranks."""
         for flat in group.flats:
             mean = of(flat)
             self._exchange.average_(mean, self._peers, "for the mean of all ranks")

@@ -1,4 +1,4 @@
-"""One mixing of one rank: send values to the neighbours, and turn theirs into a correction."""
+"""How a rank exchanges values: it mixes them with its neighbours', or takes the mean over all ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Mixing(Protocol):
 
 
 class Exchange:
-    """What `Decentralized` does with other ranks; the simulator has another, with all ranks in one process.
+    """What an algorithm of parameters does with other ranks; the simulator has another, with all ranks in one process.
 
     Attributes:
         ranks: whose values lie in the vectors, one after the other.

@@ -37,33 +37,31 @@ class Kept:
                         parts.setdefault(name, {})[kind] = part
             both = {kind: torch.stack([one.values, one.correction]) for kind, one in group.others.items()}
             others |= dict.fromkeys(group.parameters, both)
-        # after an exception: copies and weights that another thread is changing fit those of no other rank
+        # after an exception: what an exchange under way still changes does not match that of other ranks
         torn = any(group.under_way is not None and any(flat.memory for flat in group.flats) for group in groups)
         return {"kept": parts, "others": others, "torn": torn}
 
     def resume(self, group: Group) -> bool:
         """Restore a new group from the checkpoint. False if there is none, or parts of several groups."""
-        parts = {name: self._parts.pop(name) for name in group.parameters if name in self._parts}
+        parts = {name: dict(self._parts.pop(name)) for name in group.parameters if name in self._parts}
         others = {name: self._others.pop(name) for name in group.parameters if name in self._others}
         names = [name for flat in group.flats for name in flat.names]
         if not names or not parts.keys() >= set(names):
             return False
+        due = {name: parts[name].pop("correction") for name in names if "correction" in parts[name]}
         # codecs differ in what is kept for them, so only the parameters of a flat must have the same
-        kinds = [parts[flat.names[0]].keys() for flat in group.flats]
-        alike = all(
-            parts[name].keys() == kept for flat, kept in zip(group.flats, kinds, strict=True) for name in flat.names
-        )
-        if not alike or len({"correction" in kept for kept in kinds}) > 1:
+        alike = all(parts[name].keys() == parts[flat.names[0]].keys() for flat in group.flats for name in flat.names)
+        if not alike or 0 < len(due) < len(names):
             return False
         for kind, both in others.get(names[0], {}).items():
             group.others[kind] = Vector.of(both[0].to(group.flats[0].device, copy=True))
             group.others[kind].correction.copy_(both[1])
-        for flat, kept in zip(group.flats, kinds, strict=True):
-            for kind in kept:
-                group.arrived |= kind == "correction"
-                whole = flat.correction if kind == "correction" else torch.empty_like(flat.correction)
-                for name, part in flat.by_name(whole).items():
+        group.arrived = bool(due)
+        for flat in group.flats:
+            for kind in parts[flat.names[0]]:
+                flat.memory[kind] = torch.empty_like(flat.correction)
+                for name, part in flat.by_name(flat.memory[kind]).items():
                     part.copy_(parts[name][kind])
-                if kind != "correction":
-                    flat.memory[kind] = whole
+            for name, part in flat.by_name(flat.correction).items() if due else ():
+                part.copy_(due[name])
         return True

@@ -48,15 +48,17 @@ class LocalSGD(Periodic):
     Validation, test and checkpoints see Theta as last agreed, with the mean of buffers. When training ends, all ranks
     take their exact mean. A checkpoint also has a file of each rank, from which the same number of ranks goes on bit
     for bit. Another number starts from Theta, with the outer optimizer's state. Real floating-point buffers, such as
-    batch-norm statistics, are averaged at the agreements of the first fragment. Frozen parameters are not sent.
+    batch-norm statistics, are averaged at the agreements of the first fragment. Parameters that have been frozen from
+    the start are not sent.
 
     Args:
         interval: optimizer steps from one agreement to the next. More: fewer bytes, ranks drift further apart.
-            "auto": the shortest with which waiting takes at most 3 % of computing; with `overlap=True` the shortest
-            whose exchange hides behind computing. Two agreements, after 8 and 16 steps, measure it.
+            "auto": the shortest (at most 500) with which waiting takes at most 3 % of computing; with `overlap=True`
+            the shortest whose exchange hides behind computing. It makes two agreements, 8 and 16 steps after the
+            warm-up, and times the second.
         outer: makes the outer optimizer, such as `Nesterov()`, or `functools.partial(torch.optim.AdamW, lr=0.1)`. It
             must compute the same bits on all ranks. None: Theta is the mean of all ranks.
-        codec: how progress travels; or a policy, see `AllReduce`. 4 bits are enough for it.
+        codec: how progress travels; or a policy, see `AllReduce`.
         collective: by which it is averaged.
         error_feedback: see `AllReduce`.
         fragments: cut the model into so many parts of whole layers, each of which is exchanged at a time of its own
@@ -214,7 +216,7 @@ class LocalSGD(Periodic):
         return said
 
     def _is_plain(self, group: Group) -> bool:
-        """Is this turn one of the exact start?"""
+        """Is this agreement an exact mean: one of the warm-up, or the last?"""
         return self._ends or group.turns <= self.warmup_steps
 
     # What
