@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -21,20 +20,17 @@ from ringstrategy.algorithms.parameters.inner_states import average_states
 from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.parameters.trial import LONGEST, STEPS, Trial
 from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, sums_dtype
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
-from ringstrategy.transport.agree import all_gather_floats, compare_plans
+from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.base import Peers
 
 _BESIDE = "beside"  # the vector of what is averaged exactly: squared norms, buffers
-_TRIAL = 8  # steps to each of the two exchanges by which an interval is chosen
-_WAITS = 0.03  # of computing: what waiting may take
-_MARGIN = 1.25  # an interval lasts so many times as long as the exchange that hides in it
-_LONGEST = 500  # interval that is chosen: the longest with which DiLoCo was published
 
 
 class LocalSGD(Periodic):
@@ -111,7 +107,7 @@ class LocalSGD(Periodic):
         self._outer_text = described_outer(outer)
         if interval == "auto" and unit != "step":
             raise ValueError("interval='auto' counts steps: pass unit='step'")
-        Schedule(_LONGEST if interval == "auto" else interval, overlap, unit)  # refuses what these cannot be
+        Schedule(LONGEST if interval == "auto" else interval, overlap, unit)  # refuses what these cannot be
         for name, number, least in (("fragments", fragments, 1), ("warmup_steps", warmup_steps, 0)):
             if not isinstance(number, int) or isinstance(number, bool) or number < least:
                 raise ValueError(f"{name} is a whole number >= {least}, got {number!r}")
@@ -136,8 +132,7 @@ class LocalSGD(Periodic):
         self.within_host = within_host
         self.within = AllReduce(local=local) if within_host else None
         self._chosen: int | None = None  # interval="auto"
-        self._waits = 0.0  # for exchanges, seconds in all
-        self._trial: tuple[int, float, float] | None = None  # the turn and second at which it began, and waits before
+        self._trial = Trial()
         self._said: list[str] = []
         self._ends = False  # this is the last agreement
         self._metrics: dict[str, Tensor] = {}  # a device need not be waited for
@@ -161,54 +156,28 @@ class LocalSGD(Periodic):
         """See `Periodic.schedule`."""
         interval = self._chosen if self.interval == "auto" else self.interval
         if interval is None:
-            return Schedule(_TRIAL, False, self.unit, self.warmup_steps)
+            return Schedule(STEPS, False, self.unit, self.warmup_steps)
         return Schedule(interval, self.overlap, self.unit, self.warmup_steps)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`."""
         super().after_step(parameters, stepped)
-        if self.interval == "auto" and self._chosen is None:
-            self._choose()
-
-    def _choose(self) -> None:
-        """After the second trial of all groups, the same on all ranks."""
-        turns = [group.turns - self.warmup_steps for group in self._groups]
-        if not turns or turns[0] < _TRIAL or turns[0] % _TRIAL:
-            return
-        if self._trial is None:  # the first exchange, here or after resuming, is not measured
-            self._trial = turns[0], time.perf_counter(), self._waits
-            return
-        if min(turns) < 2 * _TRIAL:
-            return
-        assert self._peers is not None
-        began_at, began, waited_before = self._trial
-        if turns[0] == began_at:  # of several optimizers, another one stepped
-            return
-        steps, waited = turns[0] - began_at, self._waits - waited_before
-        exchange, compute = waited * _TRIAL / steps, (time.perf_counter() - began - waited) / steps
-        measured = all_gather_floats(self._peers, [exchange, compute])
-        slowest, fastest = max(row[0] for row in measured), min(row[1] for row in measured)
-        exchanged = slowest / max(fastest, 1e-9)  # in steps
-        if self.overlap is True:
-            needed = _MARGIN * exchanged
-        else:
-            needed = max(float(self.overlap), (exchanged - self.fragments * self.overlap) / _WAITS)
-        self._chosen = min(max(math.ceil(needed), self.fragments), _LONGEST)
-        self._said.append(
-            f"LocalSGD(interval='auto') takes interval={self._chosen}: an exchange took {slowest:.3g} s and a step "
-            f"{fastest:.3g} s"
-        )
+        if self._tries:
+            assert self._peers is not None
+            turns = [group.turns - self.warmup_steps for group in self._groups]
+            found = self._trial.interval(turns, self.fragments, self.overlap, self._peers)
+            if found is not None:
+                self._chosen, said = found
+                self._said.append(said)
 
     def _wait(self, group: Group) -> None:
         assert self._peers is not None
-        measures = self.interval == "auto" and self._chosen is None and self._peers.queues
-        if measures:
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
-        super()._wait(group)
-        if measures:
-            torch.cuda.synchronize()
-        self._waits += time.perf_counter() - begin
+        with self._trial.waiting(self._peers) if self._tries else nullcontext():
+            super()._wait(group)
+
+    @property
+    def _tries(self) -> bool:
+        return self.interval == "auto" and self._chosen is None
 
     def news(self) -> list[str]:
         """See `Algorithm.news`."""
@@ -224,7 +193,7 @@ class LocalSGD(Periodic):
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         self._shared, self._anchors, self._saved, self._saved_anchors = {}, {}, {}, {}
-        self._metrics, self._trial, self._chosen = {}, None, None
+        self._metrics, self._trial, self._chosen = {}, Trial(), None
         super().setup(parameters, peers, sparse=sparse)
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
@@ -453,7 +422,7 @@ class LocalSGD(Periodic):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
-        self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), None
+        self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), Trial()
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
         before, now = state.get("outer", self._outer_class), self._outer_class
         if before != now and any(kept["outer"] for kept in self._saved.values()):
