@@ -426,6 +426,40 @@ def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
     _as_an_oracle(running, ends)
 
 
+class Alone(Struck):
+    """Notes how far the parameters are from those that ranks share when a rank that was alone has others again."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        now = self.trainer.strategy.members.now
+        if now.size == 2 and now.generation > 1 and not Path(f"joined{self.born}.json").exists():
+            shared, held = self.trainer.strategy.algorithm.shared_values(), dict(self.named_parameters())
+            distance = max(float((value - held[name]).detach().abs().max()) for name, value in shared.items())
+            note(f"joined{self.born}.json", distance=distance)
+        return super().training_step(batch, batch_idx)
+
+
+def _train_alone(deaths: dict[int, tuple[str, int]]) -> None:
+    _train(Alone(deaths), "shrink", algorithm=LocalSGD(2, Nesterov(0.4, 0.8)), seconds=0.2)
+
+
+def _replace_alone(addresses: list[str]) -> None:
+    os.environ.update(RINGSTRATEGY_JOIN=",".join(addresses), BORN="2")
+    _train_alone({})
+
+
+@pytest.mark.slow
+def test_what_the_last_survivor_trained_alone_is_shared_with_its_replacement(job: Callable[..., Job]) -> None:
+    running = job(2, _train_alone, {1: ("forward", 3)})
+    running.wait([1])
+    addresses = json.loads((running.folder / "members0.json").read_text())["addresses"]
+    batches = running.folder / "batches0.jsonl"
+    wait_until(lambda: batches.read_text().count('"size": 1') > 4, 40, "trained alone")
+    running.add(1, _replace_alone, addresses)
+    assert running.wait([0, 1]) == [0, 0], running.output(0) + running.output(1)
+    joined = [json.loads((running.folder / f"joined{born}.json").read_text()) for born in (0, 2)]
+    assert [each["distance"] for each in joined] == [0.0, 0.0]
+
+
 def _train_and_save(deaths: dict[int, tuple[str, int]], on_peer_loss: str, folder: str, signals: Signals) -> None:
     """Rank 0 never looks whether another rank has got a signal."""
     stopping._LOOK_SECONDS = math.inf
@@ -542,6 +576,7 @@ def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(ranks
         ({"start_method": "spawn"}, "popen"),
         ({"process_group_backend": "nccl"}, "process_group_backend='gloo'"),
         ({"algorithm": AllReduce(uneven="join")}, "uneven='error'"),
+        ({"algorithm": LocalSGD(4, within_host=True)}, "within_host=False"),
     ],
 )
 def test_what_cannot_go_on_is_refused_at_construction(options: dict[str, Any], cure: str) -> None:

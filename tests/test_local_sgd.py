@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from pool import Pool
 from rank_files import rank_state
@@ -504,6 +504,130 @@ def test_errors_are_fed_back_where_a_resumed_run_has_other_codecs(ranks: Pool) -
 
 def test_resuming_after_an_epoch_that_has_no_agreement_yet_is_bit_for_bit(ranks: Pool, tmp_path: Path) -> None:
     ranks(3, _resume, str(tmp_path), LocalSGD(2, Nesterov(), unit="epoch", consensus=False), 0)
+
+
+class SeesShared(Callback):
+    """How far the parameters are from the shared ones at the first batch, and from some other values."""
+
+    def __init__(self, other: Mapping[str, Tensor]) -> None:
+        self.other, self.found = other, list[tuple[float, float]]()
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        if not self.found:
+            assert isinstance(trainer.strategy, RingStrategy)
+            shared, held = trainer.strategy.algorithm.state_dict()["shared"], dict(pl_module.named_parameters())
+            self.found.append(
+                tuple(  # type: ignore[arg-type]
+                    max(float((shared[name]["values"] - values[name]).abs().max()) for name in shared)
+                    for values in (held, self.other)
+                )
+            )
+
+
+def _save_after(epochs: int, path: str, before: str | None, callbacks: Sequence[Callback] = ()) -> None:
+    algorithm = LocalSGD(2, Nesterov())
+    trainer = fit(RingStrategy(algorithm), Net(), ckpt_path=before, max_epochs=epochs, callbacks=list(callbacks))
+    trainer.save_checkpoint(path)
+
+
+def _sees_shared(epochs: int, path: str) -> tuple[float, float]:
+    sees = SeesShared(torch.load(path, weights_only=True)["state_dict"])
+    fit(RingStrategy(LocalSGD(2, Nesterov())), Net(), ckpt_path=path, max_epochs=epochs, callbacks=[sees])
+    [found] = sees.found
+    return found
+
+
+def test_what_a_single_rank_trained_in_between_is_shared(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _save_after, 1, str(tmp_path / "one.ckpt"), None)
+    ranks(1, _save_after, 3, str(tmp_path / "two.ckpt"), str(tmp_path / "one.ckpt"))
+    assert ranks(2, _sees_shared, 4, str(tmp_path / "two.ckpt")) == [(0.0, 0.0)] * 2
+
+
+class Restores(Callback):
+    """Ends with other weights than were trained, as callbacks do that restore the best ones."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.fill_(0.25)
+
+
+def test_weights_that_a_callback_restores_at_the_end_are_what_ranks_share(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _save_after, 2, str(tmp_path / "end.ckpt"), None, [Restores()])
+    assert ranks(2, _sees_shared, 3, str(tmp_path / "end.ckpt")) == [(0.0, 0.0)] * 2
+
+
+def _thaws(overlap: bool | int) -> None:
+    """Training resumes with an optimizer of one parameter; then a callback gives it those that it had, and freezes one.
+
+    All that the checkpoint had is there, and no parameter is changed.
+    """
+    with process_group() as peers:
+        named = {name: nn.Parameter(torch.full((300,), float(peers.rank))) for name in ("backbone", "head", "other")}
+        algorithm = LocalSGD(4, Nesterov(), BlockInt(4), Direct(), error_feedback=True, overlap=overlap)
+        algorithm.setup(named, peers)
+        for _ in range(8 + bool(overlap)):
+            for number, parameter in enumerate(named.values()):
+                parameter.data.add_(torch.randn(300), alpha=0.1 * number + 0.1)
+            algorithm.after_step(named.values())
+        algorithm.settle()
+        saved = algorithm.state_dict(), algorithm.own_state()
+        held = {name: parameter.clone() for name, parameter in named.items()}
+        algorithm.close()
+        again = LocalSGD(4, Nesterov(), BlockInt(4), Direct(), error_feedback=True, overlap=overlap)
+        again.setup(named, peers)
+        again.load_state_dict(saved[0])
+        assert again.load_own_state(saved[1])
+        named["other"].requires_grad_(False)
+        again.bind({named["head"]})
+        again.bind(set(named.values()))
+        [group] = again._groups
+        assert set(group.parameters) == set(named), "frozen, but once trained"
+        now = again.state_dict(), again.own_state()
+        assert saved[0]["counts"] == now[0]["counts"]
+        assert any(kept["outer"]["momentum"].any() for kept in saved[0]["shared"].values())
+        assert ("correction" in saved[1]["kept"]["head"]) == bool(overlap)
+        for name, parameter in named.items():
+            assert torch.equal(parameter, held[name]), name
+            assert torch.equal(saved[0]["shared"][name]["values"], now[0]["shared"][name]["values"])
+            one, other = (state["shared"][name]["outer"]["momentum"] for state in (saved[0], now[0]))
+            assert torch.equal(one, other)
+            one, other = (state["kept"][name] for state in (saved[1], now[1]))
+            assert one.keys() == other.keys()
+            assert all(torch.equal(one[kind], other[kind]) for kind in one)
+        again.close()
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_what_a_checkpoint_holds_is_kept_until_all_parameters_are_thawed(ranks: Pool, overlap: bool | int) -> None:
+    ranks(2, _thaws, overlap)
+
+
+def _averages_weights(algorithm: LocalSGD) -> str:
+    swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    try:
+        fit(RingStrategy(algorithm), normed(), callbacks=[swa], max_epochs=3)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_weight_averages_with_batch_norm_and_overlap_are_refused(ranks: Pool) -> None:
+    assert ranks(2, _averages_weights, LocalSGD(2, Nesterov())) == ["", ""]
+    for said in ranks(2, _averages_weights, LocalSGD(2, Nesterov(), overlap=1)):
+        assert "use LocalSGD(overlap=False)" in said
+
+
+def test_a_longer_overlap_than_before_the_checkpoint_measures_the_interval_anew() -> None:
+    state = {**LocalSGD("auto").state_dict(), "interval": 3}
+    algorithm = LocalSGD("auto", overlap=2)
+    algorithm.load_state_dict(state)
+    assert algorithm.schedule.interval == 3
+    assert not algorithm.news()
+    for longer in (LocalSGD("auto", overlap=8), LocalSGD("auto", fragments=4)):
+        longer.load_state_dict(state)
+        assert longer.schedule.interval == 8, "the trial's"
+        assert "measured anew" in longer.news()[0]
 
 
 def _save(folder: str) -> None:

@@ -253,7 +253,7 @@ class ParameterAlgorithm(Algorithm):
     def forget(self) -> None:
         """The parameters were replaced: drop what is under way and what is kept of the old ones, but for counts.
 
-        After `setup`, before `bind`; all ranks call it.
+        Between steps; all ranks call it.
         """
         self.load_state_dict(self.state_dict())
 

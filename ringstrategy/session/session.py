@@ -508,6 +508,11 @@ class Session:
             with self.naming_lost_peers():
                 self._parameters.finish()
 
+    def forget(self) -> None:
+        """See `ParameterAlgorithm.forget`."""
+        if self._parameters is not None:
+            self._parameters.forget()
+
     def equal_values(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks between two steps, by parameter name."""
         if self._parameters is not None:

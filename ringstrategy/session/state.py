@@ -248,7 +248,8 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
 
     At the same world size each rank takes its own residuals, bit for bit. At another, each takes the same share of
     their sum, so that the sum is kept (to the rounding of one division; exact if the size is a power of two). With one
-    rank there is no algorithm, and the gradients are exact: returns what the checkpoints of this run must carry on.
+    rank there is no algorithm, and the gradients are exact: returns what the checkpoints of this run must carry on,
+    which is nothing where ranks have parameters of their own.
     """
     algorithm, shared = ranks.algorithm, saved.shared
     before, now = shared["world_size"], ranks.world_size
@@ -263,6 +264,8 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
         total = shared["residual_sum"]
         if total is None:
             total = _sum_of_files(ranks, saved, log)
+        if now == 1 and algorithm.decentralized:
+            return None  # what ranks share is from now on what this one has
         if now == 1:
             if total and before > 1:
                 log.info(

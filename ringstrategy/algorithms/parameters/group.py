@@ -109,6 +109,7 @@ class Group:
         others: further vectors that are mixed with them, by a name.
         steps: of the optimizer.
         turns: steps or epochs, whichever the interval counts.
+        trains: has its optimizer stepped since the group was made?
         mixings: how many were applied.
         arrived: a correction is there, and waits for the step at which it is applied.
         seed: differs between groups.
@@ -127,6 +128,7 @@ class Group:
         self.flats = [flat for flat in flats if flat.numel]
         self.others: dict[str, Vector] = {}
         self.steps = self.turns = self.mixings = 0
+        self.trains = False
         self.under_way: Waitable | None = None
         self.arrived = False
         self.seed = zlib.crc32("\n".join(parameters).encode())

@@ -41,6 +41,11 @@ class Kept:
         torn = any(group.under_way is not None and any(flat.memory for flat in group.flats) for group in groups)
         return {"kept": parts, "others": others, "torn": torn}
 
+    def put_back(self, group: Group) -> None:
+        """Keep what this group has for others, which take its parameters over."""
+        state = self.state_of([group])
+        self._parts, self._others = state["kept"], state["others"]
+
     def resume(self, group: Group) -> bool:
         """Restore a new group from the checkpoint. False if there is none, or parts of several groups."""
         parts = {name: dict(self._parts.pop(name)) for name in group.parameters if name in self._parts}

@@ -209,9 +209,10 @@ class LocalSGD(Periodic):
         return f"{super().line(name, parameter)} by {codec_of(self.codec, self.collective, name, parameter)}"
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
-        """Of those that are trained, or were when their group was made: frozen ones are not sent."""
+        """Of those that are trained, or once were, also in the checkpoint's run: others are not sent."""
+        once = self._sent | {self._known[name] for name in self._saved if name in self._known}
         return super()._groups_of(
-            [parameter for parameter in parameters if parameter.requires_grad or parameter in self._sent]
+            [parameter for parameter in parameters if parameter.requires_grad or parameter in once]
         )
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
@@ -353,6 +354,12 @@ class LocalSGD(Periodic):
         """A rank's parameters, where they would be if it had the others' part of the last outer gradient too."""
         return row_of_parameters(flat).sub_(self._anchors[flat].values).add_(self._shared[flat].values)
 
+    def put_back(self, group: Group) -> None:
+        """See `Periodic.put_back`: Theta and the outer optimizer's state too."""
+        super().put_back(group)
+        self._saved |= _states(self._shared, [group])
+        self._saved_anchors |= _states(self._anchors, [group])
+
     def _end(self, group: Group) -> dict[str, int]:
         counts = super()._end(group)
         self._sent.difference_update(group.parameters.values())
@@ -424,6 +431,9 @@ class LocalSGD(Periodic):
         super().load_state_dict(state)
         self._shared, self._anchors, self._sent, self._trial = {}, {}, set(), Trial()
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
+        if self._chosen is not None and self._chosen < max(self.fragments, self.overlap):
+            self._chosen = None
+            self._said.append("the interval is measured anew: that of the checkpoint is too short for this overlap")
         before, now = state.get("outer", self._outer_class), self._outer_class
         if before != now and any(kept["outer"] for kept in self._saved.values()):
             self._saved = _without_outer(self._saved)

@@ -157,6 +157,7 @@ class Periodic(ParameterAlgorithm):
         groups = self._groups_of(parameters)
         for group in groups:
             group.steps += 1
+            group.trains = True
         if self.schedule.unit == "step":
             self._turn(groups)
 
@@ -224,7 +225,7 @@ class Periodic(ParameterAlgorithm):
         counts: dict[str, int] = {}
         for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:
             self._refuse_to_share(old, wanted)
-            counts = self._end(old)  # its optimizer has got or lost parameters
+            counts = self._end(old) or counts  # its optimizer has got or lost parameters
         groups = [self._make(part, (place, len(parts)), counts) for place, part in enumerate(parts)]
         self._groups += groups
         return groups
@@ -260,13 +261,25 @@ class Periodic(ParameterAlgorithm):
             )
 
     def _end(self, group: Group) -> dict[str, int]:
-        """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
-        self._apply(group)
-        for flat, values in self.left(group):
-            flat.write(values)
+        """Drop the group, and return its counts.
+
+        If it has trained, what is pending is applied, and the parameters become what all see. If not, as when callbacks
+        of a run that resumes thaw parameters, what it took of the checkpoint is there for the next group.
+        """
+        if group.trains:
+            self._apply(group)
+            for flat, values in self.left(group):
+                flat.write(values)
+        else:
+            self.put_back(group)
         self._groups.remove(group)
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
-        return _counts(group)
+        return _counts(group) if group.trains else {}
+
+    def put_back(self, group: Group) -> None:
+        """Keep what the group has, which has not trained, for those that take its parameters over."""
+        self._counts |= dict.fromkeys(group.parameters, _counts(group))
+        self._kept.put_back(group)
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
         assert self._peers is not None

@@ -5,7 +5,13 @@ from __future__ import annotations
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _init_dist_connection
-from lightning.pytorch.callbacks import BatchSizeFinder, Callback, ModelCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
@@ -31,6 +37,7 @@ PACKAGE = Package(
     DistributedSamplerWrapper=DistributedSamplerWrapper,
     ExperimentWriter=ExperimentWriter,
     ModelCheckpoint=ModelCheckpoint,
+    StochasticWeightAveraging=StochasticWeightAveraging,
     SIGTERMException=SIGTERMException,
     TorchCheckpointIO=TorchCheckpointIO,
     WeightAveraging=WeightAveraging,

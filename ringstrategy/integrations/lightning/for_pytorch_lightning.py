@@ -5,7 +5,13 @@ from __future__ import annotations
 from lightning_fabric.plugins import TorchCheckpointIO
 from lightning_fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper, _init_dist_connection
-from pytorch_lightning.callbacks import BatchSizeFinder, Callback, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.loops.fetchers import _PrefetchDataFetcher
@@ -31,6 +37,7 @@ PACKAGE = Package(
     DistributedSamplerWrapper=DistributedSamplerWrapper,
     ExperimentWriter=ExperimentWriter,
     ModelCheckpoint=ModelCheckpoint,
+    StochasticWeightAveraging=StochasticWeightAveraging,
     SIGTERMException=SIGTERMException,
     TorchCheckpointIO=TorchCheckpointIO,
     WeightAveraging=WeightAveraging,

@@ -80,6 +80,7 @@ class Package:
     DistributedSamplerWrapper: type[distributed.DistributedSamplerWrapper]
     ExperimentWriter: type[csv_logs.ExperimentWriter]
     ModelCheckpoint: type[callbacks.ModelCheckpoint]
+    StochasticWeightAveraging: type[callbacks.StochasticWeightAveraging]
     SIGTERMException: type[exceptions.SIGTERMException]
     TorchCheckpointIO: type[fabric.TorchCheckpointIO]
     WeightAveraging: type[callbacks.WeightAveraging]

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm, check_counts_steps, check_family
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
+from ringstrategy.integrations.lightning.looks import callbacks
 from ringstrategy.integrations.lightning.package import Package
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
 _FROM_DDP = {
     "ddp_comm_hook": "here a codec does that, {name}(AllReduce(codec=...))",
@@ -74,6 +75,11 @@ def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: 
             f"on_peer_loss={on_peer_loss!r} gives all ranks as many batches, and does not work "
             "with uneven='join': use uneven='error', or on_peer_loss='raise'"
         )
+    if getattr(algorithm, "within_host", False):
+        raise ValueError(
+            f"on_peer_loss={on_peer_loss!r} lets ranks of a host go on with different parameters, and within_host=True "
+            "needs the same: use within_host=False, or on_peer_loss='raise'"
+        )
 
 
 def check_for_fabric(algorithm: Algorithm | None) -> None:
@@ -117,8 +123,7 @@ def check_device(device: torch.device) -> None:
 
 def check_callbacks(trainer: Trainer, package: Package) -> None:
     """ValueError for a tuner that changes the batch size while several processes train."""
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if any(isinstance(callback, package.BatchSizeFinder) for callback in callbacks):
+    if any(isinstance(callback, package.BatchSizeFinder) for callback in callbacks(trainer)):
         raise ValueError(
             "BatchSizeFinder works with one process and without a strategy for several: find the size in a run of "
             "its own with Trainer(strategy='auto', devices=1), and train with that size for each process"
@@ -134,6 +139,17 @@ def check_module(module: Module, device: torch.device, layer_sync: object) -> No
             f"SyncBatchNorm works only on GPUs, and here {names[0]} ({len(names)} in all) would train on a CPU: "
             f"{cure}, then each process takes the statistics of its own batches; or use a norm without any, such "
             "as nn.GroupNorm"
+        )
+
+
+def check_weight_averages(module: LightningModule, algorithm: Algorithm, package: Package) -> None:
+    """ValueError for an exchange under way while a callback puts other weights into the model and trains an epoch."""
+    normed = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
+    averages = any(isinstance(each, package.StochasticWeightAveraging) for each in callbacks(module.trainer))
+    if normed and averages and getattr(algorithm, "overlap", False):
+        raise ValueError(
+            "StochasticWeightAveraging runs one more epoch with the averaged weights for batch norm, and an exchange "
+            f"under way would be added to them: use {type(algorithm).__name__}(overlap=False)"
         )
 
 

@@ -168,6 +168,7 @@ class RingStrategyMixin(ProcessesMixin):
         if self.joins:
             pass  # by itself, until it joins
         elif self.world_size > 1:
+            refusals.check_weight_averages(module, self.algorithm, self.package)
             self._meet()
         elif self.stats.steps == 0:  # once, not again at the next fit
             rank_zero_info(
@@ -246,6 +247,8 @@ class RingStrategyMixin(ProcessesMixin):
             session.part()
         if self._kept is None and not self.joins:  # else it is from before another loss
             held = self.algorithm.residuals() if isinstance(self.algorithm, GradientAlgorithm) else ()
+            if self.world_size == 1:
+                session.forget()  # this rank has gone on by itself from what ranks shared
             self._kept = self.algorithm.state_dict(), {name: value.clone() for name, value in held}
         session.close()
 
@@ -401,6 +404,8 @@ class RingStrategyMixin(ProcessesMixin):
         if not replaced:
             self._fit.finish()
         self._fit.enter_consensus(replaced=replaced)
+        if replaced:
+            self._fit.forget()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
