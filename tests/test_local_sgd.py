@@ -603,6 +603,29 @@ def test_what_a_checkpoint_holds_is_kept_until_all_parameters_are_thawed(ranks: 
     ranks(2, _thaws, overlap)
 
 
+def _calls_of_the_collective() -> int:
+    with process_group() as peers:
+        named = {"weight": nn.Parameter(torch.randn(20, 15)), "bias": nn.Parameter(torch.randn(3))}
+        algorithm = LocalSGD(1, Nesterov(), SmallExact(BlockInt(4), below=64), Direct())
+        algorithm.setup(named, peers)
+        algorithm.attend(lambda: [torch.randn(5)], tuple)
+        algorithm.bind(set(named.values()))
+        [group] = algorithm._groups
+        assert len(group.flats) == 2
+        for parameter in named.values():
+            parameter.data.add_(torch.randn_like(parameter))
+        with mock.patch.object(Direct, "sum_", autospec=True, side_effect=Direct.sum_) as sums:
+            algorithm.after_step(named.values())
+        assert all(map(same_everywhere, named.values()))
+        algorithm.close()
+        return sums.call_count
+
+
+def test_all_of_an_agreement_travels_in_the_same_messages(ranks: Pool) -> None:
+    """So it waits for two latencies, not for two for each."""
+    assert ranks(2, _calls_of_the_collective) == [1, 1]
+
+
 def _averages_weights(algorithm: LocalSGD) -> str:
     swa = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
     try:

@@ -15,7 +15,7 @@ from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
 from ringstrategy.algorithms.parameters.group import Vector, row_of
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.codecs.base import Codec, derive_seed
-from ringstrategy.collectives.base import Collective, cut
+from ringstrategy.collectives.base import Collective, Summand, cut
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
 from ringstrategy.transport.worker import Task
@@ -55,10 +55,13 @@ class AllInOne(Exchange):
         sent = sum(len(sources) for _, _, sources in terms) * codec.nbytes(seen.shape[1], piece.values.dtype)
         peers.stats.count(sent, sent)
 
-    def mean_(
-        self, flat: Tensor, peers: Peers, collective: Collective, codec: Codec, residual: Tensor | None, seed: int
-    ) -> None:
-        """See `Exchange.mean_`: as `Direct` does it, whatever the collective."""
+    def means_(self, summands: Sequence[Summand], peers: Peers, collective: Collective) -> None:
+        """See `Exchange.means_`: as `Direct` does it, whatever the collective."""
+        del collective
+        for each in summands:
+            self._mean_(each.values, peers, each.codec, each.residual, each.seed)
+
+    def _mean_(self, flat: Tensor, peers: Peers, codec: Codec, residual: Tensor | None, seed: int) -> None:
         ranks, rows = self.ranks, flat.view(self.ranks, -1)
         rows /= ranks
         sent = 2 * (ranks - 1) * codec.nbytes(rows.shape[1], flat.dtype)

@@ -13,7 +13,7 @@ from ringstrategy.algorithms.parameters.digests import Digests, differing
 from ringstrategy.algorithms.parameters.group import Vector, row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, cut, mean_
+from ringstrategy.collectives.base import Collective, Summand, cut, mean_
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
@@ -124,21 +124,25 @@ class Exchange:
         arriving = {peer: torch.empty(1, dtype=torch.uint8, device=device) for peer in sources}
         peers.post(dict.fromkeys(targets, torch.zeros(1, dtype=torch.uint8, device=device)), arriving).wait()
 
-    def mean_(
-        self, flat: Tensor, peers: Peers, collective: Collective, codec: Codec, residual: Tensor | None, seed: int
-    ) -> None:
-        """Replace by the mean over all ranks, with the same bits on all of them, in the communication thread.
+    def means_(self, summands: Sequence[Summand], peers: Peers, collective: Collective) -> None:
+        """Replace the values of each by their mean over all ranks, with the same bits on all of them.
+
+        In the communication thread. All travel in the same messages, if the collective can do that.
 
         Args:
-            flat: this rank's values.
+            summands: this rank's values, and residuals in the scale of the mean; at least one.
             peers: all ranks.
             collective: the schedule.
-            codec: how values travel.
-            residual: see `ringstrategy.collectives.base.mean_`, in the scale of the mean.
-            seed: everyone's.
         """
-        flat /= peers.size
-        mean_(flat, peers, collective, codec, residual=residual, seed=seed)
+        for each in summands:
+            each.values.div_(peers.size)
+        first = max(summands, key=lambda each: each.codec.nbytes(each.values.numel(), each.values.dtype))
+        others = [each for each in summands if each is not first]
+        calls = [(first, others)]
+        if not collective.carries_extras(peers):
+            calls = [(each, []) for each in summands]
+        for one, riders in calls:
+            mean_(one.values, peers, collective, one.codec, residual=one.residual, seed=one.seed, riders=riders)
 
     def common(self, tensors: Sequence[Tensor], peers: Peers, where: str) -> Tensor:
         """All their values in a row, in the dtype of sums: their mean over all ranks, if any differs between ranks.

@@ -24,7 +24,7 @@ from ringstrategy.algorithms.parameters.trial import LONGEST, STEPS, Trial
 from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, sums_dtype
+from ringstrategy.collectives.base import Collective, Summand, sums_dtype
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.transport.agree import compare_plans
@@ -286,11 +286,17 @@ class LocalSGD(Periodic):
     def meet(self, group: Group, peers: Peers, number: int) -> None:
         """Average the progress, and exactly what is beside it."""
         plain = self._is_plain(group)
-        for place, flat in enumerate(group.flats):
-            codec, seed = Identity() if plain else flat.codec, derive_seed(group.seed, number, place)
-            self.exchange.mean_(flat.correction, peers, self.collective, codec, flat.memory.get("residual"), seed)
-        for vector in group.others.values():
-            self.exchange.mean_(vector.correction, peers, BySize(), Identity(), None, 0)
+        summands = [
+            Summand(
+                flat.correction,
+                Identity() if plain else flat.codec,
+                flat.memory.get("residual"),
+                seed=derive_seed(group.seed, number, place),
+            )
+            for place, flat in enumerate(group.flats)
+        ]
+        summands += [Summand(vector.correction, Identity()) for vector in group.others.values()]
+        self.exchange.means_(summands, peers, self.collective)
 
     def apply(self, group: Group) -> None:
         """Step Theta, and take it over."""
@@ -404,10 +410,19 @@ class LocalSGD(Periodic):
         """See `Periodic.rehearse`."""
 
         def work() -> None:
-            for flat in group.flats:
-                zeros = torch.zeros_like(flat.correction)
-                residual = torch.zeros_like(zeros) if "residual" in flat.memory else None
-                self.exchange.mean_(zeros, peers, self.collective, flat.codec, residual, group.seed)
+            self.exchange.means_(
+                [
+                    Summand(
+                        torch.zeros_like(flat.correction),
+                        flat.codec,
+                        torch.zeros_like(flat.correction) if "residual" in flat.memory else None,
+                        seed=group.seed,
+                    )
+                    for flat in group.flats
+                ],
+                peers,
+                self.collective,
+            )
 
         with peers.stats.probe():
             peers.submit(work, "while setting up").wait()
