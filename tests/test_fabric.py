@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -229,13 +229,14 @@ def _started(fabric: Fabric, seed: int) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
-def _resumes(family: str, folder: str) -> None:
+def _resumes(family: str, folder: str, within: bool = False) -> None:
     path = Path(folder) / "run.ckpt"
     with fabric_with(FAMILIES[family]()) as fabric:
         state = _started(fabric, 0)
         train(fabric, state["model"], state["optimizer"], batches(4))
         state["step"] = 4
-        fabric.save(path, state)
+        with consensus(state["model"]) if within else nullcontext():
+            fabric.save(path, state)
         if isinstance(FAMILIES[family](), AllReduce):
             fabric.save(path, state)  # its second save replaces the files of the first
         train(fabric, state["model"], state["optimizer"], batches(4, first=4))
@@ -258,6 +259,56 @@ def _resumes(family: str, folder: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: str) -> None:
     ranks(2, _resumes, family, str(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["gossip", "local_sgd"])
+def test_saving_within_consensus_saves_each_ranks_own_too(ranks: Pool, tmp_path: Path, family: str) -> None:
+    ranks(2, _resumes, family, str(tmp_path), True)
+
+
+def _loads_before_the_first_step(dry_run: str) -> None:
+    """Weights are loaded after `setup`, and there may be a forward before or after that. Steps are of length 0."""
+    with fabric_with(LocalSGD(2, Nesterov(0.7, 0.9))) as fabric:
+        model = net(dist.get_rank())
+        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.0))
+        [(inputs, _)] = batches(1)
+        if dry_run == "before":
+            model(inputs)
+        model.load_state_dict(net(7).state_dict())
+        expected = parameters(net(7))
+        with consensus(model):
+            assert torch.equal(parameters(model), expected)
+            if dry_run == "within":
+                model(inputs)
+        train(fabric, model, optimizer, batches(4))
+        finish(model)
+        torch.testing.assert_close(parameters(model), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dry_run", ["never", "before", "within"])
+def test_weights_may_be_loaded_until_the_first_step(ranks: Pool, dry_run: str) -> None:
+    ranks(2, _loads_before_the_first_step, dry_run)
+
+
+def _steps_and_swaps(algorithm: Algorithm) -> None:
+    with fabric_with(algorithm) as fabric:
+        state = _started(fabric, 0)
+        train(fabric, state["model"], state["optimizer"], batches(3))
+        with torch.no_grad():
+            for parameter in state["model"].parameters():
+                parameter.fill_(5.0 + dist.get_rank())  # as if they were a moving average
+        with consensus(state["model"], replaced=True):
+            assert parameters(state["model"]).unique().tolist() == [5.5]
+        with (
+            consensus(state["model"]),
+            pytest.raises(RuntimeError, match=r"leave `with consensus\(\.\.\.\)` before"),
+        ):
+            train(fabric, state["model"], state["optimizer"], batches(1))
+
+
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov())], ids=["gossip", "local_sgd"])
+def test_consensus_shows_the_mean_of_other_weights_and_refuses_steps(ranks: Pool, algorithm: Algorithm) -> None:
+    ranks(2, _steps_and_swaps, algorithm)
 
 
 def _saves_the_mean(path: str) -> None:

@@ -598,6 +598,92 @@ def _thaws(overlap: bool | int) -> None:
         again.close()
 
 
+def _grows(overlap: bool | int) -> None:
+    """An optimizer gets another parameter before the first step after a checkpoint: as in a run that went on."""
+
+    def run(peers: Peers, *, resumes: bool) -> tuple[int, list[Tensor]]:
+        noise = torch.Generator().manual_seed(peers.rank)
+        named = {name: nn.Parameter(torch.full((30,), float(peers.rank))) for name in ("backbone", "head")}
+
+        def steps(count: int, names: Sequence[str]) -> None:
+            for _ in range(count):
+                for name in names:
+                    named[name].data.add_(torch.randn(30, generator=noise))
+                algorithm.after_step({named[name] for name in names})
+
+        algorithm = LocalSGD(4, Nesterov(), overlap=overlap, warmup_steps=2)
+        algorithm.setup(named, peers)
+        steps(7, ["head"])
+        if resumes:
+            algorithm.settle()
+            saved = algorithm.state_dict(), algorithm.own_state()
+            algorithm.close()
+            algorithm = LocalSGD(4, Nesterov(), overlap=overlap, warmup_steps=2)
+            algorithm.setup(named, peers)
+            algorithm.load_state_dict(saved[0])
+            assert algorithm.load_own_state(saved[1])
+            algorithm.bind({named["head"]})
+        steps(6, ["backbone", "head"])
+        algorithm.settle()
+        count = algorithm.state_dict()["step"]
+        algorithm.close()
+        return count, [value.detach().clone() for value in named.values()]
+
+    with process_group() as peers:
+        (count, through), (again, resumed) = (run(peers, resumes=resumes) for resumes in (False, True))
+        assert count == again == 13
+        assert all(map(torch.equal, through, resumed))
+
+
+@pytest.mark.parametrize("overlap", [False, 2])
+def test_a_parameter_that_joins_after_a_checkpoint_changes_nothing_that_was_counted(
+    ranks: Pool, overlap: bool | int
+) -> None:
+    ranks(2, _grows, overlap)
+
+
+def _replaces_a_head(size: int) -> None:
+    """Before the first step the model gets another parameter of the same name."""
+    with process_group() as peers:
+        named = {"backbone": nn.Parameter(torch.zeros(30)), "head": nn.Parameter(torch.zeros(9))}
+        algorithm = LocalSGD(2, Nesterov())
+        algorithm.setup(named, peers)
+        algorithm.bind(set(named.values()))
+        named["head"] = nn.Parameter(torch.full((size,), 7.0))
+        algorithm.adopt(named)
+        for _ in range(4):
+            algorithm.after_step(set(named.values()))
+        assert torch.equal(named["head"], torch.full((size,), 7.0)), "steps of length 0"
+        assert torch.equal(algorithm.shared_values()["head"], named["head"])
+        algorithm.close()
+
+
+@pytest.mark.parametrize("size", [9, 6])
+def test_a_new_parameter_of_an_old_name_is_shared_as_it_is(ranks: Pool, size: int) -> None:
+    ranks(2, _replaces_a_head, size)
+
+
+def _of_another_dtype() -> None:
+    with process_group() as peers:
+        saved: dict[str, Any] | None = None
+        for dtype in (torch.float64, torch.float32):
+            weight = nn.Parameter(torch.ones(30, dtype=dtype))
+            algorithm = LocalSGD(1, Nesterov())
+            algorithm.setup({"weight": weight}, peers)
+            if saved is not None:
+                algorithm.load_state_dict(saved)
+            weight.data.add_(1.0 + peers.rank)
+            algorithm.after_step({weight})
+            saved = algorithm.state_dict()
+            assert same_everywhere(weight)
+            assert saved["shared"]["weight"]["outer"]["momentum"].dtype == dtype
+            algorithm.close()
+
+
+def test_a_checkpoint_of_another_dtype_goes_on(ranks: Pool) -> None:
+    ranks(2, _of_another_dtype)
+
+
 @pytest.mark.parametrize("overlap", [False, 2])
 def test_what_a_checkpoint_holds_is_kept_until_all_parameters_are_thawed(ranks: Pool, overlap: bool | int) -> None:
     ranks(2, _thaws, overlap)

@@ -189,7 +189,10 @@ class ParameterAlgorithm(Algorithm):
         """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
 
     def start(self) -> None:
-        """Training begins, with the parameters as they are now; all ranks call it, perhaps after a checkpoint."""
+        """A batch begins, or an optimizer is about to step. Before the first step, training begins from the parameters.
+
+        All ranks call it.
+        """
 
     def finish(self) -> None:
         """Training has ended, as planned, after as many batches on all ranks; all of them call it."""

@@ -85,7 +85,6 @@ class Session:
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._group, self._divisor = group, divisor
         self._buffers_due = True
-        self._has_begun = False
         self._joined = Joined(module)
         self._peers: Peers | None = None
         self._host: Host | None = None  # where gradients are averaged within it
@@ -256,9 +255,8 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
-        if not self._has_begun and self._parameters is not None:
+        if self._parameters is not None:
             self._parameters.start()
-        self._has_begun = True
         if first and later_epoch and self._parameters is not None:
             for parameters in self._optimized:
                 self._parameters.after_epoch(parameters)
@@ -388,7 +386,7 @@ class Session:
         self.check_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self.check_step(optimizer)  # a step with a closure
+        self._check(optimizer)  # a step with a closure
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -414,6 +412,11 @@ class Session:
 
         While this rank is `idle`, what is not averaged has no gradient, so the step passes it over.
         """
+        if self._parameters is not None:
+            self._parameters.start()  # weights may have been loaded since the batch began
+        self._check(optimizer)
+
+    def _check(self, optimizer: Optimizer) -> None:
         if self._peers is None:
             return
         parameters = stepped_by(optimizer)
@@ -461,13 +464,13 @@ class Session:
         return nullcontext() if self._parameters is None else self._parameters.as_own()
 
     @contextmanager
-    def consensus(self) -> Generator[None, None, None]:
+    def consensus(self, *, replaced: bool = False) -> Generator[None, None, None]:
         """Within, the module is the same on all ranks, which all enter; then each gets its own values back.
 
         See `ParameterAlgorithm.enter_consensus`.
         """
         try:
-            entered = self.enter_consensus()
+            entered = self.enter_consensus(replaced=replaced)
         except BaseException:
             self.leave_consensus()  # perhaps it was half-way
             raise

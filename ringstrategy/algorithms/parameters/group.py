@@ -109,7 +109,7 @@ class Group:
         others: further vectors that are mixed with them, by a name.
         steps: of the optimizer.
         turns: steps or epochs, whichever the interval counts.
-        trains: has its optimizer stepped since the group was made?
+        trains: was there a turn since the group was made?
         mixings: how many were applied.
         arrived: a correction is there, and waits for the step at which it is applied.
         seed: differs between groups.

@@ -231,6 +231,9 @@ class LocalSGD(Periodic):
                 self._share(flat)
             elif self.eager and not _taken(self._saved_anchors, self._anchors[flat]):
                 self._anchors[flat].load_state_dict(self._shared[flat].state_dict())
+        for name in parameters:  # of a flat that lacked others
+            self._saved.pop(name, None)
+            self._saved_anchors.pop(name, None)
         return group
 
     def _share(self, flat: Flat) -> None:
@@ -360,27 +363,31 @@ class LocalSGD(Periodic):
         """A rank's parameters, where they would be if it had the others' part of the last outer gradient too."""
         return row_of_parameters(flat).sub_(self._anchors[flat].values).add_(self._shared[flat].values)
 
-    def put_back(self, group: Group) -> None:
-        """See `Periodic.put_back`: Theta and the outer optimizer's state too."""
-        super().put_back(group)
+    def _put_back(self, group: Group) -> None:
         self._saved |= _states(self._shared, [group])
         self._saved_anchors |= _states(self._anchors, [group])
+        super()._put_back(group)
 
-    def _end(self, group: Group) -> dict[str, int]:
-        counts = super()._end(group)
+    def _drop(self, group: Group) -> None:
+        super()._drop(group)
         self._sent.difference_update(group.parameters.values())
         for flat in group.flats:
             del self._shared[flat]
             self._anchors.pop(flat, None)
-        return counts
 
     @torch.no_grad()
     def start(self) -> None:
-        """See `ParameterAlgorithm.start`: Theta is what the ranks have now, unless they have trained before."""
-        for group in self._groups:
-            if group.steps == 0:  # not turns: with unit="epoch" the first may still be to come
-                for flat in group.flats:
-                    self._share(flat)
+        """See `ParameterAlgorithm.start`: before the first step Theta is what the ranks have now."""
+        trained = any(group.steps for group in self._groups)
+        if not trained and self._view is not None and not self._view.entered:
+            for group in self._groups:
+                self._share_anew(group)
+
+    def _share_anew(self, group: Group) -> None:
+        """Before the first step weights may have been loaded. All ranks call it."""
+        if group.steps == 0:  # not turns: with unit="epoch" the first may still be to come
+            for flat in group.flats:
+                self._share(flat)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -430,6 +437,7 @@ class LocalSGD(Periodic):
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """Theta; or the mean of all ranks, where the parameters hold other values."""
         if not replaced:
+            self._share_anew(group)
             return [(flat, self._shared[flat].values) for flat in group.flats]
         assert self._view is not None
         return self._view.means(group, row_of_parameters)

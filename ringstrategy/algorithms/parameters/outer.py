@@ -131,7 +131,13 @@ class Shared:
             part.copy_(state[name]["values"])
             if self._optimizer is not None and state[name]["outer"]:
                 self._optimizer.state[part] = {
-                    key: value.to(part.device, copy=True) if isinstance(value, Tensor) else value
+                    key: _like(value, part) if isinstance(value, Tensor) else value
                     for key, value in state[name]["outer"].items()
                 }
         return True
+
+
+def _like(value: Tensor, part: Tensor) -> Tensor:
+    """A copy where the part lies; in its dtype, if it is a value for each of its elements."""
+    alike = value.shape == part.shape and value.is_floating_point() and part.dim() > 0
+    return value.to(part.device, part.dtype if alike else value.dtype, copy=True)

@@ -153,11 +153,15 @@ class Periodic(ParameterAlgorithm):
         self._groups_of(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
-        """See `Algorithm.after_step`."""
+        """See `Algorithm.after_step`. RuntimeError while parameters show what all ranks see."""
+        if self._view is not None and self._view.entered:
+            raise RuntimeError(
+                "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
+                "parameters: leave `with consensus(...)` before you train on"
+            )
         groups = self._groups_of(parameters)
         for group in groups:
             group.steps += 1
-            group.trains = True
         if self.schedule.unit == "step":
             self._turn(groups)
 
@@ -170,6 +174,7 @@ class Periodic(ParameterAlgorithm):
         schedule = self.schedule
         for group in groups:
             group.turns += 1
+            group.trains = True
             if schedule.applies(group.turns, group.place):
                 self._apply(group)
         for group in groups:
@@ -223,9 +228,16 @@ class Periodic(ParameterAlgorithm):
             return same
         self._agree(wanted, parts)
         counts: dict[str, int] = {}
-        for old in [group for group in self._groups if _overlap(group.parameters, wanted)]:
+        olds = [group for group in self._groups if _overlap(group.parameters, wanted)]
+        for old in olds:
             self._refuse_to_share(old, wanted)
-            counts = self._end(old) or counts  # its optimizer has got or lost parameters
+        # callbacks of a run that resumes may give an optimizer the parameters that it had, after it was bound
+        resumes = wanted.keys() <= self._counts.keys() and not any(group.trains for group in olds)
+        for old in olds:
+            if resumes and all(self._known.get(name) is each for name, each in old.parameters.items()):
+                self._put_back(old)
+            else:
+                counts = self._end(old)  # its optimizer has got or lost parameters
         groups = [self._make(part, (place, len(parts)), counts) for place, part in enumerate(parts)]
         self._groups += groups
         return groups
@@ -261,25 +273,21 @@ class Periodic(ParameterAlgorithm):
             )
 
     def _end(self, group: Group) -> dict[str, int]:
-        """Drop the group, and return its counts.
+        """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
+        self._apply(group)
+        for flat, values in self.left(group):
+            flat.write(values)
+        self._drop(group)
+        return _counts(group)
 
-        If it has trained, what is pending is applied, and the parameters become what all see. If not, as when callbacks
-        of a run that resumes thaw parameters, what it took of the checkpoint is there for the next group.
-        """
-        if group.trains:
-            self._apply(group)
-            for flat, values in self.left(group):
-                flat.write(values)
-        else:
-            self.put_back(group)
+    def _put_back(self, group: Group) -> None:
+        """Drop a group that has not trained; what it took of a checkpoint is there again."""
+        self._kept.put_back(group)
+        self._drop(group)
+
+    def _drop(self, group: Group) -> None:
         self._groups.remove(group)
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
-        return _counts(group) if group.trains else {}
-
-    def put_back(self, group: Group) -> None:
-        """Keep what the group has, which has not trained, for those that take its parameters over."""
-        self._counts |= dict.fromkeys(group.parameters, _counts(group))
-        self._kept.put_back(group)
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
         assert self._peers is not None

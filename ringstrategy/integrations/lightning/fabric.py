@@ -408,11 +408,14 @@ class RingFabricStrategyMixin(DDPStrategy):
         checkpoint = own = self._convert_stateful_objects_in_state(state, filter)
         if apart:
             means: dict[str, Any] = {}
+            owns: dict[str, Any] = {}  # also if this is within `consensus`
             for key, model in models.items():
                 with model.session.collective("fabric.save()"):
-                    means[key] = dict(model.session.means_of(model.module.state_dict).means)
+                    both = model.session.means_of(model.module.state_dict)
+                    means[key], owns[key] = dict(both.means), dict(both.own)
             filters = {key: value for key, value in filter.items() if key in means}
             checkpoint = own | self._convert_stateful_objects_in_state(means, filters)
+            own = own | self._convert_stateful_objects_in_state(owns, filters)
         ours: dict[str, Any] = {}
         for number, (key, mine) in enumerate(_by_model(models, state, own).items()):
             if self.world_size == 1:
@@ -530,12 +533,16 @@ class RingFabricStrategyMixin(DDPStrategy):
 
 
 @contextmanager
-def consensus(model: Module) -> Generator[None, None, None]:
+def consensus(model: Module, *, replaced: bool = False) -> Generator[None, None, None]:
     """Within, a model that `fabric.setup` returned is the same on all ranks; then each rank gets its own back.
 
     With gossip ranks have different parameters, and validate, or export, their mean; with `LocalSGD` the shared
     parameters of the last agreement. All ranks enter. Where replicas are equal, under another strategy too, nothing
     happens.
+
+    Args:
+        model: which Fabric has set up.
+        replaced: it holds other weights than those that are trained, such as a moving average: show their mean.
 
     Raises:
         TypeError: Fabric has not set up this model.
@@ -544,7 +551,7 @@ def consensus(model: Module) -> Generator[None, None, None]:
     with ExitStack() as within:
         if ring is not None:
             with ring.session.collective("the mean of all ranks"):
-                within.enter_context(ring.session.consensus())
+                within.enter_context(ring.session.consensus(replaced=replaced))
         yield
 
 
