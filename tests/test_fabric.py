@@ -276,10 +276,11 @@ def _loads_before_the_first_step(dry_run: str) -> None:
             model(inputs)
         model.load_state_dict(net(7).state_dict())
         expected = parameters(net(7))
-        with consensus(model):
-            assert torch.equal(parameters(model), expected)
-            if dry_run == "within":
-                model(inputs)
+        if dry_run != "before":
+            with consensus(model):
+                assert torch.equal(parameters(model), expected)
+                if dry_run == "within":
+                    model(inputs)
         train(fabric, model, optimizer, batches(4))
         finish(model)
         torch.testing.assert_close(parameters(model), expected, rtol=0, atol=1e-6)
