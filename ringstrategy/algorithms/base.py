@@ -189,10 +189,7 @@ class ParameterAlgorithm(Algorithm):
         """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
 
     def start(self) -> None:
-        """A batch begins, or an optimizer is about to step. Before the first step, training begins from the parameters.
-
-        All ranks call it.
-        """
+        """A batch begins; all ranks call it. Before the first step, what ranks share is what they have now."""
 
     def finish(self) -> None:
         """Training has ended, as planned, after as many batches on all ranks; all of them call it."""

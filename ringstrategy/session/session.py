@@ -255,8 +255,7 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
-        if self._parameters is not None:
-            self._parameters.start()
+        self.start()
         if first and later_epoch and self._parameters is not None:
             for parameters in self._optimized:
                 self._parameters.after_epoch(parameters)
@@ -386,7 +385,7 @@ class Session:
         self.check_step(optimizer)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._check(optimizer)  # a step with a closure
+        self.check_step(optimizer)  # a step with a closure
         self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -412,11 +411,6 @@ class Session:
 
         While this rank is `idle`, what is not averaged has no gradient, so the step passes it over.
         """
-        if self._parameters is not None:
-            self._parameters.start()  # weights may have been loaded since the batch began
-        self._check(optimizer)
-
-    def _check(self, optimizer: Optimizer) -> None:
         if self._peers is None:
             return
         parameters = stepped_by(optimizer)
@@ -504,6 +498,11 @@ class Session:
         """See `ParameterAlgorithm.settle`."""
         if self._parameters is not None:
             self._parameters.settle()
+
+    def start(self) -> None:
+        """See `ParameterAlgorithm.start`; `begin_batch` calls it, and nobody within a step that a rank may skip."""
+        if self._parameters is not None:
+            self._parameters.start()
 
     def finish(self) -> None:
         """See `ParameterAlgorithm.finish`."""

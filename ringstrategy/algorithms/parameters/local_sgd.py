@@ -456,7 +456,7 @@ class LocalSGD(Periodic):
         self._saved, self._chosen = dict(state.get("shared", {})), state.get("interval")
         if self._chosen is not None and self._chosen < max(self.fragments, self.overlap):
             self._chosen = None
-            self._said.append("the interval is measured anew: that of the checkpoint is too short for this overlap")
+            self._said.append("the interval is measured anew: that of the checkpoint is too short now")
         before, now = state.get("outer", self._outer_class), self._outer_class
         if before != now and any(kept["outer"] for kept in self._saved.values()):
             self._saved = _without_outer(self._saved)

@@ -52,6 +52,8 @@ class _Nesterov(Optimizer):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             gradients: list[Tensor] = [parameter.grad for parameter in parameters]
             lr, mu = group["lr"], group["momentum"]
+            if not parameters:
+                continue
             if not mu:
                 torch._foreach_sub_(parameters, torch._foreach_mul(gradients, lr))
                 continue
@@ -59,8 +61,7 @@ class _Nesterov(Optimizer):
                 if "momentum" not in self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
             momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-            for device in {parameter.device for parameter in parameters}:
-                engine(device).nesterov_(parameters, gradients, momenta, lr, mu)
+            engine(parameters[0].device).nesterov_(parameters, gradients, momenta, lr, mu)
 
 
 def described_outer(outer: Outer | None) -> str:

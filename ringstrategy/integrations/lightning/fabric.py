@@ -304,6 +304,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         with ExitStack() as steps:
             for model in models:
                 if closure is None:
+                    model.session.start()  # weights may have been loaded since the batch began
                     model.session.check_step(optimizer)
                 else:
                     model.begin_batch()  # else the closure's forward would, within the step
