@@ -258,14 +258,14 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
             "The checkpoint is of another kind of averaging: this run takes its weights and its optimizers, no more."
         )
         return None
+    if now == 1 and algorithm.decentralized:
+        return None  # what ranks share is from now on what this one has
     if before == now > 1:
         residuals = _own(ranks, saved, log)
     else:
         total = shared["residual_sum"]
         if total is None:
             total = _sum_of_files(ranks, saved, log)
-        if now == 1 and algorithm.decentralized:
-            return None  # what ranks share is from now on what this one has
         if now == 1:
             if total and before > 1:
                 log.info(

@@ -210,9 +210,9 @@ class LocalSGD(Periodic):
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
         """Of those that are trained, or once were, also in the checkpoint's run: others are not sent."""
-        once = self._sent | {self._known[name] for name in self._saved if name in self._known}
+        saved = {self._known[name] for name in self._saved if name in self._known}
         return super()._groups_of(
-            [parameter for parameter in parameters if parameter.requires_grad or parameter in once]
+            [each for each in parameters if each.requires_grad or each in self._sent or each in saved]
         )
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:

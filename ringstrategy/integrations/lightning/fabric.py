@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import reachable
 from ringstrategy.errors import PeerLostError, is_of_a_connection
@@ -382,9 +382,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         """See `get_module_state_dict`."""
         super().load_module_state_dict(_without_ring(module), state_dict, strict)
         if isinstance(module, RingModule) and self.world_size > 1:
-            algorithm = module.session.algorithm
-            if isinstance(algorithm, ParameterAlgorithm):
-                algorithm.forget()
+            module.session.forget()
 
     def save_checkpoint(
         self,
