@@ -28,7 +28,7 @@ LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
 _IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
 _IMPORTED += [
-    f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_sparse")
+    f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_nesterov", "cpu_sparse")
 ]  # with Numba
 
 
