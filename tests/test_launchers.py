@@ -86,6 +86,8 @@ def bytes_sent(printed: str) -> list[int]:
 
 # Ray
 
+starts_workers = pytest.mark.skipif(" " in sys.executable, reason="Ray's workers need a path of Python without a space")
+
 
 @pytest.fixture
 def ray_strategy() -> Any:
@@ -95,6 +97,7 @@ def ray_strategy() -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
+@starts_workers
 def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path) -> None:
     printed = run(
         [sys.executable, str(ROOT / "examples/ray_digits.py"), "kill"],
@@ -115,6 +118,7 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
+@starts_workers
 def test_ray_data_and_data_loaders_give_the_ranks_all_batches(ray_strategy: Any, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     small = ["--rounds=1", "--warmup=0", "--batches=5", "--prepare-ms=1", "--workers=2", "--kinds=waits"]
