@@ -193,7 +193,7 @@ def test_spark_runs_two_processes(where: list[str], tmp_path: Path) -> None:
 
 # Slurm, played by this test: there is none here
 
-SRUN = """#!{python}
+SRUN = """#!/usr/bin/env python3
 import os, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("--"):
@@ -202,12 +202,12 @@ nodes, tasks = int(os.environ["SLURM_NNODES"]), int(os.environ["SLURM_NTASKS_PER
 ranks = [
     subprocess.Popen(
         command,
-        env={{
+        env={
             **os.environ,
             "SLURM_PROCID": str(rank),
             "SLURM_NODEID": str(rank // tasks),
             "SLURM_LOCALID": str(rank % tasks),
-        }},
+        },
     )
     for rank in range(nodes * tasks)
 ]
@@ -221,7 +221,7 @@ def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
     asked = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples/slurm.sbatch").read_text(), re.M))
     assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "2")
     srun = tmp_path / "srun"
-    srun.write_text(SRUN.format(python=sys.executable))
+    srun.write_text(SRUN)
     srun.chmod(0o755)
     environment = {
         "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
