@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import lightning.fabric
 import lightning.pytorch
@@ -184,7 +185,12 @@ def _other_ways(folder: str) -> None:
     assert trainers[0].global_step == 3 * 10
 
     stopping._LOOK_SECONDS = 0.0
-    stopped = []
+    stopped, write = [], WholeCheckpointIOMixin.save_checkpoint
+
+    def slowly(*args: Any, **how: Any) -> None:
+        time.sleep(0.5)
+        write(*args, **how)
+
     for name, (pl, _) in PACKAGES.items():
 
         class Signals(pl.Callback):  # type: ignore[name-defined, misc]
@@ -194,7 +200,8 @@ def _other_ways(folder: str) -> None:
 
         saver = pl.callbacks.ModelCheckpoint(Path(folder) / name, save_last=True, every_n_epochs=10)
         later = pl.plugins.io.AsyncCheckpointIO()
-        with pytest.raises(import_module(f"{name}.utilities.exceptions").SIGTERMException):
+        stops = pytest.raises(import_module(f"{name}.utilities.exceptions").SIGTERMException)
+        with stops, patch.object(WholeCheckpointIOMixin, "save_checkpoint", slowly):
             fitted(pl, "ring_int8", callbacks=[saver, Signals()], enable_checkpointing=True, plugins=[later])
         assert type(later.checkpoint_io).__name__ == "WholeCheckpointIO"
         stopped.append(torch.load(Path(folder) / name / "last.ckpt", weights_only=True))

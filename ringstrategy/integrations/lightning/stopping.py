@@ -166,6 +166,7 @@ class Stopping:
                 trainer.save_checkpoint(path)
                 paths.append(path)
         finish_writing(trainer.strategy.checkpoint_io)
+        trainer.strategy.barrier("last checkpoint")  # a launcher may end all if one rank leaves while another writes
         rank_zero_info(
             f"SIGTERM: all ranks stop before step {trainer.global_step}. "
             + (f"Saved {', '.join(paths)}" if paths else "Nothing is saved without ModelCheckpoint(save_last=True)")
