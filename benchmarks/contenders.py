@@ -24,7 +24,21 @@ from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
 from benchmarks.torchft_peer import TorchftDiLoCo
-from ringstrategy import Algorithm, AllReduce, BlockInt, Choco, Codec, Direct, Gossip, LocalSGD, Nesterov, Ring
+from ringstrategy import (
+    Algorithm,
+    AllReduce,
+    BlockInt,
+    Choco,
+    Codec,
+    Direct,
+    Gaussian,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    Ring,
+    Rotated,
+    SmallExact,
+)
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -74,6 +88,7 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
     return algorithm
 
 
+_BIASES_IN_8_BITS = SmallExact(Rotated(Gaussian(4)), small=BlockInt(8))  # nothing travels exactly
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
@@ -86,6 +101,9 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
+    "diloco_int4 every 64 biases in 8 bits": partial(
+        _seldom, "diloco_int4", interval=64, overlap=8, codec=_BIASES_IN_8_BITS
+    ),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
