@@ -38,6 +38,7 @@ def test_the_backend_is_that_of_the_device(config: str, cpu: str, cuda: str) -> 
 
 def _unnamed() -> tuple[str, str]:
     dist.init_process_group(timeout=timedelta(seconds=30))
+    dist.barrier()  # or one may leave while the other still connects
     return dist.get_backend(), backend_of("cpu")
 
 
