@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.lifeline import GRACE_SECONDS, Lifeline
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT = 20.0
@@ -161,3 +162,54 @@ def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[
     assert disconnects == [True]
     assert store.store.get("left/0") == b"lost touch"
     assert not store.store.check(["lost"]), "only the first reason counts"
+
+
+class WithItsHost:
+    """A store that is gone when the process of rank 0 has ended."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.gone = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.gone:
+            raise RuntimeError("Broken pipe")
+        return getattr(self.store, name)
+
+
+def broken() -> RuntimeError:
+    return RuntimeError("Connection closed by peer")
+
+
+def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late() -> None:
+    store = WithItsHost(dist.HashStore())
+    lines = [Lifeline(store, rank, 3) for rank in range(3)]  # type: ignore[arg-type]
+    named = [lines[2].explain(broken(), 1, "here").rank]
+
+    def end() -> None:
+        named.append(lines[0].explain(broken(), 1, "here").rank)
+        store.gone = True
+
+    first = threading.Thread(target=end)
+    first.start()
+    first.join(0.3)
+    named.append(lines[1].explain(broken(), 2, "here").rank)
+    first.join(LIMIT)
+    assert named == [1, 1, 1]
+    assert store.gone
+
+
+def test_a_rank_without_a_word_is_not_waited_for_long() -> None:
+    lines = ranks()[1]
+    begin = time.monotonic()
+    for _ in range(2):
+        assert lines[0].explain(broken(), 1, "here").rank == 1
+    assert time.monotonic() - begin < GRACE_SECONDS
+
+
+def test_what_was_heard_counts_when_the_store_has_gone() -> None:
+    store = WithItsHost(dist.HashStore())
+    lines = [Lifeline(store, rank, 3) for rank in range(3)]  # type: ignore[arg-type]
+    lines[2].explain(broken(), 1, "here")
+    assert lines[1].news("here") is None, "it has time to see it itself"
+    store.gone = True
+    assert lines[1].explain(broken(), 2, "here").rank == 1

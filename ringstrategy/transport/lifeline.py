@@ -32,6 +32,7 @@ DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other ran
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
 _GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
+_ACCUSED_SECONDS = 1.0  # how long one whose connection closed is given to hear of it: it may live, and notice late
 _POLL_SECONDS = 0.02
 _REMEMBERED = 100  # places outside training; ranks differ by few of them, for they meet at each
 _WITNESS = "lost touch"
@@ -98,10 +99,9 @@ class Lifeline:
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
         self._lock = threading.RLock()
         self._left = False
-        self._heard_at: float | None = None
-        self._heard: str | None = None  # what was published, if this rank has heard it in time
+        self._heard: tuple[str, float] | None = None  # what was published, and since when this rank knows
         self.lingers = True
-        self._outlasts_until: float | None = None
+        self._outlasts_since: float | None = None
         self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
         self._outside = 0  # how often this rank was outside training
@@ -250,17 +250,26 @@ class Lifeline:
     def outlast(self) -> None:
         """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
 
-        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears.
+        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears; and for the
+        lost one for _ACCUSED_SECONDS.
         """
         with self._lock:
-            deadline = self._outlasts_until = self._outlasts_until or time.monotonic() + 2 * GRACE_SECONDS
+            since = self._outlasts_since = self._outlasts_since or time.monotonic()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
-            others = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, dead, *self._unreachable)]
-            while self.lingers and self._rank == self._store_rank and others and time.monotonic() < deadline:
-                others = [rank for rank in others if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
+            until = {
+                rank: since + (_ACCUSED_SECONDS if rank == dead else 2 * GRACE_SECONDS)
+                for rank in range(len(self.hosts))
+                if rank not in (self._rank, *self._unreachable)
+            }
+            while self.lingers and self._rank == self._store_rank and until:
+                until = {
+                    rank: end
+                    for rank, end in until.items()
+                    if time.monotonic() < end and not self._has_any(f"knows/{rank}", f"gone/{rank}")
+                }
                 time.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
@@ -342,11 +351,10 @@ class Lifeline:
         Call it now and then while waiting. A published loss is reported only after this rank had time to see it itself.
         """
         try:
-            published = self._store.read("lost")
-            if published is None:
+            self.listen()
+            if self._heard is None:
                 return self._compare_places(where)
-            with self._lock:
-                heard_at = self._heard_at = self._heard_at or time.monotonic()
+            published, heard_at = self._heard
             if time.monotonic() < heard_at + GRACE_SECONDS / 2:
                 return None
         except StoreSilentError:
@@ -359,15 +367,15 @@ class Lifeline:
         return PeerLostError(self._ranks[rank], self.hosts[rank], where, f"{cause}, says another rank")
 
     def listen(self) -> None:
-        """Remember a published loss while this rank computes: the store may be gone with its host when it waits again.
+        """Remember a published loss: the store may be gone with its host when this rank looks again.
 
         RuntimeError if the store is lost or silent.
         """
         if self._heard is None:
-            self._heard = self._store.read("lost")
-            if self._heard is not None:
+            published = self._store.read("lost")
+            if published is not None:
                 with self._lock:
-                    self._heard_at = self._heard_at or time.monotonic()
+                    self._heard = self._heard or (published, time.monotonic())
                 self._store.set(f"knows/{self._rank}", "")
 
     def _compare_places(self, where: str) -> PeerLostError | None:
@@ -500,7 +508,7 @@ class Lifeline:
             rank = self._store_rank if self._store_rank >= 0 or peer is None else peer
             store = f"the rendezvous store{' on its host' if rank == self._store_rank >= 0 else ''}"
             cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
-            rank, cause = _lost(self._heard) if self._heard is not None else self._cut_off() or (rank, cause)
+            rank, cause = _lost(self._heard[0]) if self._heard is not None else self._cut_off() or (rank, cause)
         rank, host = (self._ranks[rank], self.hosts[rank]) if rank >= 0 else (rank, "?")
         advice = (
             ""
