@@ -191,7 +191,7 @@ def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late() -> 
 
     first = threading.Thread(target=end)
     first.start()
-    first.join(0.3)
+    first.join(0.1)
     named.append(lines[1].explain(broken(), 2, "here").rank)
     first.join(LIMIT)
     assert named == [1, 1, 1]

@@ -32,7 +32,7 @@ DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other ran
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
 _GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
-_ACCUSED_SECONDS = 1.0  # how long one whose connection closed is given to hear of it: it may live, and notice late
+_ACCUSED_SECONDS = 0.5  # how long one whose connection closed is given to hear of it: it may live, and notice late
 _POLL_SECONDS = 0.02
 _REMEMBERED = 100  # places outside training; ranks differ by few of them, for they meet at each
 _WITNESS = "lost touch"
@@ -251,16 +251,17 @@ class Lifeline:
         """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
 
         All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears; and for the
-        lost one for _ACCUSED_SECONDS.
+        lost one until _ACCUSED_SECONDS after this rank has heard of it.
         """
         with self._lock:
             since = self._outlasts_since = self._outlasts_since or time.monotonic()
+            heard_at = since if self._heard is None else self._heard[1]
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
             lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
             dead = -1 if cause.startswith(_ALIVE) else int(lost)
             until = {
-                rank: since + (_ACCUSED_SECONDS if rank == dead else 2 * GRACE_SECONDS)
+                rank: heard_at + _ACCUSED_SECONDS if rank == dead else since + 2 * GRACE_SECONDS
                 for rank in range(len(self.hosts))
                 if rank not in (self._rank, *self._unreachable)
             }
