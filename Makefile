@@ -12,7 +12,7 @@ installed := $(VENV)/.installed
 documents := $(VENV)/.documents
 
 .DEFAULT_GOAL := help
-.PHONY: help train demo test test-all lint format types docs bench gpu clean
+.PHONY: help train demo test test-all nightly mutants lint format types docs bench gpu clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
@@ -24,10 +24,16 @@ demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hos
 	"$(py)" -m benchmarks demo $(ARGS)
 
 test: $(installed)  ## run the tests, in 8 minutes on 2 cores: all but those marked slow
-	"$(py)" -m pytest -m "not slow" -n 4 --dist loadfile $(ARGS)
+	"$(py)" -m pytest -m "not slow and not nightly" -n 4 --dist loadfile $(ARGS)
 
 test-all: $(installed)  ## run the slow tests too: each takes more than 3 seconds
-	"$(py)" -m pytest $(ARGS)
+	"$(py)" -m pytest -m "not nightly" -n 4 --dist loadfile $(ARGS)
+
+nightly: $(installed)  ## run what takes an hour or draws at random: campaigns, soak, fuzz, faults, throughput
+	"$(py)" -m pytest -m nightly $(ARGS)
+
+mutants: $(installed)  ## plant small faults one by one: the quick tests must catch each; ARGS="-k ring" for some
+	"$(py)" tests/mutants $(ARGS)
 
 lint: $(installed)  ## ruff: rules and format
 	"$(py)" -m ruff check .
