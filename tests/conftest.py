@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 from pool import Pool
@@ -16,7 +17,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--first-case", type=int, default=0, help="its seed")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    # the same examples on each run, however long each takes; at night others, and what they find becomes a case
+    at_random = "nightly" in config.option.markexpr and "not nightly" not in config.option.markexpr
+    hypothesis.settings.register_profile("here", derandomize=not at_random, deadline=None, database=None)
+    hypothesis.settings.load_profile("here")
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"  # else the first trainer here takes all cores, for all later tests too
     # Torch's store asks the name server for the name of each process that connects, and all ranks wait for the answer:

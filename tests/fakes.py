@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 import queue
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from patience import Patience
 from torch import Tensor
 
 from ringstrategy.codecs import Codec
 from ringstrategy.transport.base import Handle, Peers, Windows
 
-LIMIT = 20.0  # seconds; a schedule that waits for what nobody sends fails here
-_WAITED = (queue.Empty, threading.BrokenBarrierError)
+LIMIT = 300.0  # seconds: the hard end; a schedule that waits for what nobody sends uses no CPU, and ends before
 
+
+class Aborted(Exception):
+    """Another rank failed, or all wait."""
+
+
+_WAITED = (Aborted, threading.BrokenBarrierError)
 
 SHARED = 1 << 20  # bytes of a window
 
@@ -39,16 +46,33 @@ class Network:
         self.size = size
         self.late: Callable[[int], float] = lambda rank: 0.0  # seconds that a rank sleeps before it reads by address
         self.memory: list[list[Tensor]] = []  # by turn, then by rank
+        self.at_host: dict[str, threading.Barrier] = {}
         if shared:
             assert hosts is not None
             self.memory = [[torch.empty(SHARED, dtype=torch.uint8) for _ in range(size)] for _ in range(2)]
-            self.at_host = {host: threading.Barrier(hosts.count(host)) for host in hosts}
+            self.at_host.update({host: threading.Barrier(hosts.count(host)) for host in hosts})
         self.hosts = None if hosts is None else tuple(hosts)
         pairs = itertools.permutations(range(size), 2)
-        self.channels: dict[tuple[int, int], queue.SimpleQueue[Tensor]] = {pair: queue.SimpleQueue() for pair in pairs}
+        self.channels: dict[tuple[int, int], queue.SimpleQueue[Tensor | None]]
+        self.channels = {pair: queue.SimpleQueue() for pair in pairs}
         self.posts: list[list[_Post]] = [[] for _ in range(size)]
         self.barrier = threading.Barrier(size)
         self.table: list[Tensor | None] = [None] * size
+
+    def abort(self) -> None:
+        """Whoever waits, or will, fails."""
+        for barrier in (self.barrier, *self.at_host.values()):
+            barrier.abort()
+        for channel in self.channels.values():
+            channel.put(None)
+
+    def receive(self, source: int, rank: int) -> Tensor:
+        """The next message; `Aborted` if there will be none."""
+        arrived = self.channels[source, rank].get(timeout=LIMIT)
+        if arrived is None:
+            self.channels[source, rank].put(None)
+            raise Aborted(f"rank {rank} waited for rank {source}")
+        return arrived
 
     def check(self) -> None:
         """All was waited for, and would have ended over NCCL, where a post begins when those before have ended."""
@@ -94,8 +118,7 @@ class _Post:
         self._arrived: list[Tensor] = []
 
     def complete(self) -> None:
-        channels, rank = self._peers.network.channels, self._peers.rank
-        self._arrived = [channels[source, rank].get(timeout=LIMIT) for source in self.sources]
+        self._arrived = [self._peers.network.receive(source, self._peers.rank) for source in self.sources]
 
     def wait(self) -> None:
         assert not self.landed, "waited for twice"
@@ -234,11 +257,25 @@ def run_on(network: Network, function: Callable[[FakePeers], Any]) -> list[Any]:
     size = network.size
     threads = _threads(size)
     futures = [threads.submit(function, FakePeers(network, rank)) for rank in range(size)]
-    errors = [error for error in (future.exception(4 * LIMIT) for future in futures) if error is not None]
+    _wait_for_all(futures, network)
+    errors = [error for error in (future.exception() for future in futures) if error is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, _WAITED)):  # others only waited for the culprit
         raise error
     network.check()
     return [future.result() for future in futures]
+
+
+def _wait_for_all(futures: list[Future[Any]], network: Network) -> None:
+    """Until all have ended; if one fails, or all wait for what nobody sends, the others fail too."""
+    patience = None
+    left = set(futures)
+    while left:
+        done, left = wait(left, timeout=1.0, return_when="FIRST_EXCEPTION")
+        if any(future.exception() is not None for future in done):
+            network.abort()
+        patience = patience or Patience(lambda: [os.getpid()])
+        if not done and patience.gone():
+            network.abort()
 
 
 @dataclass(frozen=True)

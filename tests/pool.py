@@ -1,8 +1,8 @@
 """One pool of worker processes for all multi-process tests: a task is a function run on N ranks, a world of its own.
 
 Processes are forked from a server that has imported torch, lightning, Numba and ringstrategy once, and are reused: a
-task costs a rendezvous, not an import. A task that outlives its limit costs the pool its processes and the test its
-pass.
+task costs a rendezvous, not an import. A task that hangs (see `patience.py`) costs the pool its processes and the test
+its pass.
 
 Several pools may run at once, each in a pytest of its own: a world's port is held by its pool from the choice to the
 end, so no two worlds meet on one port. (They did when a port was looked for and let go again: the ranks of the world
@@ -17,13 +17,13 @@ import os
 import random
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-LIMIT = 60.0  # seconds for one task
+from patience import Patience
+
 LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
 _IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
@@ -56,16 +56,16 @@ class Pool:
         self._context.set_forkserver_preload(_IMPORTED)
         self._workers: list[tuple[Any, Connection]] = []
 
-    def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT) -> list[Any]:
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = 0) -> list[Any]:
         """`function(*args)` on ranks 0..size-1, with the environment set as a launcher would; returns all results."""
-        outcomes = self.outcomes(size, function, *args, limit=limit)
+        outcomes = self.outcomes(size, function, *args)
         errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
         if errors:
             raise RankFailed("\n".join(errors))
         return [result for result, _ in outcomes]
 
     def outcomes(
-        self, size: int, function: Callable[..., Any], *args: Any, limit: float = LIMIT
+        self, size: int, function: Callable[..., Any], *args: Any, limit: float = 0
     ) -> list[tuple[Any, str | None]]:
         """As `__call__`, but a rank that raised gives (None, its traceback)."""
         while len(self._workers) < size:
@@ -75,22 +75,20 @@ class Pool:
             theirs.close()
             self._workers.append((process, ours))
         with reserve_port() as holder:
-            return self._run(size, holder.getsockname()[1], (function.__module__, function.__qualname__, args), limit)
+            return self._run(size, holder.getsockname()[1], (function.__module__, function.__qualname__, args))
 
-    def _run(
-        self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]], limit: float
-    ) -> list[tuple[Any, str | None]]:
+    def _run(self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]]) -> list[tuple[Any, str | None]]:
         for rank in range(size):
             self._workers[rank][1].send((rank, size, port, list(sys.path), os.getcwd(), task))
         waiting = {self._workers[rank][1]: rank for rank in range(size)}
         outcomes: dict[int, tuple[Any, str | None]] = {}
-        deadline = time.monotonic() + limit
+        patience = Patience(lambda: [process.pid for process, _ in self._workers[:size]])
         while waiting:
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = wait(list(waiting), timeout=1.0)
+            if not ready and (why := patience.gone()):
                 stuck = sorted(waiting.values())
                 self.close()
-                raise TimeoutError(f"ranks {stuck} did not finish {task[1]} within {limit:.0f} s; others: {outcomes}")
+                raise TimeoutError(f"ranks {stuck} of {task[1]} {why}; others: {outcomes}")
             for connection in ready:
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
