@@ -10,27 +10,29 @@ py := $(VENV)/bin/python
 trains := $(VENV)/.trains
 installed := $(VENV)/.installed
 documents := $(VENV)/.documents
+kernels := $(VENV)/.kernels
 
 .DEFAULT_GOAL := help
-.PHONY: help train demo test test-all nightly mutants lint format types docs bench gpu clean
+.NOTPARALLEL:
+.PHONY: help train demo test test-all nightly mutants lint format types docs bench gpu clean launchers
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
 
-train: $(trains)  ## train on real data, 2 processes: over the ring in 8 bits, with ddp beside it
+train: $(trains) $(kernels)  ## train on real data, 2 processes: over the ring in 8 bits, with ddp beside it
 	"$(VENV)/bin/ringstrategy-train" $(or $(ARGS),$(both))
 
 demo: $(trains)  ## as root: the same training with ddp and ring_int8 on two hosts joined by 100 Mbit/s
 	"$(py)" -m benchmarks demo $(ARGS)
 
-test: $(installed)  ## run the tests, in 8 minutes on 2 cores: all but those marked slow
+test: $(installed) $(kernels)  ## run the quick tests, in 6 minutes on 2 cores: each law has one
 	"$(py)" -m pytest -m "not slow and not nightly" -n 4 --dist loadfile $(ARGS)
 
-test-all: $(installed)  ## run the slow tests too: each takes more than 3 seconds
-	"$(py)" -m pytest -m "not nightly" -n 4 --dist loadfile $(ARGS)
+test-all: $(installed) $(kernels) launchers  ## run the slow tests too, in 15 minutes; ends with those that could not run
+	"$(py)" -m pytest -m "not nightly" -n 4 --dist loadfile -rs $(ARGS)
 
-nightly: $(installed)  ## run what takes an hour or draws at random: campaigns, soak, fuzz, faults, throughput
-	"$(py)" -m pytest -m nightly $(ARGS)
+nightly: $(installed) $(kernels)  ## run what takes an hour or draws at random: campaigns, soak, fuzz, faults, throughput
+	"$(py)" -m pytest -m nightly -rs $(ARGS)
 
 mutants: $(installed)  ## plant small faults one by one: the quick tests must catch each; ARGS="-k ring" for some
 	"$(py)" tests/mutants $(ARGS)
@@ -78,6 +80,18 @@ $(documents): extra := docs
 $(trains) $(installed) $(documents): $(py) pyproject.toml constraints.txt
 	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(extra)]"
 	@for stamp in $(if $(contains),"$(contains)") "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
+
+# Training and tests would compile them too, but while somebody waits.
+$(kernels): $(wildcard ringstrategy/kernels/*.py)
+	"$(py)" -m ringstrategy.app.compile
+	@touch "$@"
+
+# Ray, Spark and Slurm's are large, and not everywhere: without one, its tests are skipped.
+launchers: $(installed)
+	@for extra in ray spark slurm; do \
+	    "$(py)" -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$$extra]" || \
+	        echo "the extra \"$$extra\" cannot be installed here: its tests are skipped" >&2; \
+	done
 
 $(py):
 	@command -v "$(PYTHON)" >/dev/null || { echo "There is no $(PYTHON) here: say which Python to use, make PYTHON=/path/to/python3" >&2; exit 1; }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numba
 from llvmlite import ir
@@ -15,6 +18,7 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 _log = logging.getLogger(__name__)
+_LOCKED_SECONDS = 120.0  # by another process: several times what compiling takes, also on a busy machine
 
 
 def inline(function: Callable[..., Any]) -> Any:
@@ -32,7 +36,8 @@ class Kernel:
 
     Numba gives all functions of one name and line one index, which processes that save at the same time can spoil for
     each other, and knows nothing of other files that a kernel is made of. So here the name on disk depends on all that
-    the kernel depends on. Whatever is wrong with the disk (full, read-only, damaged), it is then compiled in memory.
+    the kernel depends on. Of processes that need a kernel at the same time one compiles it, and the others wait for its
+    file. Whatever is wrong with the disk (full, read-only, damaged), it is then compiled in memory.
 
     Args:
         function: the first call is one without values.
@@ -56,7 +61,8 @@ class Kernel:
     def _compile(self, given: Sequence[Any]) -> None:
         try:
             compiled = _compiled(self._function, cache=True)
-            compiled(*given)
+            with _locked(Path(compiled._cache.cache_path) / f"{self._function.__qualname__}.lock"):
+                compiled(*given)
         except Exception as error:  # of a cache any can come; if it is not the cache's, it comes again
             compiled = _compiled(self._function, cache=False)
             compiled(*given)
@@ -66,6 +72,27 @@ class Kernel:
 
 def _compiled(function: Callable[..., Any], *, cache: bool) -> Any:
     return numba.njit(nogil=True, error_model="numpy", cache=cache)(function)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone among a host's processes. A disk without locks, or a process that stopped, keeps nobody out for good."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(path.open("a"))
+            deadline = time.monotonic() + _LOCKED_SECONDS
+            while not _lock(file) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        yield
+
+
+def _lock(file: IO[str]) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the file is closed, or the process ends
+    except (BlockingIOError, PermissionError):  # POSIX allows both
+        return False
+    return True
 
 
 @functools.cache
