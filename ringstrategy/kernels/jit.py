@@ -83,7 +83,7 @@ def _locked(path: Path) -> Iterator[None]:
             file = held.enter_context(path.open("a"))
             deadline = time.monotonic() + _LOCKED_SECONDS
             while not _lock(file) and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(0.1)
         yield
 
 
