@@ -26,8 +26,8 @@ from patience import Patience
 
 LARGEST = 8
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
-_IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
-_IMPORTED += [
+IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
+IMPORTED += [
     f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_nesterov", "cpu_sparse")
 ]  # with Numba
 
@@ -53,10 +53,10 @@ def reserve_port() -> socket.socket:
 class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+        self._context.set_forkserver_preload(IMPORTED)
         self._workers: list[tuple[Any, Connection]] = []
 
-    def __call__(self, size: int, function: Callable[..., Any], *args: Any, limit: float = 0) -> list[Any]:
+    def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on ranks 0..size-1, with the environment set as a launcher would; returns all results."""
         outcomes = self.outcomes(size, function, *args)
         errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
@@ -64,9 +64,7 @@ class Pool:
             raise RankFailed("\n".join(errors))
         return [result for result, _ in outcomes]
 
-    def outcomes(
-        self, size: int, function: Callable[..., Any], *args: Any, limit: float = 0
-    ) -> list[tuple[Any, str | None]]:
+    def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[tuple[Any, str | None]]:
         """As `__call__`, but a rank that raised gives (None, its traceback)."""
         while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
@@ -74,8 +72,13 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
-        with reserve_port() as holder:
-            return self._run(size, holder.getsockname()[1], (function.__module__, function.__qualname__, args))
+        try:
+            with reserve_port() as holder:
+                task = (function.__module__, function.__qualname__, args)
+                return self._run(size, holder.getsockname()[1], task)
+        except BaseException:  # such as a time-out of pytest: the next task must not get the answers to this one
+            self.close()
+            raise
 
     def _run(self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]]) -> list[tuple[Any, str | None]]:
         for rank in range(size):
@@ -87,7 +90,6 @@ class Pool:
             ready = wait(list(waiting), timeout=1.0)
             if not ready and (why := patience.gone()):
                 stuck = sorted(waiting.values())
-                self.close()
                 raise TimeoutError(f"ranks {stuck} of {task[1]} {why}; others: {outcomes}")
             for connection in ready:
                 assert isinstance(connection, Connection)
