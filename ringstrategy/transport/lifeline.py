@@ -19,7 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
@@ -45,6 +45,16 @@ _SAME_STEPS = f"do all ranks have the same number of batches, and step equally o
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
 _LAST_WORDS = "the end of its training"
+
+
+class Clock(Protocol):
+    """What Python's module `time` has."""
+
+    def monotonic(self) -> float:
+        """Seconds since any moment."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let others go on."""
 
 
 class _Place(NamedTuple):
@@ -79,6 +89,7 @@ class Lifeline:
         size: how many there are.
         store_host: the name or address of the store's machine, by which this rank finds its own address; may be empty.
         ranks: by which errors name them, and of which rank 0 has the store; None: 0 to size - 1.
+        clock: by which this rank waits.
 
     Attributes:
         name: of this set of peers, the same on all of its ranks.
@@ -88,8 +99,15 @@ class Lifeline:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, store_host: str = "", ranks: Sequence[int] | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        store_host: str = "",
+        ranks: Sequence[int] | None = None,
+        clock: Clock = time,
     ) -> None:
+        self._clock = clock
         self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
         self._ranks = range(size) if ranks is None else ranks
         self.name = ""
@@ -147,7 +165,7 @@ class Lifeline:
         try:
             self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
             self._store.set(f"host/{self._rank}", card)
-            missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
+            missing, cause = self._await_cards(self._clock.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
                 missing, cause = self._publish(missing, cause)
                 self.witness()
@@ -178,7 +196,7 @@ class Lifeline:
                 words = self._last_words(rank)
                 if words is not None:
                     return rank, self._stopped_with(words)
-            if missing and (broken or time.monotonic() > deadline):
+            if missing and (broken or self._clock.monotonic() > deadline):
                 late = "it did not come to set up in time. Does its process live, and has it begun to train?"
                 return missing[0], broken or late
             try:
@@ -186,7 +204,7 @@ class Lifeline:
             except RuntimeError as error:  # look for last words once more
                 broken = f"it has not come to set up; this rank saw: {str(error).splitlines()[0][:300]}"
                 continue
-            time.sleep(poll_seconds(size))
+            self._clock.sleep(poll_seconds(size))
         return None, ""
 
     def first(self, key: str, value: str) -> str:
@@ -254,7 +272,7 @@ class Lifeline:
         lost one until _ACCUSED_SECONDS after this rank has heard of it.
         """
         with self._lock:
-            since = self._outlasts_since = self._outlasts_since or time.monotonic()
+            since = self._outlasts_since = self._outlasts_since or self._clock.monotonic()
             heard_at = since if self._heard is None else self._heard[1]
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
@@ -269,9 +287,9 @@ class Lifeline:
                 until = {
                     rank: end
                     for rank, end in until.items()
-                    if time.monotonic() < end and not self._has_any(f"knows/{rank}", f"gone/{rank}")
+                    if self._clock.monotonic() < end and not self._has_any(f"knows/{rank}", f"gone/{rank}")
                 }
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
         """After a failure, wait for the other failed ranks, as a barrier would; never for dead ranks.
@@ -283,12 +301,12 @@ class Lifeline:
             return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"met/{self._meetings}/{self._rank}", "")
-            begin = time.monotonic()
+            begin = self._clock.monotonic()
             missing = [rank for rank in range(len(self.hosts)) if rank != self._rank]
             while missing:
-                waited = time.monotonic() - begin
+                waited = self._clock.monotonic() - begin
                 missing = [rank for rank in missing if self._is_waited_for(rank, waited)]
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
             return
         self._meet_no_more = True
 
@@ -356,7 +374,7 @@ class Lifeline:
             if self._heard is None:
                 return self._compare_places(where)
             published, heard_at = self._heard
-            if time.monotonic() < heard_at + GRACE_SECONDS / 2:
+            if self._clock.monotonic() < heard_at + GRACE_SECONDS / 2:
                 return None
         except StoreSilentError:
             return None  # it may only be slow: what is waited for has a timeout of its own
@@ -376,7 +394,7 @@ class Lifeline:
             published = self._store.read("lost")
             if published is not None:
                 with self._lock:
-                    self._heard = self._heard or (published, time.monotonic())
+                    self._heard = self._heard or (published, self._clock.monotonic())
                 self._store.set(f"knows/{self._rank}", "")
 
     def _compare_places(self, where: str) -> PeerLostError | None:
@@ -423,7 +441,7 @@ class Lifeline:
         if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
             return None
         # Both are equally far. This rank waits for its next batch, or in a collective of the user, which may take long.
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if self._doubted_at is None or now > self._asked_at + GRACE_SECONDS:
             self._doubted_at = now  # it did not wait all the time
         self._asked_at = now
@@ -453,12 +471,12 @@ class Lifeline:
             keys = [f"{place}/{rank}" for rank in range(len(self.hosts))]
             self._store.set(differs, "1")
             self._store.set(keys[self._rank], details())
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = self._clock.monotonic() + GRACE_SECONDS
             while True:  # they look once a second
                 texts = self._store.read_all(keys)
-                if None not in texts or time.monotonic() > deadline:
+                if None not in texts or self._clock.monotonic() > deadline:
                     break
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
         except RuntimeError:  # the store is silent, or went away with its host: then that is the error
             return {}
         known = {rank: text for rank, text in enumerate(texts) if text is not None}
@@ -520,14 +538,14 @@ class Lifeline:
 
     def _culprit(self, peer: int | None, timed_out: bool, closed: Sequence[int]) -> tuple[int, str]:
         """Evidence in falling order: a published name, last words, a connection closed without any, silence."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = self._clock.monotonic() + GRACE_SECONDS
         no_word = f"its connection to {self._named(self._rank)} closed without a word"
         silence = "it stayed silent beyond the timeout" if timed_out else no_word
         while True:
             published = self._store.read("lost")
             if published is not None:
                 return _lost(published)
-            late = time.monotonic() > deadline
+            late = self._clock.monotonic() > deadline
             for rank in closed:
                 words = self._last_words(rank)
                 if words != _WITNESS:
@@ -542,7 +560,7 @@ class Lifeline:
                     return self._publish(peer, self._stopped_with(words))
             if late:
                 return self._by_roll_call(silence)
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
 
     def _by_roll_call(self, silence: str) -> tuple[int, str]:
         words = {rank: self._last_words(rank) for rank in range(len(self.hosts))}
