@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ringstrategy.errors import PeerLostError
 from ringstrategy.transport.lifeline import GRACE_SECONDS, Lifeline
 
 pytestmark = pytest.mark.timeout(120)
@@ -180,30 +181,44 @@ def broken() -> RuntimeError:
     return RuntimeError("Connection closed by peer")
 
 
-def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late() -> None:
-    store = WithItsHost(dist.HashStore())
-    lines = [Lifeline(store, rank, 3) for rank in range(3)]  # type: ignore[arg-type]
-    named = [lines[2].explain(broken(), 1, "here").rank]
+class Clock:
+    """Time passes only where a rank sleeps; then what is due happens."""
 
-    def end() -> None:
-        named.append(lines[0].explain(broken(), 1, "here").rank)
-        store.gone = True
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events = list[tuple[float, Callable[[], object]]]()
 
-    first = threading.Thread(target=end)
-    first.start()
-    first.join(0.1)
-    named.append(lines[1].explain(broken(), 2, "here").rank)
-    first.join(LIMIT)
-    assert named == [1, 1, 1]
-    assert store.gone
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        due = [event for event in self.events if event[0] <= self.now]
+        for event in due:
+            self.events.remove(event)
+            event[1]()
 
 
-def test_a_rank_without_a_word_is_not_waited_for_long() -> None:
-    lines = ranks()[1]
-    begin = time.monotonic()
-    for _ in range(2):
-        assert lines[0].explain(broken(), 1, "here").rank == 1
-    assert time.monotonic() - begin < GRACE_SECONDS
+@pytest.mark.parametrize("late", [0.1, 0.45, 0.6, 1.5, GRACE_SECONDS - 0.1, GRACE_SECONDS + 0.1, None])
+def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late(late: float | None) -> None:
+    """Rank 0 names at once, and lingers; the accused looks `late`, and may find that the store has gone with rank 0."""
+    store, clock = WithItsHost(dist.HashStore()), Clock()
+    lines = [Lifeline(store, rank, 3, clock=clock) for rank in range(3)]  # type: ignore[arg-type]
+    accused: list[PeerLostError] = []
+    if late is not None:
+        clock.events.append((late, lambda: accused.append(lines[1].explain(broken(), 2, "here"))))
+    assert [lines[rank].explain(broken(), 1, "here").rank for rank in (2, 0)] == [1, 1]
+    assert clock.now == 0.0, "nobody is named later because another rank may be late"
+    lines[0].linger()
+    assert clock.now <= GRACE_SECONDS + 0.1
+    store.gone = True
+    if late is not None and late < GRACE_SECONDS:
+        assert clock.now < late + 0.1
+        assert accused[0].rank == 1
+    elif late is not None:
+        clock.sleep(late)
+        assert accused[0].rank == 0
+        assert "store on its host closed, after the connection to rank 2 (host unknown) failed" in str(accused[0])
 
 
 def test_what_was_heard_counts_when_the_store_has_gone() -> None:

@@ -32,7 +32,6 @@ DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other ran
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
 _GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
-_ACCUSED_SECONDS = 0.5  # how long one whose connection closed is given to hear of it: it may live, and notice late
 _POLL_SECONDS = 0.02
 _REMEMBERED = 100  # places outside training; ranks differ by few of them, for they meet at each
 _WITNESS = "lost touch"
@@ -94,8 +93,6 @@ class Lifeline:
     Attributes:
         name: of this set of peers, the same on all of its ranks.
         hosts: the host name of each rank, once it is known.
-        lingers: after a loss the process with the store waits a little, so that the others can read which rank it was.
-            Not where ranks meet again.
     """
 
     def __init__(
@@ -118,8 +115,7 @@ class Lifeline:
         self._lock = threading.RLock()
         self._left = False
         self._heard: tuple[str, float] | None = None  # what was published, and since when this rank knows
-        self.lingers = True
-        self._outlasts_since: float | None = None
+        self._knows_since: float | None = None  # why all ranks stop
         self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
         self._outside = 0  # how often this rank was outside training
@@ -169,7 +165,7 @@ class Lifeline:
             if missing is not None:
                 missing, cause = self._publish(missing, cause)
                 self.witness()
-                self.outlast()
+                self._know()
                 raise PeerLostError(self._ranks[missing], "unknown", where, cause)
             cards, self._addresses = (
                 [said or "" for said in self._store.read_all([f"{what}/{rank}" for rank in range(len(self.hosts))])]
@@ -264,31 +260,29 @@ class Lifeline:
         if leaves:
             with contextlib.suppress(RuntimeError):
                 self._publish(self._rank, f"it stopped with {cause}")
+        self._know()
 
-    def outlast(self) -> None:
-        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
-
-        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears; and for the
-        lost one until _ACCUSED_SECONDS after this rank has heard of it.
-        """
+    def _know(self) -> None:
+        """Write that this rank knows why all stop: the process with the store waits for it no longer."""
         with self._lock:
-            since = self._outlasts_since = self._outlasts_since or self._clock.monotonic()
-            heard_at = since if self._heard is None else self._heard[1]
+            self._knows_since = self._knows_since or self._clock.monotonic()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
-            lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
-            dead = -1 if cause.startswith(_ALIVE) else int(lost)
-            until = {
-                rank: heard_at + _ACCUSED_SECONDS if rank == dead else since + 2 * GRACE_SECONDS
-                for rank in range(len(self.hosts))
-                if rank not in (self._rank, *self._unreachable)
-            }
-            while self.lingers and self._rank == self._store_rank and until:
-                until = {
-                    rank: end
-                    for rank, end in until.items()
-                    if self._clock.monotonic() < end and not self._has_any(f"knows/{rank}", f"gone/{rank}")
-                }
+
+    def linger(self) -> None:
+        """If this process ends after a failure, and the store with it: wait until the other ranks know why all stop.
+
+        Also for the lost one: it may live, and notice late that its connections broke. GRACE_SECONDS at most from when
+        this rank knew; not for ranks whose hosts cannot be reached.
+        """
+        if self._knows_since is None or self._rank != self._store_rank:
+            return
+        missing = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, *self._unreachable)]
+        with contextlib.suppress(RuntimeError):
+            while self._clock.monotonic() < self._knows_since + GRACE_SECONDS:
+                missing = [rank for rank in missing if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
+                if not missing:
+                    return
                 self._clock.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
@@ -382,7 +376,6 @@ class Lifeline:
             return self.explain(error, None, where)
         rank, cause = _lost(published)
         self.witness()
-        self.outlast()
         return PeerLostError(self._ranks[rank], self.hosts[rank], where, f"{cause}, says another rank")
 
     def listen(self) -> None:
@@ -395,7 +388,7 @@ class Lifeline:
             if published is not None:
                 with self._lock:
                     self._heard = self._heard or (published, self._clock.monotonic())
-                self._store.set(f"knows/{self._rank}", "")
+                self._know()
 
     def _compare_places(self, where: str) -> PeerLostError | None:
         # Two notes, because ranks may look in step: what is written last is all that the others ever read, and a rank
@@ -521,12 +514,13 @@ class Lifeline:
         self.witness(error, closed if peer is None else [peer])
         try:
             rank, cause = self._culprit(peer, _timed_out(error), closed)
-            self.outlast()
+            self._know()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
             rank = self._store_rank if self._store_rank >= 0 or peer is None else peer
             store = f"the rendezvous store{' on its host' if rank == self._store_rank >= 0 else ''}"
             cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
+            cause += "" if peer in (None, rank) else f", after the connection to {self._named(peer)} failed"
             rank, cause = _lost(self._heard[0]) if self._heard is not None else self._cut_off() or (rank, cause)
         rank, host = (self._ranks[rank], self.hosts[rank]) if rank >= 0 else (rank, "?")
         advice = (
