@@ -53,13 +53,10 @@ class Job:
     def until(self, condition: Callable[[], Any], what: str, ranks: list[int] | None = None) -> None:
         """Wait for what these ranks, by default all, bring about while they do not hang."""
         ranks = list(range(len(self.ranks))) if ranks is None else ranks
-        patience, looked_at = Patience(lambda: [self.ranks[rank].pid for rank in ranks]), time.monotonic()
-        while not condition():
-            time.sleep(0.05)
-            if time.monotonic() > looked_at + 1.0:
-                looked_at = time.monotonic()
-                why = patience.gone()
-                assert why is None, f"not yet: {what}; they {why}\n{self._where(ranks)}"
+        try:
+            until(condition, what, lambda: [self.ranks[rank].pid for rank in ranks])
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self._where(ranks)}") from None
 
     def _where(self, ranks: list[int]) -> str:
         """What each rank has printed, and the stacks of those that have not ended."""
@@ -114,6 +111,17 @@ def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., 
     except BaseException as error:
         note(f"record{rank}.json", kind=type(error).__name__, message=str(error), rank=getattr(error, "rank", None))
         raise
+
+
+def until(condition: Callable[[], Any], what: str, pids: Callable[[], list[int]]) -> None:
+    """Wait for what these processes bring about while they do not hang."""
+    patience, looked_at = Patience(pids), time.monotonic()
+    while not condition():
+        time.sleep(0.05)
+        if time.monotonic() > looked_at + 1.0:
+            looked_at = time.monotonic()
+            why = patience.gone()
+            assert why is None, f"not yet: {what}; they {why}"
 
 
 def note(path: str, **facts: Any) -> None:
