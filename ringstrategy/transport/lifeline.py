@@ -19,14 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.reach import address_of, address_towards, host_of, unreachable
 from ringstrategy.transport.rendezvous import has_agent_store
-from ringstrategy.transport.store import BoundedStore, StoreSilentError, poll_seconds
+from ringstrategy.transport.store import BoundedStore, Clock, StoreSilentError, poll_seconds
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
@@ -44,16 +44,6 @@ _SAME_STEPS = f"do all ranks have the same number of batches, and step equally o
 _SAME_MODEL = "give all ranks the same layers, at the same time"
 _ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
 _LAST_WORDS = "the end of its training"
-
-
-class Clock(Protocol):
-    """What Python's module `time` has."""
-
-    def monotonic(self) -> float:
-        """Seconds since any moment."""
-
-    def sleep(self, seconds: float) -> None:
-        """Let others go on."""
 
 
 class _Place(NamedTuple):

@@ -35,9 +35,8 @@ from ringstrategy.errors import LeftBehindError, PeerLostError
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
-from ringstrategy.transport.lifeline import Clock
 from ringstrategy.transport.reach import address_towards
-from ringstrategy.transport.store import BoundedStore, StoreSilentError, within
+from ringstrategy.transport.store import BoundedStore, Clock, StoreSilentError, within
 
 JOIN = "RINGSTRATEGY_JOIN"  # the variable with addresses of members, for a process that is to join them
 _CONNECT_SECONDS = 0.5  # longer than any round trip
