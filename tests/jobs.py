@@ -87,7 +87,8 @@ class Job:
 
     def output(self, rank: int) -> str:
         """What it has printed."""
-        return (self.folder / f"output{rank}").read_text()
+        path = self.folder / f"output{rank}"
+        return path.read_text() if path.exists() else ""
 
     def close(self) -> None:
         """End all."""

@@ -11,13 +11,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from clocks import Clock
 from pairs import pairs
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
-from ringstrategy.transport import gloo, lifeline
+from ringstrategy.transport import gloo, lifeline, watch
 from ringstrategy.transport.base import TransportError
+from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.lifeline import DOUBT_SECONDS, GRACE_SECONDS, Lifeline
 
@@ -457,3 +459,55 @@ def test_a_rank_that_goes_on_with_others_does_not_linger(
     assert order(calls) == [f"lifeline.{told}", "break_off"]
     made.close()
     assert order(calls)[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("two GPUs"), True), (PeerLostError(1, "b", "here", ""), False)]
+)
+def test_a_rank_that_fails_while_it_connects_tells_the_others_and_lingers(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: bool
+) -> None:
+    lines, module = mock.Mock(), sys.modules[connect.__module__]
+    monkeypatch.setattr(module, "Lifeline", mock.Mock(cast=lambda *_: lines))
+    monkeypatch.setattr(module, "begin_if_asked", mock.Mock(side_effect=error))
+    for name, value in {"get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(module, "backend_of", lambda *_: "gloo")
+    with pytest.raises(type(error)) as caught:
+        connect(torch.device("cpu"), timedelta(seconds=1))
+    assert caught.value is error
+    fails = [mock.call.fail("ValueError: two GPUs")] if told else []
+    assert lines.mock_calls == [*fails, mock.call.linger()]
+
+
+# The thread that looks while another waits
+
+
+def test_the_watch_ends_a_collective_that_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what has only just begun: it may end at once, and its error names whom it met."""
+    turns = iter([False, True, False, True, True])
+    events, ended = list[str](), threading.Event()
+    monkeypatch.setattr(watch, "_SECONDS", 0.001)
+    monkeypatch.setattr(watch.Watch, "_in_a_collective", lambda _: next(turns))
+
+    def look() -> bool:
+        events.append("look")
+        return True
+
+    watching = watch.Watch(lambda: events.append("listen"), look, ended.set)
+    assert ended.wait(HARD_END)
+    watching.close()
+    assert events == ["listen"] * 5 + ["look"]
+
+
+def test_the_watch_sees_collectives_of_torch_and_what_is_announced() -> None:
+    watching = watch.Watch(lambda: None, lambda: False, lambda: None)
+    assert not watching._in_a_collective()
+    with watching.over():
+        assert watching._in_a_collective()
+    assert not watching._in_a_collective()
+    frame = mock.Mock(f_back=None, f_globals={"__name__": dist.distributed_c10d.__name__})
+    frames = {threading.get_ident(): mock.Mock(f_back=frame)}
+    with mock.patch.object(sys, "_current_frames", return_value=frames):
+        assert watching._in_a_collective()
+    watching.close()
