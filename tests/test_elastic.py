@@ -340,13 +340,6 @@ def test_survivors_that_are_a_step_apart_go_on(
     _as_an_oracle(running, ends)
 
 
-@nightly
-def test_ranks_that_gossip_count_the_same_steps(job: Callable[..., Job]) -> None:
-    """Some are lost in their first mixing, others before it; who mixes with whom depends on the count."""
-    running = job(4, partial(_train, algorithm=Gossip()), {3: ("start", 0)}, "shrink")
-    _ends(running, [0, 1, 2])
-
-
 @pytest.mark.parametrize(
     "place", [pytest.param("backward", marks=slow), *(pytest.param(p, marks=nightly) for p in ("forward", "batch end"))]
 )
@@ -403,17 +396,6 @@ def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job]) -> N
     assert running.wait([2]) == [-signal.SIGKILL]
     running.add(2, _replace, addresses, 4, "wait")
     _as_an_oracle(running, _ends(running, [0], newcomers=(3, 4)))
-
-
-@nightly
-def test_replacements_are_taken_in(job: Callable[..., Job]) -> None:
-    """While the others train on."""
-    running = job(3, partial(_train, seconds=0.3), {1: ("forward", 3), 0: ("backward", 5)}, "shrink")
-    running.wait([0, 1])
-    addresses = running.notes("members2")["addresses"]
-    running.add(1, _replace, addresses, 3, "shrink")
-    running.add(0, _replace, addresses, 4, "shrink")
-    _as_an_oracle(running, _ends(running, [2], newcomers=(3, 4)))
 
 
 class Alone(Struck):
@@ -499,26 +481,6 @@ def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: 
     folder = tmp_path / "checkpoints"
     running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(folder), Signals(2, 3))
     assert _stopped_at(running, [0, 2], folder) == 3
-
-
-class Requeues(Signals):
-    """As under Slurm: rank `rank` gets its signal, and each rank notes at which step it saves."""
-
-    def setup(self, trainer: Any, *_: Any, stage: str) -> None:
-        trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: note(
-            f"requeued{trainer.lightning_module.born}.json", step=trainer.global_step
-        )
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
-            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-
-
-@nightly
-def test_a_loss_makes_no_rank_forget_slurms_signal(job: Callable[..., Job], tmp_path: Path) -> None:
-    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(tmp_path), Requeues(2, 3))
-    _as_an_oracle(running, _ends(running, [0, 2]))
-    assert [running.notes(f"requeued{rank}")["step"] for rank in (0, 2)] == [3, 3]
 
 
 def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job]) -> None:
