@@ -312,3 +312,14 @@ def test_newcomers_come_after_the_others(net: Callable[..., Net]) -> None:
     assert [old[0].rank, old[1].rank] == [0, 1]
     assert sorted(place.rank for place in joined) == [2, 3]
     assert hosts.all[0].newcomers() == 0
+
+
+def test_a_newcomer_is_let_in_once(net: Callable[..., Net]) -> None:
+    """It may not have gone yet from where it waited when ranks look for newcomers again."""
+    hosts = net(1)
+    [member] = hosts.all
+    member._own.set("newcomer/1", json.dumps(("its ticket", hosts.member().me)))
+    member._own.add("newcomers", 1)
+    assert member.newcomers() == 1
+    assert hosts.regroup([0], invite=True)[0].size == 2
+    assert member.newcomers() == 0
