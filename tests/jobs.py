@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 import torch
 from patience import Patience
 from pool import _IMPORTED, reserve_port
+from test_strategy import HERE, shell
 
 from ringstrategy import PeerLostError
 
@@ -123,6 +127,26 @@ def until(condition: Callable[[], Any], what: str, pids: Callable[[], list[int]]
             looked_at = time.monotonic()
             why = patience.gone()
             assert why is None, f"not yet: {what}; they {why}"
+
+
+def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:
+    """Run a script that may import tests, by `command` (default: this Python), as a shell would; it must not hang."""
+    script = folder / "script.py"
+    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{text}")
+    started = [*(command or (sys.executable,)), str(script)]
+    with open(folder / "printed", "w+") as out, open(folder / "errors", "w+") as errors:
+        running = subprocess.Popen(
+            started, env=shell(), cwd=folder, stdout=out, stderr=errors, text=True, start_new_session=True
+        )
+        try:
+            until(lambda: running.poll() is not None, "the script ends", lambda: [running.pid])
+        except BaseException:  # whoever outlives the first process otherwise is a test's to find
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
+            raise
+    printed, said = (folder / "printed").read_text(), (folder / "errors").read_text()
+    return subprocess.CompletedProcess(started, running.returncode, printed, said)
 
 
 def note(path: str, **facts: Any) -> None:

@@ -13,11 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
+from jobs import run_script
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pool import Pool
-from test_strategy import Net, fit, run_script
+from test_strategy import Net, fit
 from torch import nn
 
 from ringstrategy import AllReduce, BlockInt, Gossip, RingStrategy
