@@ -161,13 +161,13 @@ def test_torchrun_restarts_with_a_port_that_is_given(tmp_path: Path) -> None:
 ENDLESS = f"""
 import os, sys, time
 sys.path.insert(0, {str(HERE)!r})
-from pathlib import Path
+from jobs import note
 from lightning.pytorch.callbacks import Callback
 from test_strategy import Net, fit
 
 class Slow(Callback):
     def on_train_batch_end(self, *args):
-        Path(f"rank{{os.environ['RANK']}}.pid").write_text(str(os.getpid()))
+        note(f"rank{{os.environ['RANK']}}.json", pid=os.getpid())
         time.sleep(0.1)
 
 fit("ring", Net(), devices=2, max_epochs=1000, callbacks=[Slow()])
@@ -179,14 +179,14 @@ def test_no_rank_outlives_the_agent_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(ENDLESS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    written = [tmp_path / f"rank{rank}.pid" for rank in range(2)]
+    written = [tmp_path / f"rank{rank}.json" for rank in range(2)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(torchrun, cwd=tmp_path, env=shell(), **quiet) as agent:
         try:
-            until(lambda: all(p.exists() and p.read_text() for p in written), "both train", lambda: [agent.pid])
+            until(lambda: all(path.exists() for path in written), "both train", lambda: [agent.pid])
         finally:
             agent.kill()
-    pids = [int(path.read_text()) for path in written]
+    pids = [json.loads(path.read_text())["pid"] for path in written]
     try:
         # they would train for minutes
         until(lambda: not any(map(is_running, pids)), "no orphan trains on", lambda: pids)
