@@ -240,7 +240,7 @@ def _fails_in_set_up(how: str) -> None:
     fit("ring", FailsInSetUp(how))
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("raises", marks=slow)])
+@pytest.mark.parametrize("how", ["raises", pytest.param("dies", marks=slow)])
 def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[..., Job], how: str) -> None:
     running = job(3, _fails_in_set_up, how)
     assert running.wait([0, 2]) == [1, 1]
