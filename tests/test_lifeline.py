@@ -296,7 +296,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     assert clock.now == pytest.approx(10, abs=0.1)
     _, breaks = lines_of(2, clock)
     begin = clock.now
-    with pytest.raises(PeerLostError, match="rank 1 .*it has not come to set up; this rank saw: Connection closed"):
+    with pytest.raises(PeerLostError, match=r"rank 1 .*it has not come to set up; this rank saw: Connection closed"):
         breaks[0].greet("here 4711", limit, mock.Mock(side_effect=BROKEN))
     assert clock.now < begin + 0.1, "nobody waits for a rank whose connection broke"
     _, fails = lines_of(3)
