@@ -1,11 +1,12 @@
-"""Lost peers, interrupts and bad input under real trainers: an error with a name and a cure, never a hang."""
+"""Lost peers, interrupts and bad input under real trainers: an error with a name and a cure, never a hang.
+
+A rank that notices another's death only when a third one ends would never end here: nobody ends before all have named.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,121 +23,31 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import Job, die, note, run_script, until
+from jobs import job as job  # a fixture
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from pool import Pool, reserve_port
-from test_strategy import HERE, Net, check_replicas, fit, rows, run_script, shell, trainer_with
+from pairs import all_pairs
+from pool import Pool
+from test_strategy import HERE, Net, fit, rows, shell, trainer_with
 from torch import Tensor, nn
+from torchmetrics import MeanMetric
 
-from ringstrategy import AllReduce, Gossip, Identity, PeerLostError, PlanMismatchError, RingStrategy
+from ringstrategy import AllReduce, Identity, LocalSGD, PeerLostError, PlanMismatchError, RingStrategy
 from ringstrategy.names import STRATEGIES
-from ringstrategy.session import Session
-from ringstrategy.topologies import Star
 from ringstrategy.transport import lifeline
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.lifeline import Lifeline
 
-PROMPT = 15.0  # seconds within which survivors must have noticed
-pytestmark = pytest.mark.timeout(120)
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-def wait_until(condition: Callable[[], Any], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} within {seconds:.0f} s"
-        time.sleep(0.05)
+def wait_for_files(*names: str) -> None:
+    """In a rank; whoever waits for ever uses no CPU, and is ended."""
+    while not all(Path(name).exists() for name in names):
+        time.sleep(0.1)
 
 
-class Job:
-    """Ranks that may die: processes of their own, not the pool's. Each writes its output and its errors to a file."""
-
-    def __init__(self, folder: Path, size: int, function: Callable[..., None], *args: Any) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lightning.pytorch", "ringstrategy"])
-        self._holder = reserve_port()
-        port = self._holder.getsockname()[1]
-        self.folder = folder
-        self.ranks = [
-            context.Process(target=_rank, args=(str(folder), rank, size, port, function, args), daemon=True)
-            for rank in range(size)
-        ]
-        for process in self.ranks:
-            process.start()
-
-    def add(self, rank: int, function: Callable[..., None], *args: Any) -> None:
-        """A process in the place of a rank that has ended."""
-        port = self._holder.getsockname()[1]
-        given = (str(self.folder), rank, len(self.ranks), port, function, args)
-        self.ranks[rank] = multiprocessing.get_context("forkserver").Process(target=_rank, args=given, daemon=True)
-        self.ranks[rank].start()
-
-    def wait(self, ranks: list[int], seconds: float = 60.0) -> list[int | None]:
-        """Exit codes of `ranks`, which must end within that time."""
-        try:
-            wait_until(lambda: all(not self.ranks[r].is_alive() for r in ranks), seconds, f"ranks {ranks} ended")
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self._where(ranks)}") from None
-        return [self.ranks[rank].exitcode for rank in ranks]
-
-    def _where(self, ranks: list[int]) -> str:
-        """What each rank has printed, and the stacks of those that have not ended."""
-        for rank in ranks:
-            if self.ranks[rank].is_alive():
-                os.kill(self.ranks[rank].pid or 0, signal.SIGUSR1)
-        time.sleep(1.0)
-        return "\n".join(f"rank {rank}, exit code {self.ranks[rank].exitcode}:\n{self.output(rank)}" for rank in ranks)
-
-    def record(self, rank: int) -> dict[str, Any]:
-        path = self.folder / f"record{rank}.json"
-        assert path.exists(), f"rank {rank} recorded no error; it said:\n{self.output(rank)}"
-        return json.loads(path.read_text())
-
-    def output(self, rank: int) -> str:
-        return (self.folder / f"output{rank}").read_text()
-
-    def close(self) -> None:
-        for process in self.ranks:
-            process.kill()
-            process.join()
-        self._holder.close()
-
-
-def _rank(folder: str, rank: int, size: int, port: int, function: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    os.environ.update(NODE_RANK="0", OMP_NUM_THREADS="1")
-    os.chdir(folder)
-    log = os.open(f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    try:
-        function(*args)
-    except BaseException as error:
-        note(f"record{rank}.json", kind=type(error).__name__, message=str(error), rank=getattr(error, "rank", None))
-        raise
-
-
-def note(path: str, **facts: Any) -> None:
-    """Write at once whole, with the time."""
-    Path(f"{path}.part").write_text(json.dumps({"time": time.time(), **facts}))
-    os.rename(f"{path}.part", path)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    jobs: list[Job] = []
-
-    def start(size: int, function: Callable[..., None], *args: Any) -> Job:
-        jobs.append(Job(tmp_path, size, function, *args))
-        return jobs[-1]
-
-    yield start
-    for one in jobs:
-        one.close()
-
-
-# Lost peers
+# Lost in a backward
 
 
 class Victim(Net):
@@ -147,247 +58,168 @@ class Victim(Net):
         self.victim, self.how = victim, how
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3 and self.global_rank == self.victim:
-            if self.how == "ValueError":
-                note("struck.json")
+        if batch_idx == 3:
+            if self.global_rank != self.victim:
+                note(f"waits{self.global_rank}.json")
+            elif self.how == "ValueError":
                 raise ValueError("this row is broken")
-            self.layers[0].weight.register_hook(self._strike)
+            else:
+                self.layers[0].weight.register_hook(self._strike)
         return super().training_step(batch, batch_idx)
 
     def _strike(self, gradient: Tensor) -> None:
-        time.sleep(0.3)  # until the earlier buckets are under way, and the others wait for this one
-        note("struck.json")
+        wait_for_files(*(f"waits{rank}.json" for rank in range(self.trainer.world_size) if rank != self.victim))
         os.kill(os.getpid(), getattr(signal, self.how))
 
 
-def _with_a_victim(victim: int, how: str, timeout: float = 60.0, **options: Any) -> None:
-    strategy = RingStrategy(AllReduce(bucket_mb=1e-4), timeout=timedelta(seconds=timeout))
+def _with_a_victim(victim: int, how: str, timeout: float = 60.0, name: str = "", **options: Any) -> None:
+    algorithm = STRATEGIES[name]() if name else AllReduce(bucket_mb=1e-4)
+    strategy = RingStrategy(algorithm, timeout=timedelta(seconds=timeout))
     fit(strategy, Victim(victim, how), data=rows(128), max_epochs=1, **options)
 
 
-def check_survivors(job: Job, victim: int, survivors: list[int], seconds: float = PROMPT) -> list[str]:
-    """Each names the lost rank, its host and the place, soon, and ends with a code that is not 0."""
-    assert all(code == 1 for code in job.wait(survivors))
-    struck = json.loads((job.folder / "struck.json").read_text())["time"]
+def check_survivors(job: Job, victim: int, survivors: list[int]) -> list[str]:
+    """Each names the lost rank, its host and the place, and ends with a code that is not 0."""
+    assert job.wait(survivors) == [1] * len(survivors)
     messages = []
     for rank in survivors:
-        record = job.record(rank)
-        assert record["kind"] == PeerLostError.__name__, job.output(rank)
-        assert record["rank"] == victim, record["message"]
-        assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) at step 3, in bucket ")
-        assert record["time"] - struck < seconds
-        messages.append(record["message"])
+        lost, message = job.named(rank)
+        assert lost == victim, message
+        assert message.startswith(f"lost rank {victim} (host {socket.gethostname()}) at step 3, in bucket ")
+        messages.append(message)
     return messages
 
 
-@pytest.mark.parametrize("victim", [2, 0])
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=nightly)])
 def test_a_killed_rank_is_named_by_every_survivor(job: Callable[..., Job], victim: int) -> None:
-    """Rank 0 takes the store with it."""
+    """Rank 0 takes the store with it, and rank 2 is not its neighbour."""
     running = job(4, _with_a_victim, victim, "SIGKILL")
     check_survivors(running, victim, [rank for rank in range(4) if rank != victim])
     assert running.wait([victim]) == [-signal.SIGKILL]
 
 
 def test_a_rank_that_raises_is_quoted_by_the_others(job: Callable[..., Job]) -> None:
-    running = job(4, _with_a_victim, 1, "ValueError")
-    assert all(code == 1 for code in running.wait([0, 1, 2, 3]))
-    assert running.record(1)["kind"] == "ValueError"
-    for rank in (0, 2, 3):
-        record = running.record(rank)
-        assert record["kind"] == PeerLostError.__name__, running.output(rank)
-        assert record["rank"] == 1, record["message"]
-        assert "it stopped with ValueError: this row is broken" in record["message"]
-        assert record["time"] - running.record(1)["time"] < PROMPT
-
-
-@pytest.mark.slow
-def test_a_rank_that_hangs_is_named_after_the_timeout(job: Callable[..., Job]) -> None:
-    running = job(4, _with_a_victim, 2, "SIGSTOP", 4.0)
-    messages = check_survivors(running, 2, [0, 1, 3], seconds=4.0 + 8.0)
-    assert all("silent beyond the timeout" in message for message in messages)
-
-
-def _with_fewer_batches() -> None:
-    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
-    fit("ring", Net(), data=rows(mine), use_distributed_sampler=False, max_epochs=1)
-
-
-def test_a_rank_with_fewer_batches_is_named(job: Callable[..., Job]) -> None:
-    running = job(3, _with_fewer_batches)
-    codes = running.wait([0, 1, 2])
-    for rank in (0, 2):
-        assert codes[rank] == 1
-        message = running.record(rank)["message"]
-        assert message.startswith("lost rank 1 "), message
-        assert "after 3 batches" in message
-        assert "is at batch 4" in message or "is before batch 4" in message, message
-        assert "do all ranks have the same number of batches" in message
-        assert "uneven='join'" in message
-
-
-class Lagging:
-    """A client of a store as torch's is: a write is on its way until this client next waits for an answer."""
-
-    def __init__(self, server: dict[str, bytes]) -> None:
-        self._server, self._on_the_way = server, dict[str, bytes]()
-
-    def set(self, key: str, value: str) -> None:
-        self._on_the_way[key] = value.encode()
-
-    def _answered(self) -> dict[str, bytes]:
-        self._server.update(self._on_the_way)
-        self._on_the_way.clear()
-        return self._server
-
-    def check(self, keys: list[str]) -> bool:
-        return self._answered().keys() >= set(keys)
-
-    def get(self, key: str) -> bytes:
-        return self._answered()[key]
-
-    def add(self, key: str, amount: int) -> int:
-        self._answered()[key] = str(int(self._server.get(key, b"0")) + amount).encode()
-        return int(self._server[key])
-
-
-def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank may look as soon as a barrier, or a closed connection, tells it that this one went on."""
-    server: dict[str, bytes] = {}
-    clients = [Lagging(server) for _ in range(2)]
-    runs = []
-    for client in clients:
-        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda client=client: client)
-        runs.append(lifeline.announce(clients.index(client)))
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: clients[0])
-    lifeline.check_all_announced(runs[0], 2)
-    with pytest.raises(PlanMismatchError, match="rank 2 does not train with a RingStrategy"):
-        lifeline.check_all_announced(runs[0], 3)
-    Lifeline(clients[1], 1, 2).leave("ValueError: no such file")  # type: ignore[arg-type]
-    assert clients[0].get("left/1") == b"ValueError: no such file"
-
-
-class InStep(Lagging):
-    """Clients that look in the same instant: what one writes, the others find when they look the next time."""
-
-    def _answered(self) -> dict[str, bytes]:
-        return self._server
-
-    def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        assert not expected
-        return self._server.setdefault(key, value.encode())
-
-    def arrive(self) -> None:
-        super()._answered()
-
-
-@pytest.mark.parametrize("later", [0, 1])
-def test_ranks_that_look_in_step_see_where_the_others_are(monkeypatch: pytest.MonkeyPatch, later: int) -> None:
-    """Rank 0 waits for a batch that rank 1 does not have; the one who writes later hides what the other wrote."""
-    monkeypatch.setattr(lifeline, "DOUBT_SECONDS", 0.05)
-    monkeypatch.setattr(lifeline, "GRACE_SECONDS", 0.1)
-    server: dict[str, bytes] = {}
-    clients = [InStep(server) for _ in range(2)]
-    lines = [Lifeline(client, rank, 2) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
-    for line in lines:
-        line.begin_batch()
-        line.begin_exchange()
-        line.end_batch()
-    lines[1].leave_training("the end of its training")
-    for _ in range(10):
-        for line in lines:
-            error = line.news("near batch 1")
-            if error is not None:
-                assert "went on to the end of its training after 1 batches" in str(error)
-                return
-        clients[1 - later].arrive()
-        clients[later].arrive()
-        time.sleep(0.02)
-    pytest.fail("rank 0 does not see that rank 1 went on")
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_comes_is_named() -> None:
-    base = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=60))
-    second, nothing = timedelta(seconds=1), lambda: None
-
-    def lines(name: str) -> list[Lifeline]:
-        return [Lifeline(dist.PrefixStore(name, base), rank, 3) for rank in range(3)]
-
-    never = lines("never")
-    base.set("never/host/1", "there 4711")
-    with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
-        never[0].greet("here 4711", second, nothing)
-    assert caught.value.rank == 2
-    fails = lines("fails")
-    fails[2].fail("ValueError: no such file")
-    for line in fails[:2]:
-        with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
-            line.greet("here 4711", 60 * second, nothing)
-        assert caught.value.rank == 2
-    comes = lines("comes")
-    base.set("comes/host/1", "there 4711")
-    base.set("comes/host/2", "elsewhere 4712")
-    assert comes[0].greet("here 4711", second, nothing) == ["here 4711", "there 4711", "elsewhere 4712"]
-    assert comes[0].hosts == ["here", "there", "elsewhere"]
-
-
-def _freezes_rank_0(name: str) -> None:
-    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=4))
-    fit(strategy, Freezes(), data=rows(128), max_epochs=1)
-
-
-def _dies_before_it_sends_its_buffers() -> None:
-    send, calls = Session.send_buffers, []
-
-    def die_first(self: Session, **options: Any) -> None:
-        calls.append(self)
-        if len(calls) == 4 and os.environ["LOCAL_RANK"] == "0":
-            time.sleep(0.3)  # until the others wait for it
-            note("struck.json")
-            os.kill(os.getpid(), signal.SIGKILL)
-        send(self, **options)
-
-    Session.send_buffers = die_first  # type: ignore[method-assign]
-    layers = nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Linear(17, 3))
-    fit("ring", Net(layers), data=rows(128), max_epochs=1)
-
-
-def test_a_rank_that_dies_before_it_sends_its_buffers_is_named(job: Callable[..., Job]) -> None:
-    """The others wait in a collective of the default group."""
-    running = job(3, _dies_before_it_sends_its_buffers)
-    assert running.wait([1, 2]) == [1, 1]
-    struck = json.loads((running.folder / "struck.json").read_text())["time"]
+    running = job(3, _with_a_victim, 0, "ValueError")
+    assert running.wait([0, 1, 2]) == [1, 1, 1]
+    assert running.record(0)["kind"] == "ValueError"
     for rank in (1, 2):
-        record = running.record(rank)
-        assert (record["kind"], record["rank"]) == (PeerLostError.__name__, 0), record
-        assert "near batch 3" in record["message"], "not in a backward"
-        assert record["time"] - struck < PROMPT
+        lost, message = running.named(rank)
+        assert lost == 0, message
+        assert "it stopped with ValueError: this row is broken" in message
 
 
-class Freezes(Net):
-    """Rank 0, whose process owns the store, freezes within its fourth backward."""
+@slow
+@pytest.mark.parametrize(("victim", "name"), [(2, ""), (0, "gossip_int8"), pytest.param(0, "ring", marks=nightly)])
+def test_a_rank_that_hangs_is_named_after_the_timeout(job: Callable[..., Job], victim: int, name: str) -> None:
+    """Rank 0 owns the store, which does not answer then."""
+    running = job(3, _with_a_victim, victim, "SIGSTOP", 4.0, name)
+    left = [rank for rank in range(3) if rank != victim]
+    if victim:
+        assert all("silent beyond the timeout" in message for message in check_survivors(running, victim, left))
+    else:
+        assert running.wait(left) == [1, 1]
+        assert all("lost rank 0 (host " in running.record(rank)["message"] for rank in left)
+
+
+# Lost while the others wait in the default process group
+
+
+class Dies(Net):
+    """Rank `victim` is killed at a `place` of the fit, just before a collective in which the others wait for it."""
+
+    def __init__(self, victim: int, place: str) -> None:
+        super().__init__(nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Tanh(), nn.Linear(17, 3)))
+        self.victim, self.place = victim, place
+        self.metric = MeanMetric()
+
+    def at(self, place: str) -> None:
+        if self.place == place:
+            if self.global_rank != self.victim:
+                note(f"waits{self.global_rank}.json", pid=os.getpid())
+                return
+            wait_for_files(*(f"waits{rank}.json" for rank in range(4) if rank != self.victim))
+            die()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.at("buffers")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3 and self.global_rank == 0:
-            self.layers[0].weight.register_hook(self._freeze)
+        if batch_idx == 2 and self.place in ("a collective of the user", "while rank 3 computes"):
+            self.at(self.place)
+            if self.place == "while rank 3 computes" and self.global_rank == 3:
+                for rank in (1, 0):  # and rank 0 takes the store with it
+                    pid = json.loads(Path(f"waits{rank}.json").read_text())["pid"]
+                    while Path(f"/proc/{pid}").exists():
+                        time.sleep(0.1)
+            dist.all_reduce(torch.ones(3))
         return super().training_step(batch, batch_idx)
 
-    def _freeze(self, gradient: Tensor) -> None:
-        time.sleep(0.3)
-        note("struck.json")
-        os.kill(os.getpid(), signal.SIGSTOP)
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 2:
+            self.at("the decision before a batch")
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.metric.update(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.at("a metric")
+        self.metric.compute()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.at("a checkpoint")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ring", "gossip_int8"])
-def test_a_frozen_owner_of_the_store_is_named_too(job: Callable[..., Job], name: str) -> None:
-    running = job(3, _freezes_rank_0, name)
-    assert running.wait([1, 2], 40) == [1, 1]
-    struck = json.loads((running.folder / "struck.json").read_text())["time"]
-    for rank in (1, 2):
+class EndsLast(L.Callback):
+    """A rank whose error has come waits until it has come to all of these."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+    def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
+        note(f"named{trainer.global_rank}.json")
+        if trainer.global_rank in self.ranks:
+            wait_for_files(*(f"named{rank}.json" for rank in self.ranks))
+
+
+def _dies(victim: int, place: str) -> None:
+    strategy = RingStrategy(AllReduce(bucket_mb=1e-4), timeout=timedelta(seconds=60))
+    survivors = [rank for rank in range(4) if rank != victim]
+    trainer = trainer_with(
+        strategy,
+        max_epochs=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=place == "a checkpoint",
+        callbacks=[EndsLast([0, 1] if place == "while rank 3 computes" else survivors)],
+    )
+    trainer.fit(Dies(victim, place), rows(64), rows(32) if place == "a metric" else None)
+
+
+@pytest.mark.parametrize(
+    ("place", "victim"),
+    [
+        ("the decision before a batch", 2),
+        *(
+            pytest.param(place, victim, marks=slow)
+            for place, victim in [("buffers", 0), ("a checkpoint", 2), ("while rank 3 computes", 2)]
+        ),
+        *(
+            pytest.param(place, victim, marks=nightly)
+            for place, victim in [("a metric", 0), ("a collective of the user", 2), ("the decision before a batch", 0)]
+        ),
+    ],
+)
+def test_all_survivors_name_the_rank_that_died_before(job: Callable[..., Job], place: str, victim: int) -> None:
+    running = job(4, _dies, victim, place)
+    survivors = [rank for rank in range(4) if rank != victim]
+    assert running.wait(survivors) == [1, 1, 1]
+    for rank in survivors:
         record = running.record(rank)
-        assert "lost rank 0 (host " in record["message"], record
-        assert record["time"] - struck < 4 + 12
+        assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) "), record["message"]
+        assert f"rank {rank}: {record['kind']}: lost rank {victim} " in running.output(rank)  # logged
+
+
+# Lost before the ranks have met
 
 
 class FailsInSetUp(Net):
@@ -399,146 +231,77 @@ class FailsInSetUp(Net):
 
     def configure_model(self) -> None:
         if os.environ["LOCAL_RANK"] == "1":
-            time.sleep(0.5)
-            note("struck.json")
             if self.how == "raises":
                 raise FileNotFoundError("no weights on this host")
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
 
 def _fails_in_set_up(how: str) -> None:
     fit("ring", FailsInSetUp(how))
 
 
-@pytest.mark.parametrize("how", ["dies", pytest.param("raises", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["raises", pytest.param("dies", marks=slow)])
 def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[..., Job], how: str) -> None:
     running = job(3, _fails_in_set_up, how)
-    running.wait([0, 1, 2], 30)
-    struck = json.loads((running.folder / "struck.json").read_text())["time"]
+    assert running.wait([0, 2]) == [1, 1]
     for rank in (0, 2):
-        record = running.record(rank)
-        assert record["kind"] == PeerLostError.__name__, record
-        assert record["message"].startswith("lost rank 1 "), record
-        if how == "raises":
-            assert "it stopped with FileNotFoundError: no weights on this host" in record["message"]
-        assert record["time"] - struck < 8
+        lost, message = running.named(rank)
+        assert lost == 1, message
+        assert how == "dies" or "it stopped with FileNotFoundError: no weights on this host" in message, message
 
 
-def _uneven(name: str, validates: bool, normed: bool) -> None:
-    lifeline.DOUBT_SECONDS = 4.0
-    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
-    layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
-    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))
-    trainer = trainer_with(strategy, use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0)
-    begin = time.time()
-    try:
-        trainer.fit(Net(layers), rows(mine), rows(12) if validates else None)
-    finally:
-        note(f"took{os.environ['LOCAL_RANK']}.json", seconds=time.time() - begin)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize("name", ["ring", "ring_int8", "gossip", "gossip_int8"])
-def test_ranks_with_other_numbers_of_batches_are_told(
-    job: Callable[..., Job], name: str, validates: bool, normed: bool
-) -> None:
-    """With and without buffers, for which Lightning's process group is needed at each step."""
-    running = job(3, _uneven, name, validates, normed)
-    codes = running.wait([0, 1, 2], 40)
-    assert codes[::2] == [1, 1]
-    messages = [running.record(rank)["message"] for rank in range(3) if codes[rank]]
-    took = [json.loads((running.folder / f"took{rank}.json").read_text())["seconds"] for rank in range(3)]
-    assert max(took) < 20, took
-    assert all("the same number of batches" in message for message in messages), messages
-    assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("validates", [False, True])
-@pytest.mark.parametrize("name", ["ring", "gossip"])
-def test_who_waits_for_its_next_batch_is_told_that_the_other_has_none(
-    job: Callable[..., Job], name: str, validates: bool
-) -> None:
-    """Of two ranks neither has begun what the other could not have."""
-    running = job(2, _uneven, name, validates, False)
-    codes = running.wait([0, 1], 40)
-    assert codes[0] == 1
-    messages = [running.record(rank)["message"] for rank in range(2) if codes[rank]]
-    causes = ["rank 0 waits for batch 4", "rank 0 is at batch 4"]
-    if not validates:
-        causes.append("the end of its training")
-    assert any(cause in message for cause in causes for message in messages), messages
-    assert all("lost rank 1" in m and "the same number of batches" in m for m in messages), messages
-
-
-class Skips(Net):
-    """In manual optimization rank 1 does not step in batch 2."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        if batch_idx != 2 or self.global_rank != 1:
-            optimizer.step()
-
-
-def _skips_a_step(overlap: bool) -> None:
-    fit(RingStrategy(Gossip(Star(), overlap=overlap)), Skips(), max_epochs=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_ranks_that_step_less_often_than_others_are_told(job: Callable[..., Job], overlap: bool) -> None:
-    running = job(3, _skips_a_step, overlap)
-    assert 0 not in running.wait([0, 1, 2], 40)
-    for rank in range(3):
-        message = running.record(rank)["message"]
-        assert "step equally often?" in message, message
-
-
-def _validates_slowly() -> None:
-    """One rank takes its time to validate, while the others wait for it in their next batch."""
-
-    class Slow(Net):
-        def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-            time.sleep(3 * (self.global_rank == 1))
-
-    for name in ("ring", "gossip"):
-        trainer = trainer_with(name, num_sanity_val_steps=0, val_check_interval=2, max_epochs=1)
-        trainer.fit(Slow(), rows(), rows(4))
-        check_replicas(trainer)
-
-
-@pytest.mark.slow
-def test_a_rank_that_validates_slowly_is_waited_for(ranks: Pool) -> None:
-    ranks(3, _validates_slowly)
-
-
-def _other_strategies() -> str:
-    name = "ring_int8" if os.environ["LOCAL_RANK"] == "0" else "ddp"
-    fit(name, Net())
-    return ""
+def _other_strategies() -> None:
+    fit("ring_int8" if os.environ["LOCAL_RANK"] == "0" else "ddp", Net())
 
 
 def test_a_rank_with_ddp_beside_ours_is_an_error_at_once(job: Callable[..., Job]) -> None:
     running = job(2, _other_strategies)
-    assert running.wait([0, 1], 30) == [1, 1]
+    assert running.wait([0, 1]) == [1, 1]
     record = running.record(0)
     assert record["kind"] == PlanMismatchError.__name__
     assert "rank 1 does not train with a RingStrategy" in record["message"]
     assert "give every rank the same Trainer(strategy=...)" in record["message"]
 
 
+# Ranks that wait for each other at different places
+
+
+def _uneven(name: str, validates: bool, normed: bool) -> None:
+    """Rank 1 has half as many batches, with and without buffers, for which the default group is needed at each step."""
+    lifeline.DOUBT_SECONDS = 4.0
+    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
+    layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
+    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))
+    trainer = trainer_with(strategy, use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(Net(layers), rows(mine), rows(12) if validates else None)
+
+
+def _uneven_cases() -> list[Any]:
+    """The first ones of all pairs for which a test run has the time."""
+    cases = all_pairs(["ring", "gossip_int8", "ring_int8", "gossip"], [False, True], [False, True])
+    marks: list[Any] = [(), slow, slow, *[nightly] * len(cases)]
+    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
+
+
+@pytest.mark.parametrize(("name", "validates", "normed"), _uneven_cases())
+def test_ranks_with_other_numbers_of_batches_are_told(
+    job: Callable[..., Job], name: str, validates: bool, normed: bool
+) -> None:
+    running = job(3, _uneven, name, validates, normed)
+    codes = running.wait([0, 1, 2])
+    assert codes[::2] == [1, 1]
+    messages = [running.record(rank)["message"] for rank in range(3) if codes[rank]]
+    assert all("the same number of batches" in message for message in messages), messages
+    assert all("uneven='join'" in message for message in messages), messages
+    assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
+
+
+# All fail, or one ends all
+
+
 class AllFail(Net):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 2:
-            time.sleep(0.3 * (self.global_rank == 0))  # the others are there first
             raise ArithmeticError("everywhere")
         return super().training_step(batch, batch_idx)
 
@@ -549,30 +312,33 @@ class SlowlySaved(TorchCheckpointIO):
         super().save_checkpoint(*args, **kwargs)
 
 
-def _all_fail(folder: str) -> float:
+def _all_fail(folder: str) -> None:
     saver = OnExceptionCheckpoint(folder, "failed")
-    begin = time.monotonic()
     with pytest.raises((ArithmeticError, PeerLostError)):
         fit("ring", AllFail(), callbacks=[saver], plugins=[SlowlySaved()], enable_checkpointing=True)
-    took = time.monotonic() - begin
     fit("ring", Net(), ckpt_path=f"{folder}/failed.ckpt", max_epochs=3)  # each rank at once
-    return took
 
 
 def test_ranks_that_all_failed_wait_for_each_others_checkpoints(ranks: Pool, tmp_path: Path) -> None:
-    assert max(ranks(3, _all_fail, str(tmp_path))) < 20
+    ranks(3, _all_fail, str(tmp_path))
 
 
-def _abort_while_all_wait() -> float:
+def _abort_while_all_wait() -> None:
     """Rank 0 aborts while its own thread and all others wait for bytes that nobody sends."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     peers = connect(torch.device("cpu"), timedelta(seconds=60))
     before = threading.active_count()
     nothing = torch.empty(8, dtype=torch.uint8)
-    ticket = peers.submit(lambda: peers.post({}, {(peers.rank + 1) % peers.size: nothing}).wait(), "in a test")
+    handles = []
+
+    def wait() -> None:
+        handles.append(peers.post({}, {(peers.rank + 1) % peers.size: nothing}))
+        handles[0].wait()
+
+    ticket = peers.submit(wait, "in a test")
+    while not handles:
+        time.sleep(0.01)
     dist.barrier()
-    time.sleep(0.3)
-    begin = time.monotonic()
     if peers.rank == 0:
         peers.abort("TestError: enough")
     with pytest.raises(PeerLostError, match="TestError: enough") as caught:
@@ -580,75 +346,39 @@ def _abort_while_all_wait() -> float:
     assert caught.value.rank == 0
     peers.close()
     assert threading.active_count() == before - 1
-    return time.monotonic() - begin
 
 
-def test_an_abort_ends_every_wait_at_once(ranks: Pool) -> None:
+def test_an_abort_ends_every_wait(ranks: Pool) -> None:
     """Ranks 2 and 3 of 5 are not waiting for rank 0; the cascade must reach them."""
-    assert max(ranks(5, _abort_while_all_wait)) < 3
-
-
-def _all_announce_again_and_again() -> tuple[int, int]:
-    """All ranks and the store share one core, so that the store is often late; returns rounds, and ranks missed."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-        rounds = missed = 0
-        for _ in range(1000):
-            run = lifeline.announce(dist.get_rank())
-            dist.barrier()
-            try:
-                lifeline.check_all_announced(run, dist.get_world_size())
-            except PlanMismatchError:
-                missed += 1
-            rounds += 1
-        dist.destroy_process_group()
-    finally:
-        os.sched_setaffinity(0, cores)
-    return rounds, missed
-
-
-@pytest.mark.slow
-def test_who_announced_itself_is_not_missed_by_a_store_that_lags(ranks: Pool) -> None:
-    """With a write that does not wait for the store, rank 1 misses rank 0 some twenty times."""
-    assert ranks(2, _all_announce_again_and_again) == [(1000, 0), (1000, 0)]
+    ranks(5, _abort_while_all_wait)
 
 
 # Whole jobs, as a shell starts them
 
 
-def processes_of(folder: Path) -> list[str]:
-    """Command lines that name the folder: a job's processes, and nobody else's."""
+def processes_of(folder: Path) -> list[int]:
+    """Those whose command line names the folder: a job's, and nobody else's."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            command = path.read_text()
-        except OSError:  # it has just ended
-            continue
-        if str(folder) in command:
-            found.append(command)
+        with contextlib.suppress(OSError):  # it has just ended
+            if str(folder) in path.read_text():
+                found.append(int(path.parent.name))
     return found
 
 
-KILLED = """
-from test_failures import _with_a_victim
-
-_with_a_victim(2, "SIGKILL", devices=3)
-"""
-
-
-@pytest.mark.slow
+@slow
 def test_a_child_killed_under_lightnings_launcher_ends_the_job(tmp_path: Path) -> None:
-    done = run_script(tmp_path, KILLED)
+    script = "from test_failures import _with_a_victim\n_with_a_victim(2, 'SIGKILL', devices=3)\n"
+    done = run_script(tmp_path, script)
     assert done.returncode != 0
-    assert (tmp_path / "struck.json").exists(), done.stderr
-    wait_until(lambda: not processes_of(tmp_path), PROMPT, "no process was left")
+    assert (tmp_path / "waits0.json").exists(), done.stderr
+    until(lambda: not processes_of(tmp_path), "no process is left", lambda: processes_of(tmp_path))
 
 
-ENDLESS = """
-import time
-from test_failures import Endless, fit, note, rows
+ENDLESS = f"""
+import sys
+sys.path.insert(0, {str(HERE)!r})
+from test_failures import Endless, fit, rows
 
 fit("ring", Endless(), data=rows(4096), devices=2, max_epochs=1000)
 """
@@ -660,37 +390,27 @@ class Endless(Net):
             note(f"trains{self.global_rank}.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("whom", ["the terminal's process group", "the first process"])
-def test_ctrl_c_ends_all_processes_cleanly(tmp_path: Path, whom: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{ENDLESS}")
+@slow
+def test_ctrl_c_ends_all_processes_cleanly(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(ENDLESS)
+    command = [sys.executable, str(tmp_path / "script.py")]
     with open(tmp_path / "stderr", "w") as stderr:
-        running = subprocess.Popen(
-            [sys.executable, str(script)], env=shell(), cwd=tmp_path, stderr=stderr, start_new_session=True
-        )
+        running = subprocess.Popen(command, env=shell(), cwd=tmp_path, stderr=stderr, start_new_session=True)
     try:
         trains = [tmp_path / f"trains{rank}.json" for rank in range(2)]
-        wait_until(lambda: all(path.exists() for path in trains), 60, "both ranks trained")
+        until(lambda: all(path.exists() for path in trains), "both ranks train", lambda: [running.pid])
         assert len(processes_of(tmp_path)) == 2
-        if whom == "the first process":
-            running.send_signal(signal.SIGINT)
-        else:
-            os.killpg(running.pid, signal.SIGINT)
-        code = running.wait(10)
-        wait_until(lambda: not processes_of(tmp_path), 10, "no process was left")
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        until(lambda: running.poll() is not None, "the first process ends", lambda: [running.pid])
+        until(lambda: not processes_of(tmp_path), "no process is left", lambda: processes_of(tmp_path))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
     said = (tmp_path / "stderr").read_text()
-    assert code == 1
+    assert running.returncode == 1
     assert "Detected KeyboardInterrupt, attempting graceful shutdown" in said
     assert "Exception in thread" not in said
-    if whom == "the first process":  # the other one was not interrupted: it may say whom it lost, and no more
-        assert "Traceback" not in said or "it stopped with KeyboardInterrupt" in said, said
-        assert said.count("Traceback") <= 3, said
-    else:
-        assert "Traceback" not in said, said
+    assert "Traceback" not in said, said
 
 
 # Ranks that differ
@@ -702,33 +422,23 @@ class Wider(Net):
         super().__init__(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)))
 
 
-def _differing(what: str) -> tuple[str, float]:
-    odd = os.environ["LOCAL_RANK"] == "1"
-    strategy: Any = "ring"
-    if odd and what == "codec":
-        strategy = "ring_fp16"
-    elif odd and what == "bucket":
-        strategy = RingStrategy(AllReduce(bucket_mb=1.0))
-    begin = time.monotonic()
-    with pytest.raises(PlanMismatchError) as caught:
-        fit(strategy, Wider() if what == "model" else Net())
-    return str(caught.value), time.monotonic() - begin
+def _differing() -> list[str]:
+    odd, said = os.environ["LOCAL_RANK"] == "1", []
+    strategies: dict[str, Any] = {"model": "ring", "codec": "ring_fp16", "bucket": RingStrategy(AllReduce(bucket_mb=1))}
+    for what, strategy in strategies.items():
+        with pytest.raises(PlanMismatchError) as caught:
+            fit(strategy if odd else "ring", Wider() if what == "model" else Net())
+        said.append(str(caught.value))
+    return said
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("model", "rank 1 has 'layers.2.weight: (3, 18) torch.float32"),
-        ("codec", "rank 1 has 'AllReduce(codec=Cast("),
-        ("bucket", "bucket_mb=1.0"),
-    ],
-)
-def test_ranks_that_differ_are_an_error_on_all(ranks: Pool, what: str, words: str) -> None:
-    for message, seconds in ranks(3, _differing, what):
-        assert "rank 2 has" not in message
-        assert words in message, message
-        assert "Give every rank the same model" in message
-        assert seconds < PROMPT
+def test_ranks_that_differ_are_an_error_on_all(ranks: Pool) -> None:
+    words = ["rank 1 has 'layers.2.weight: (3, 18) torch.float32", "rank 1 has 'AllReduce(codec=Cast(", "bucket_mb=1"]
+    for messages in ranks(3, _differing):
+        for message, word in zip(messages, words, strict=True):
+            assert word in message, message
+            assert "rank 2 has" not in message
+            assert "Give every rank the same model" in message
 
 
 # Bad input
@@ -749,6 +459,11 @@ def test_ranks_that_differ_are_an_error_on_all(ranks: Pool, what: str, words: st
         ({"timeout": timedelta(seconds=-1)}, ValueError, "positive"),
         ({"timeout": 60}, TypeError, "timedelta"),
         ({"broadcast_buffers": "no"}, TypeError, "broadcast_buffers"),
+        ({"on_peer_loss": "shrinks"}, ValueError, "'shrink'"),
+        ({"on_peer_loss": "shrink", "start_method": "spawn"}, ValueError, "popen"),
+        ({"on_peer_loss": "wait", "process_group_backend": "nccl"}, ValueError, "process_group_backend='gloo'"),
+        ({"on_peer_loss": "shrink", "algorithm": AllReduce(uneven="join")}, ValueError, "uneven='error'"),
+        ({"on_peer_loss": "wait", "algorithm": LocalSGD(4, within_host=True)}, ValueError, "within_host=False"),
     ],
     ids=str,
 )
@@ -778,16 +493,14 @@ class Newton(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=2)
 
 
-def _lbfgs() -> str:
-    with pytest.raises(ValueError, match="LBFGS") as caught:
+def _lbfgs() -> None:
+    if int(os.environ["WORLD_SIZE"]) == 1:
+        assert fit("ring", Newton(), max_epochs=1).global_step > 0
+        return
+    with pytest.raises(ValueError, match=r"LBFGS.*another optimizer"):
         fit("ring", Newton())
-    return str(caught.value)
 
 
-def _lbfgs_alone() -> None:
-    assert fit("ring", Newton(), max_epochs=1).global_step > 0
-
-
-def test_lbfgs_is_refused_unless_it_is_alone(ranks: Pool) -> None:
-    assert all("another optimizer" in message for message in ranks(2, _lbfgs))
-    ranks(1, _lbfgs_alone)
+@pytest.mark.parametrize("size", [1, 2])
+def test_lbfgs_is_refused_unless_it_is_alone(ranks: Pool, size: int) -> None:
+    ranks(size, _lbfgs)

@@ -13,23 +13,19 @@ from benchmarks import fuzz
 from benchmarks.rows import read
 from ringstrategy import BlockInt, Codec, TopK
 
-pytestmark = pytest.mark.timeout(240)
 
-
-def test_every_codec_is_fuzzed() -> None:
+def test_hostile_messages_do_no_harm() -> None:
     exported = [getattr(ringstrategy, name) for name in ringstrategy.__all__]
     codecs = {each for each in exported if isinstance(each, type) and issubclass(each, Codec) and each is not Codec}
     assert {type(codec) for codec in fuzz.CODECS} == codecs
+    one_of_a_kind = {type(codec): codec for codec in fuzz.CODECS}
+    for codec in one_of_a_kind.values():
+        counts = sum((fuzz.check(codec, seed) for seed in range(6)), Counter[str]())
+        assert counts["payloads"] == 6 * 16
+        assert 0 < counts["refused"] < counts["payloads"] / 2, codec
 
 
-@pytest.mark.parametrize("codec", fuzz.CODECS[::3], ids=str)
-def test_hostile_messages_do_no_harm(codec: Codec) -> None:
-    counts = sum((fuzz.check(codec, seed) for seed in range(12)), Counter[str]())
-    assert counts["payloads"] == 12 * 16
-    assert 0 < counts["refused"] < counts["payloads"] / 2
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_20000_hostile_messages_do_no_harm(tmp_path: Path) -> None:
     fuzz.main(["--payloads", "20000", "--out", str(tmp_path / "rows.jsonl")])
     rows = read(tmp_path / "rows.jsonl")

@@ -1,27 +1,38 @@
-"""A rank's lifeline in several threads at once: every order of their steps is forced, and none may accuse anybody."""
+"""A rank's lifeline, without processes: every order of steps is forced, and nobody is accused who did as the others."""
 
 from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
+from datetime import timedelta
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from clocks import Clock
+from pairs import pairs
 
-from ringstrategy.transport.lifeline import GRACE_SECONDS, Lifeline
+from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.transport import gloo, lifeline, watch
+from ringstrategy.transport.base import TransportError
+from ringstrategy.transport.connect import connect
+from ringstrategy.transport.gloo import GlooPeers
+from ringstrategy.transport.lifeline import DOUBT_SECONDS, GRACE_SECONDS, Lifeline
 
-pytestmark = pytest.mark.timeout(120)
-LIMIT = 20.0
+HARD_END = 120.0
 BLOCKED = 0.05  # seconds after which a thread waits for a lock
 
 
-def ranks() -> tuple[dist.Store, list[Lifeline]]:
-    store = dist.HashStore()
-    return store, [Lifeline(store, rank, 2) for rank in range(2)]
+def lines_of(size: int, clock: Any = None, store: Any = None) -> tuple[Any, list[Lifeline]]:
+    store = dist.HashStore() if store is None else store
+    return store, [Lifeline(store, rank, size, clock=clock or Clock()) for rank in range(size)]
+
+
+# Several threads of a rank
 
 
 class Interleaved:
@@ -65,7 +76,7 @@ class Interleaved:
         self.again = bool(threads)
         self.places += self.again
         for thread in threads:
-            thread.join(LIMIT)
+            thread.join(HARD_END)
             assert not thread.is_alive()
         for error in errors:
             raise error
@@ -82,23 +93,17 @@ def exchanges(rank: Lifeline) -> None:
     rank.begin_exchange()
 
 
-MOVES: list[Callable[[Lifeline], None]] = [
-    Lifeline.begin_batch,
-    exchanges,
-    trains,
-    lambda rank: rank.leave_training("its validation"),
-]
+MOVES = [Lifeline.begin_batch, exchanges, trains, lambda rank: rank.leave_training("its validation")]
 
 
-@pytest.mark.parametrize("looks_within", [False, True], ids=["a look within a move", "a move within a look"])
-@pytest.mark.parametrize("other_first", [False, True], ids=["alone", "behind"])
-@pytest.mark.parametrize("move", MOVES)
+@pairs(move=MOVES, other_first=[False, True], looks_within=[False, True])
 def test_ranks_that_do_the_same_are_never_accused(
     move: Callable[[Lifeline], None], other_first: bool, looks_within: bool
 ) -> None:
+    """A look within a move, or a move within a look, at each of its lines."""
     interleaved = Interleaved()
     while interleaved.again:
-        store, (mine, theirs) = ranks()
+        store, (mine, theirs) = lines_of(2)
         for rank in (mine, theirs):
             trains(rank)
             rank.leave_training("its validation")
@@ -134,7 +139,7 @@ class SlowToWrite:
     def set(self, key: str, value: str) -> None:
         if key.startswith("left/"):
             self.begun.set()
-            assert self.arrive.wait(LIMIT)
+            assert self.arrive.wait(HARD_END)
         self.store.set(key, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,8 +148,7 @@ class SlowToWrite:
 
 @pytest.mark.parametrize("second", [Lifeline.witness, Lifeline.leave, lambda rank: rank.fail("an error")])
 def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[[Lifeline], None]) -> None:
-    store = SlowToWrite(dist.HashStore())
-    rank = Lifeline(store, 0, 2)  # type: ignore[arg-type]
+    store, (rank, _) = lines_of(2, store=SlowToWrite(dist.HashStore()))
     disconnects: list[bool] = []
 
     def leave() -> None:
@@ -153,22 +157,169 @@ def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[
 
     threads = [threading.Thread(target=rank.witness), threading.Thread(target=leave)]
     threads[0].start()
-    assert store.begun.wait(LIMIT)
+    assert store.begun.wait(HARD_END)
     threads[1].start()
     threads[1].join(BLOCKED)
     store.arrive.set()
     for thread in threads:
-        thread.join(LIMIT)
+        thread.join(HARD_END)
     assert disconnects == [True]
     assert store.store.get("left/0") == b"lost touch"
     assert not store.store.check(["lost"]), "only the first reason counts"
 
 
+# What a store does
+
+
+class Lagging:
+    """A client of a store as torch's is: a write is on its way until this client next waits for an answer."""
+
+    def __init__(self, server: dict[str, bytes]) -> None:
+        self.server, self._on_the_way = server, dict[str, bytes]()
+
+    def set(self, key: str, value: str) -> None:
+        self._on_the_way[key] = value.encode()
+
+    def answered(self) -> dict[str, bytes]:
+        self.server.update(self._on_the_way)
+        self._on_the_way.clear()
+        return self.server
+
+    def check(self, keys: list[str]) -> bool:
+        return self.answered().keys() >= set(keys)
+
+    def get(self, key: str) -> bytes:
+        return self.answered()[key]
+
+    def add(self, key: str, amount: int) -> int:
+        self.answered()[key] = str(int(self.server.get(key, b"0")) + amount).encode()
+        return int(self.server[key])
+
+
+def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank may look as soon as a barrier, or a closed connection, tells it that this one went on."""
+    server: dict[str, bytes] = {}
+    clients = [Lagging(server) for _ in range(2)]
+    runs = []
+    for client in clients:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda client=client: client)
+        runs.append(lifeline.announce(clients.index(client)))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: clients[0])
+    lifeline.check_all_announced(runs[0], 2)
+    with pytest.raises(PlanMismatchError, match="rank 2 does not train with a RingStrategy"):
+        lifeline.check_all_announced(runs[0], 3)
+    Lifeline(clients[1], 1, 2).leave("ValueError: no such file")  # type: ignore[arg-type]
+    assert clients[0].get("left/1") == b"ValueError: no such file"
+
+
+class InStep(Lagging):
+    """Clients that look in the same instant: what one writes, the others find when they look the next time."""
+
+    def answered(self) -> dict[str, bytes]:
+        return self.server
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        assert not expected
+        return self.server.setdefault(key, value.encode())
+
+    def arrive(self) -> None:
+        super().answered()
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_ranks_that_look_in_step_see_where_the_others_are(later: int) -> None:
+    """Rank 0 waits for a batch that rank 1 does not have; the one who writes later hides what the other wrote."""
+    server, clock = dict[str, bytes](), Clock()
+    clients = [InStep(server) for _ in range(2)]
+    lines = [Lifeline(client, rank, 2, clock=clock) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
+    for line in lines:
+        trains(line)
+    lines[1].leave_training("the end of its training")
+    while clock.now < DOUBT_SECONDS + GRACE_SECONDS:
+        for line in lines:
+            error = line.news("near batch 1")
+            if error is not None:
+                assert "went on to the end of its training after 1 batches" in str(error)
+                assert clock.now > DOUBT_SECONDS, "rank 0 may only compute"
+                return
+        clients[1 - later].arrive()
+        clients[later].arrive()
+        clock.sleep(1.0)
+    pytest.fail("rank 0 does not see that rank 1 went on")
+
+
+def goes_on(rank: Lifeline) -> None:
+    rank.leave_training("its validation")
+
+
+def goes_elsewhere(rank: Lifeline) -> None:
+    rank.leave_training("its test")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "found"),
+    [
+        ([trains, goes_on], [trains, exchanges], "it went on to its validation after 1 batches.*at batch 2"),
+        ([trains, goes_on], [trains, goes_elsewhere], "rank 0 went on to its test"),
+        ([trains, trains], [trains, exchanges, Lifeline.begin_exchange], "its next batch after 2 batches.*exchange 3"),
+        ([trains, goes_on], [trains], None),
+        ([trains, goes_on], [exchanges], None),
+        ([trains, goes_on], [trains, goes_on, exchanges], None),
+        ([trains], [trains, exchanges], None),
+    ],
+)
+def test_a_rank_that_waits_where_this_one_will_not_come_is_named(
+    theirs: list[Callable[[Lifeline], None]], mine: list[Callable[[Lifeline], None]], found: str | None
+) -> None:
+    _, (here, there) = lines_of(2)
+    for rank, moves in ((there, theirs), (here, mine)):
+        for move in moves:
+            move(rank)
+    assert there.news("there") is None
+    error = here.news("here")
+    if found is None:
+        assert error is None
+    else:
+        assert error is not None
+        assert error.rank == 1
+        with pytest.raises(PeerLostError, match=found + ".*the same number of batches"):
+            raise error
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    limit, clock = timedelta(seconds=10), Clock()
+    store, never = lines_of(3, clock)
+    store.set("host/1", "there 4711")
+    with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
+        never[0].greet("here 4711", limit, lambda: None)
+    assert caught.value.rank == 2
+    assert clock.now == pytest.approx(10, abs=0.1)
+    _, breaks = lines_of(2, clock)
+    begin = clock.now
+    with pytest.raises(PeerLostError, match=r"rank 1 .*it has not come to set up; this rank saw: Connection closed"):
+        breaks[0].greet("here 4711", limit, mock.Mock(side_effect=BROKEN))
+    assert clock.now < begin + 0.1, "nobody waits for a rank whose connection broke"
+    _, fails = lines_of(3)
+    fails[2].fail("ValueError: no such file")
+    for line in fails[:2]:
+        with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
+            line.greet("here 4711", limit, lambda: None)
+        assert caught.value.rank == 2
+    store, comes = lines_of(3)
+    store.set("host/1", "there 4711")
+    store.set("host/2", "elsewhere 4712")
+    assert comes[0].greet("here 4711", limit, lambda: None) == ["here 4711", "there 4711", "elsewhere 4712"]
+    assert comes[0].hosts == ["here", "there", "elsewhere"]
+
+
+# Who was lost
+
+
 class WithItsHost:
     """A store that is gone when the process of rank 0 has ended."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.store, self.gone = store, False
+    def __init__(self) -> None:
+        self.store, self.gone = dist.HashStore(), False
 
     def __getattr__(self, name: str) -> Any:
         if self.gone:
@@ -176,40 +327,192 @@ class WithItsHost:
         return getattr(self.store, name)
 
 
-def broken() -> RuntimeError:
-    return RuntimeError("Connection closed by peer")
+BROKEN, SILENT = RuntimeError("Connection closed by peer"), RuntimeError("Timed out waiting 4000ms")
 
 
-def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late() -> None:
-    store = WithItsHost(dist.HashStore())
-    lines = [Lifeline(store, rank, 3) for rank in range(3)]  # type: ignore[arg-type]
-    named = [lines[2].explain(broken(), 1, "here").rank]
+@pytest.mark.parametrize("late", [0.45, 1.5, GRACE_SECONDS - 0.1, GRACE_SECONDS + 0.1, None])
+def test_a_rank_that_lives_and_is_named_hears_of_it_though_it_notices_late(late: float | None) -> None:
+    """Rank 0 names at once, and lingers; the accused looks `late`, and may find that the store has gone with rank 0."""
+    clock = Clock()
+    store, lines = lines_of(3, clock, WithItsHost())
+    assert lines[2].explain(BROKEN, 1, "here").rank == 1
 
-    def end() -> None:
-        named.append(lines[0].explain(broken(), 1, "here").rank)
+    def ends() -> None:
+        assert lines[0].explain(BROKEN, 1, "here").rank == 1
+        assert clock.now == 0.0, "nobody is named later because another rank may be late"
+        lines[0].linger()
+        assert clock.now <= min(GRACE_SECONDS, late or GRACE_SECONDS) + 0.1
         store.gone = True
 
-    first = threading.Thread(target=end)
-    first.start()
-    first.join(0.1)
-    named.append(lines[1].explain(broken(), 2, "here").rank)
-    first.join(LIMIT)
-    assert named == [1, 1, 1]
-    assert store.gone
+    def notices() -> PeerLostError | None:
+        clock.sleep(late or 0.0)
+        return None if late is None else lines[1].explain(BROKEN, 2, "here")
+
+    ended, accused = clock.run(ends, notices)
+    assert ended is None, ended
+    if late is not None and late < GRACE_SECONDS:
+        assert accused.rank == 1
+    elif late is not None:
+        assert accused.rank == 0
+        assert "store on its host closed, after the connection to rank 2 (host unknown) failed" in str(accused)
 
 
-def test_a_rank_without_a_word_is_not_waited_for_long() -> None:
-    lines = ranks()[1]
-    begin = time.monotonic()
-    for _ in range(2):
-        assert lines[0].explain(broken(), 1, "here").rank == 1
-    assert time.monotonic() - begin < GRACE_SECONDS
+def test_a_rank_that_hosts_no_store_or_has_not_failed_does_not_linger() -> None:
+    clock = Clock()
+    _, lines = lines_of(2, clock)
+    lines[1].fail("ValueError: no")
+    lines[1].linger()
+    lines[0].linger()
+    assert clock.now == 0.0
 
 
 def test_what_was_heard_counts_when_the_store_has_gone() -> None:
-    store = WithItsHost(dist.HashStore())
-    lines = [Lifeline(store, rank, 3) for rank in range(3)]  # type: ignore[arg-type]
-    lines[2].explain(broken(), 1, "here")
+    clock = Clock()
+    store, lines = lines_of(3, clock, WithItsHost())
+    lines[2].explain(BROKEN, 1, "here")
     assert lines[1].news("here") is None, "it has time to see it itself"
+    clock.sleep(GRACE_SECONDS)
+    heard = lines[1].news("here")
+    assert heard is not None
+    assert heard.rank == 1
     store.gone = True
-    assert lines[1].explain(broken(), 2, "here").rank == 1
+    assert lines[1].explain(BROKEN, 2, "here").rank == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "peer", "named", "cause"),
+    [
+        ({}, BROKEN, 2, 2, "closed without a word"),
+        ({2: "ValueError: no"}, BROKEN, 2, 2, "it stopped with ValueError: no"),
+        ({2: "lost touch"}, BROKEN, 2, 1, "closed without a word|stayed silent|its connection to rank 0"),
+        ({1: "ValueError: no", 2: "lost touch"}, BROKEN, 2, 1, "it stopped with ValueError: no"),
+        ({}, SILENT, 2, 2, "silent beyond the timeout"),
+        ({1: "lost touch", 2: "lost touch"}, BROKEN, 2, 2, "broke, and both ranks live"),
+        ({}, BROKEN, None, -1, r"ranks \[1, 2\] have not answered"),
+    ],
+)
+def test_the_rank_that_left_first_is_named(
+    words: dict[int, str], error: RuntimeError, peer: int | None, named: int, cause: str
+) -> None:
+    _, lines = lines_of(3)
+    for rank, said in words.items():
+        lines[rank].leave(said)
+    with pytest.raises(PeerLostError, match=cause) as caught:
+        raise lines[0].explain(error, peer, "here")
+    assert caught.value.rank == named
+    if named >= 0:
+        assert lines[2 if named == 1 else 1].explain(BROKEN, 0, "there").rank == named, "all name the same"
+
+
+def test_failed_ranks_wait_for_each_other_but_never_for_the_dead() -> None:
+    clock = Clock()
+    _, lines = lines_of(4, clock)
+    for rank, words in enumerate(("ValueError: no", "ValueError: no", "lost touch")):
+        lines[rank].leave(words)
+
+    def saves() -> None:
+        clock.sleep(2 * GRACE_SECONDS)
+        lines[1].gather()
+
+    def goes() -> None:
+        clock.sleep(GRACE_SECONDS + 1)
+        lines[2].go()
+
+    clock.run(lines[0].gather, saves, goes)
+    assert 2 * GRACE_SECONDS <= clock.now < 3 * GRACE_SECONDS + 0.1
+    now = clock.now
+    lines[0].gather()
+    assert clock.now == now, "rank 3 is dead, and is not waited for again"
+
+
+# What peers over gloo make of it
+
+
+@pytest.fixture
+def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[GlooPeers, mock.Mock]:
+    """Rank 0 of 2 over a group that does nothing, and the calls that it makes, in order."""
+    calls = mock.Mock()
+    monkeypatch.setattr(gloo, "break_off", calls.break_off)
+    monkeypatch.setattr(gloo, "break_off_default", calls.break_off_default)
+    for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    calls.lifeline.name, calls.lifeline.misfit.return_value = "all 1", None
+    made = GlooPeers(mock.Mock(), calls.lifeline, mock.Mock(), ("here", "here"))
+    calls.reset_mock()
+    return made, calls
+
+
+def order(calls: mock.Mock) -> list[str]:
+    return [name for name, _, _ in calls.mock_calls if not name.endswith("misfit")]
+
+
+def test_last_words_are_written_before_connections_close(peers: tuple[GlooPeers, mock.Mock]) -> None:
+    made, calls = peers
+    made.explain(TransportError(1, BROKEN), "here")
+    assert order(calls) == ["lifeline.witness", "break_off", "break_off_default", "lifeline.explain"]
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "told", "last"), [("ValueError: no", "fail", "lifeline.linger"), (None, "witness", "lifeline.go")]
+)
+def test_a_rank_that_goes_on_with_others_does_not_linger(
+    peers: tuple[GlooPeers, mock.Mock], cause: str | None, told: str, last: str
+) -> None:
+    made, calls = peers
+    made.abort(cause)
+    assert order(calls) == [f"lifeline.{told}", "break_off"]
+    made.close()
+    assert order(calls)[-1] == last
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(ValueError("two GPUs"), True), (PeerLostError(1, "b", "here", ""), False)]
+)
+def test_a_rank_that_fails_while_it_connects_tells_the_others_and_lingers(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, told: bool
+) -> None:
+    lines, module = mock.Mock(), sys.modules[connect.__module__]
+    monkeypatch.setattr(module, "Lifeline", mock.Mock(cast=lambda *_: lines))
+    monkeypatch.setattr(module, "begin_if_asked", mock.Mock(side_effect=error))
+    for name, value in {"get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(module, "backend_of", lambda *_: "gloo")
+    with pytest.raises(type(error)) as caught:
+        connect(torch.device("cpu"), timedelta(seconds=1))
+    assert caught.value is error
+    fails = [mock.call.fail("ValueError: two GPUs")] if told else []
+    assert lines.mock_calls == [*fails, mock.call.linger()]
+
+
+# The thread that looks while another waits
+
+
+def test_the_watch_ends_a_collective_that_waits_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what has only just begun: it may end at once, and its error names whom it met."""
+    turns = iter([False, True, False, True, True])
+    events, ended = list[str](), threading.Event()
+    monkeypatch.setattr(watch, "_SECONDS", 0.001)
+    monkeypatch.setattr(watch.Watch, "_in_a_collective", lambda _: next(turns))
+
+    def look() -> bool:
+        events.append("look")
+        return True
+
+    watching = watch.Watch(lambda: events.append("listen"), look, ended.set)
+    assert ended.wait(HARD_END)
+    watching.close()
+    assert events == ["listen"] * 5 + ["look"]
+
+
+def test_the_watch_sees_collectives_of_torch_and_what_is_announced() -> None:
+    watching = watch.Watch(lambda: None, lambda: False, lambda: None)
+    assert not watching._in_a_collective()
+    with watching.over():
+        assert watching._in_a_collective()
+    assert not watching._in_a_collective()
+    frame = mock.Mock(f_back=None, f_globals={"__name__": dist.distributed_c10d.__name__})
+    frames = {threading.get_ident(): mock.Mock(f_back=frame)}
+    with mock.patch.object(sys, "_current_frames", return_value=frames):
+        assert watching._in_a_collective()
+    watching.close()

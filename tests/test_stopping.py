@@ -6,22 +6,25 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from jobs import run_script
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pool import Pool
-from test_strategy import Net, fit, run_script
+from test_strategy import Net, fit
 from torch import nn
 
 from ringstrategy import AllReduce, BlockInt, Gossip, RingStrategy
 from ringstrategy.integrations.lightning import stopping
+from ringstrategy.integrations.lightning.stopping import _GO_ON, _REQUEUE, _STOP, _TAKE_IN, Stopping
 
-pytestmark = pytest.mark.timeout(120)
 STEPS = 12  # of a whole run: two epochs
 
 
@@ -50,14 +53,18 @@ def deep() -> Net:
 
 
 def _stop_and_go_on(kind: str, rank: int, folder: str, save_last: Any) -> tuple[int, int]:
+    """Beside the last checkpoint of another run. Returns where it stopped, and where the run that goes on ended."""
     stopping._LOOK_SECONDS = 0.0  # or rank 0 would not look before the end
+    before = signal.getsignal(signal.SIGTERM)
     saver = ModelCheckpoint(folder, save_last=save_last, every_n_epochs=10)
     with pytest.raises(SIGTERMException):
         fit(strategies()[kind], deep(), callbacks=[saver, Signals(rank, 6)], enable_checkpointing=True)
-    files = [path.name for path in Path(folder).iterdir() if path.suffix == ".ckpt"]
-    assert files == ["last.ckpt"]
-    stopped = torch.load(Path(folder) / "last.ckpt", weights_only=True)["global_step"]
-    resumed = fit(strategies()[kind], deep(), ckpt_path=str(Path(folder) / "last.ckpt"))
+    assert signal.getsignal(signal.SIGTERM) == before
+    files = sorted(path.name for path in Path(folder).iterdir() if path.suffix == ".ckpt")
+    assert files == ["last-v1.ckpt", "last.ckpt"]
+    saved = Path(folder) / "last-v1.ckpt"
+    stopped = torch.load(saved, weights_only=True)["global_step"]
+    resumed = fit(strategies()[kind], deep(), ckpt_path=str(saved))
     if stopped == STEPS // 2:  # within an epoch Lightning itself begins with the epoch's first batch
         undisturbed = fit(strategies()[kind], deep()).lightning_module.state_dict()
         for name, value in resumed.lightning_module.state_dict().items():
@@ -65,34 +72,19 @@ def _stop_and_go_on(kind: str, rank: int, folder: str, save_last: Any) -> tuple[
     return stopped, resumed.global_step
 
 
-@pytest.mark.parametrize("save_last", [True, "link"])
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", ["ring", "feedback", "gossip"])
+@pytest.mark.parametrize(
+    ("kind", "rank", "save_last"),
+    [("feedback", 0, True), ("gossip", 1, "link"), pytest.param("ring", 1, True, marks=pytest.mark.slow)],
+)
 def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
     ranks: Pool, tmp_path: Path, kind: str, rank: int, save_last: Any
 ) -> None:
+    (tmp_path / "last.ckpt").write_bytes(b"another run's")
     every_rank = ranks(2, _stop_and_go_on, kind, rank, str(tmp_path), save_last)
     stopped, end = every_rank[0]
     assert every_rank == [(stopped, end)] * 2
     assert 6 <= stopped <= 8, "at the next batch that rank 0 begins after it was told"
-
-
-def _beside_another_run(folder: str) -> list[str]:
-    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
-    with pytest.raises(SIGTERMException):
-        fit("ring", deep(), callbacks=[saver, Signals(0, 3)], enable_checkpointing=True)
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
-def test_the_last_checkpoint_of_another_run_is_kept(ranks: Pool, tmp_path: Path) -> None:
-    (tmp_path / "last.ckpt").write_bytes(b"another run's")
-    assert ranks(2, _beside_another_run, str(tmp_path))[0] == ["last-v1.ckpt", "last.ckpt"]
     assert (tmp_path / "last.ckpt").read_bytes() == b"another run's"
-
-
-def _in_the_last_batch() -> bool:
-    trainer = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
-    return trainer.received_sigterm
 
 
 class _Handler(Callback):
@@ -100,28 +92,18 @@ class _Handler(Callback):
         self.of_this_fit = signal.getsignal(signal.SIGTERM)
 
 
-def _before_lightning_takes_the_handler_away() -> bool:
+def _too_late() -> list[bool]:
+    in_the_last_batch = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
     handler = _Handler()
-    trainer = fit("ring", deep(), callbacks=[handler])
+    before_lightning_takes_the_handler_away = fit("ring", deep(), callbacks=[handler])
     assert callable(handler.of_this_fit)
-    if trainer.global_rank == 0:
+    if before_lightning_takes_the_handler_away.global_rank == 0:
         handler.of_this_fit(signal.SIGTERM, None)
-    return trainer.received_sigterm
+    return [in_the_last_batch.received_sigterm, before_lightning_takes_the_handler_away.received_sigterm]
 
 
-@pytest.mark.parametrize("when", [_in_the_last_batch, _before_lightning_takes_the_handler_away])
-def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool, when: Callable[[], bool]) -> None:
-    assert ranks(2, when) == [True, False]
-
-
-def _without_a_place_to_save() -> list[str]:
-    with pytest.raises(SIGTERMException):
-        fit("ring", deep(), callbacks=[Signals(0, 3)])
-    return [line for line in os.listdir() if line.endswith(".ckpt")]
-
-
-def test_without_save_last_nothing_is_saved(ranks: Pool) -> None:
-    assert ranks(2, _without_a_place_to_save) == [[], []]
+def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
+    assert ranks(2, _too_late) == [[True, True], [False, False]]
 
 
 def _requeue() -> tuple[int, int]:
@@ -150,17 +132,70 @@ def test_slurm_requeues_all_ranks_at_one_batch(ranks: Pool) -> None:
     assert end == STEPS
 
 
-def _handlers_are_given_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    trainer = fit("ring", deep())
-    assert signal.getsignal(signal.SIGTERM) == before
-    assert "_sigterm_notifier_fn" not in vars(trainer._signal_connector)
-    assert "_broadcast_sigterm_tensor" not in vars(trainer.fit_loop.epoch_loop)
+# What a rank does, without the others
 
 
-def test_lightning_gets_its_handlers_back(ranks: Pool) -> None:
-    ranks(2, _handlers_are_given_back)
+@pytest.fixture
+def calls() -> mock.Mock:
+    """All that `Stopping` calls, in order: `calls.trainer`, `calls.lifeline`."""
+    calls = mock.Mock()
+    calls.trainer.checkpoint_callbacks, calls.trainer.is_global_zero = [], True
+    calls.trainer._signal_connector = calls.connector
+    calls.lifeline.is_asked.return_value = False
+    return calls
 
+
+@pytest.fixture
+def rank(calls: mock.Mock) -> Stopping:
+    package = mock.Mock(SIGTERMException=SIGTERMException, ModelCheckpoint=ModelCheckpoint)
+    session = mock.Mock(lifeline=calls.lifeline)
+    calls.newcomers.return_value = 0
+    return Stopping(calls.trainer, package, session, nullcontext, calls.newcomers)
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_all_have_saved_before_one_leaves(
+    rank: Stopping, calls: mock.Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save_last: bool
+) -> None:
+    """A launcher may end all if one rank leaves while another writes."""
+    monkeypatch.setattr(stopping, "finish_writing", calls.finish_writing)
+    monkeypatch.setattr(stopping, "_last_path", lambda *_: "last.ckpt")
+    calls.trainer.checkpoint_callbacks = [ModelCheckpoint(tmp_path, save_last=save_last)]
+    calls.trainer.fast_dev_run = False
+    with pytest.raises(SIGTERMException):
+        rank._stop()
+    saves = ["trainer.save_checkpoint"] if save_last else []
+    assert [name for name, _, _ in calls.mock_calls] == [*saves, "finish_writing", "trainer.strategy.barrier"]
+
+
+def test_rank_0_tells_what_counts_most_and_the_others_write_it_once(rank: Stopping, calls: mock.Mock) -> None:
+    assert rank._look() == _GO_ON
+    calls.newcomers.return_value = 1
+    rank._looked_at = 0.0
+    assert rank._look() == _TAKE_IN
+    calls.lifeline.is_asked.side_effect = lambda key: key == "asked/requeue"
+    assert rank._look() == _GO_ON, "it looks once a second"
+    rank._looked_at = 0.0
+    assert rank._look() == _REQUEUE
+    calls.trainer.is_global_zero = False
+    rank._on_requeue(None, None)
+    rank._on_sigterm(signal.SIGTERM, None)
+    rank._on_requeue(None, None)
+    assert (rank.asked, rank._look(), rank._look()) == (_STOP, _STOP, _STOP)
+    calls.lifeline.ask.assert_called_once_with("asked/stop")
+
+
+def test_ranks_that_meet_do_what_one_was_asked(rank: Stopping) -> None:
+    assert not rank.agree(_GO_ON)
+    rank.check()
+    assert not rank.agree(_REQUEUE)
+    assert rank.asked == _REQUEUE
+    assert rank.agree(_STOP)
+    with pytest.raises(SIGTERMException):
+        rank.check()
+
+
+# As a shell starts them
 
 DIES = """
 import os
@@ -175,15 +210,6 @@ class Dies(Callback):
 fit("ring", Net(), devices=2, callbacks=[Dies()])
 """
 
-
-@pytest.mark.slow
-def test_torchrun_ends_survivors_and_they_name_who_died(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    done = run_script(tmp_path, DIES, *torchrun)
-    assert done.returncode != 0
-    assert "rank 0: PeerLostError: lost rank 1" in done.stderr, done.stderr
-
-
 SPAWNS = """
 if __name__ == "__main__":
     from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -197,8 +223,21 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
-def test_a_signal_to_a_spawned_rank_stops_all(tmp_path: Path) -> None:
+def _named(done: Any) -> bool:
+    return done.returncode != 0 and "rank 0: PeerLostError: lost rank 1" in done.stderr
+
+
+def _stopped(done: Any) -> bool:
     """Lightning itself would wait for a result for ever."""
-    done = run_script(tmp_path, SPAWNS)
-    assert "stopped" in done.stdout, done.stderr
+    return "stopped" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "command", "ends_well"),
+    [(DIES, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), _named), (SPAWNS, (), _stopped)],
+    ids=["torchrun ends survivors that name who died", "a signal to a spawned rank stops all"],
+)
+def test_launchers(tmp_path: Path, script: str, command: tuple[str, ...], ends_well: Callable[[Any], bool]) -> None:
+    done = run_script(tmp_path, script, sys.executable, *command)
+    assert ends_well(done), done.stdout + done.stderr

@@ -209,7 +209,7 @@ class Peers(ABC):
         """Tell the other ranks why they must stop, and disconnect. No collective.
 
         Args:
-            cause: an error on this rank; None if this rank has only noticed that another is lost.
+            cause: an error on this rank; None if this rank goes on without a lost one.
         """
 
     @abstractmethod

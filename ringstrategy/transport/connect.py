@@ -85,14 +85,15 @@ def connect(
         device_group = nccl_group(device, timeout, ranks, beside_steps=beside_steps)
         control = GlooPeers(host_group, lifeline, stats, hosts, timed=False, owned=owned)
         return NcclPeers(device_group, control, device, timeout)
-    except PeerLostError:
-        raise
-    except BaseException as error:
-        if is_of_a_connection(error):
-            raise lifeline.explain(error, None, _SETTING_UP) from error
-        lifeline.fail(last_words(error))  # no peers yet who could tell the others
-        lifeline.outlast()
-        raise
+    except BaseException as error:  # no peers yet who could tell the others
+        try:
+            if is_of_a_connection(error):
+                raise lifeline.explain(error, None, _SETTING_UP) from error
+            if not isinstance(error, PeerLostError):
+                lifeline.fail(last_words(error))
+            raise
+        finally:
+            lifeline.linger()
 
 
 def _heard(lifeline: Lifeline, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:

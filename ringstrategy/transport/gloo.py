@@ -74,7 +74,7 @@ class GlooPeers(Peers):
         self._lifeline = lifeline
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
-        self._broken = False
+        self._broken, self._lingers = False, True
         self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
         self._expected: dict[tuple[int, int], tuple[Message, dist.Work]] = {}  # by source and address
         self._timed, self._owned = timed, owned
@@ -242,13 +242,13 @@ class GlooPeers(Peers):
         return closed
 
     def abort(self, cause: str | None) -> None:
-        """Publish, disconnect, and wait a moment for the others to read it if the store ends with this process."""
+        """Publish, and disconnect."""
         if cause is None:
+            self._lingers = False
             self._lifeline.witness()
         else:
             self._lifeline.fail(cause)
         self._disconnect()
-        self._lifeline.outlast()
 
     def _disconnect(self) -> None:
         """The thread stops waiting, and so do the threads at the other ends."""
@@ -258,7 +258,7 @@ class GlooPeers(Peers):
                 break_off(self._group)
 
     def close(self) -> None:
-        """End the thread, then the group."""
+        """End the thread, then the group. After a failure a rank that does not go on waits for the others to know."""
         self._lifeline.leave()
         self._lifeline.go()
         worker, self._worker = self._worker, None
@@ -268,6 +268,8 @@ class GlooPeers(Peers):
         if group is not None and self._owned and dist.is_initialized():
             dist.destroy_process_group(group)
         self.forget_scratch()
+        if self._lingers:
+            self._lifeline.linger()
         if not ended and not self._broken:
             raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
 

@@ -26,13 +26,12 @@ import torch.distributed as dist
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.transport.reach import address_of, address_towards, host_of, unreachable
 from ringstrategy.transport.rendezvous import has_agent_store
-from ringstrategy.transport.store import BoundedStore, StoreSilentError, poll_seconds
+from ringstrategy.transport.store import BoundedStore, Clock, StoreSilentError, poll_seconds
 
 DOUBT_SECONDS = 30.0  # of waiting between two batches, after which no other rank is expected there
 GRACE_SECONDS = 3.0  # how long a silent peer, or the first witness, is given to write to the store
 _GREETING_SECONDS = 20.0  # the same while ranks start, when their machines are busy and nobody waits for a step
 _PATIENCE_SECONDS = 60.0  # a failed rank waits so long for other failed ranks, which may still save a checkpoint
-_ACCUSED_SECONDS = 0.5  # how long one whose connection closed is given to hear of it: it may live, and notice late
 _POLL_SECONDS = 0.02
 _REMEMBERED = 100  # places outside training; ranks differ by few of them, for they meet at each
 _WITNESS = "lost touch"
@@ -79,17 +78,23 @@ class Lifeline:
         size: how many there are.
         store_host: the name or address of the store's machine, by which this rank finds its own address; may be empty.
         ranks: by which errors name them, and of which rank 0 has the store; None: 0 to size - 1.
+        clock: by which this rank waits.
 
     Attributes:
         name: of this set of peers, the same on all of its ranks.
         hosts: the host name of each rank, once it is known.
-        lingers: after a loss the process with the store waits a little, so that the others can read which rank it was.
-            Not where ranks meet again.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, store_host: str = "", ranks: Sequence[int] | None = None
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        store_host: str = "",
+        ranks: Sequence[int] | None = None,
+        clock: Clock = time,
     ) -> None:
+        self._clock = clock
         self._store, self._rank, self._store_host = BoundedStore(store, GRACE_SECONDS), rank, store_host
         self._ranks = range(size) if ranks is None else ranks
         self.name = ""
@@ -100,8 +105,7 @@ class Lifeline:
         self._lock = threading.RLock()
         self._left = False
         self._heard: tuple[str, float] | None = None  # what was published, and since when this rank knows
-        self.lingers = True
-        self._outlasts_since: float | None = None
+        self._knows_since: float | None = None  # why all ranks stop
         self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
         self._outside = 0  # how often this rank was outside training
@@ -147,11 +151,11 @@ class Lifeline:
         try:
             self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
             self._store.set(f"host/{self._rank}", card)
-            missing, cause = self._await_cards(time.monotonic() + timeout.total_seconds(), watch)
+            missing, cause = self._await_cards(self._clock.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
                 missing, cause = self._publish(missing, cause)
                 self.witness()
-                self.outlast()
+                self._know()
                 raise PeerLostError(self._ranks[missing], "unknown", where, cause)
             cards, self._addresses = (
                 [said or "" for said in self._store.read_all([f"{what}/{rank}" for rank in range(len(self.hosts))])]
@@ -178,7 +182,7 @@ class Lifeline:
                 words = self._last_words(rank)
                 if words is not None:
                     return rank, self._stopped_with(words)
-            if missing and (broken or time.monotonic() > deadline):
+            if missing and (broken or self._clock.monotonic() > deadline):
                 late = "it did not come to set up in time. Does its process live, and has it begun to train?"
                 return missing[0], broken or late
             try:
@@ -186,7 +190,7 @@ class Lifeline:
             except RuntimeError as error:  # look for last words once more
                 broken = f"it has not come to set up; this rank saw: {str(error).splitlines()[0][:300]}"
                 continue
-            time.sleep(poll_seconds(size))
+            self._clock.sleep(poll_seconds(size))
         return None, ""
 
     def first(self, key: str, value: str) -> str:
@@ -246,32 +250,30 @@ class Lifeline:
         if leaves:
             with contextlib.suppress(RuntimeError):
                 self._publish(self._rank, f"it stopped with {cause}")
+        self._know()
 
-    def outlast(self) -> None:
-        """Write that this rank knows the cause. If this process hosts the store, wait a little for the other ranks.
-
-        All calls together wait for 2 * GRACE_SECONDS at most, because a rank that is cut off never hears; and for the
-        lost one until _ACCUSED_SECONDS after this rank has heard of it.
-        """
+    def _know(self) -> None:
+        """Write that this rank knows why all stop: the process with the store waits for it no longer."""
         with self._lock:
-            since = self._outlasts_since = self._outlasts_since or time.monotonic()
-            heard_at = since if self._heard is None else self._heard[1]
+            self._knows_since = self._knows_since or self._clock.monotonic()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"knows/{self._rank}", "")
-            lost, cause = (self._store.read("lost") or f"{self._rank} ").split(" ", 1)
-            dead = -1 if cause.startswith(_ALIVE) else int(lost)
-            until = {
-                rank: heard_at + _ACCUSED_SECONDS if rank == dead else since + 2 * GRACE_SECONDS
-                for rank in range(len(self.hosts))
-                if rank not in (self._rank, *self._unreachable)
-            }
-            while self.lingers and self._rank == self._store_rank and until:
-                until = {
-                    rank: end
-                    for rank, end in until.items()
-                    if time.monotonic() < end and not self._has_any(f"knows/{rank}", f"gone/{rank}")
-                }
-                time.sleep(_POLL_SECONDS)
+
+    def linger(self) -> None:
+        """If this process ends after a failure, and the store with it: wait until the other ranks know why all stop.
+
+        Also for the lost one: it may live, and notice late that its connections broke. GRACE_SECONDS at most from when
+        this rank knew; not for ranks whose hosts cannot be reached.
+        """
+        if self._knows_since is None or self._rank != self._store_rank:
+            return
+        missing = [rank for rank in range(len(self.hosts)) if rank not in (self._rank, *self._unreachable)]
+        with contextlib.suppress(RuntimeError):
+            while self._clock.monotonic() < self._knows_since + GRACE_SECONDS:
+                missing = [rank for rank in missing if not self._has_any(f"knows/{rank}", f"gone/{rank}")]
+                if not missing:
+                    return
+                self._clock.sleep(_POLL_SECONDS)
 
     def gather(self) -> None:
         """After a failure, wait for the other failed ranks, as a barrier would; never for dead ranks.
@@ -283,12 +285,12 @@ class Lifeline:
             return
         with contextlib.suppress(RuntimeError):
             self._store.set(f"met/{self._meetings}/{self._rank}", "")
-            begin = time.monotonic()
+            begin = self._clock.monotonic()
             missing = [rank for rank in range(len(self.hosts)) if rank != self._rank]
             while missing:
-                waited = time.monotonic() - begin
+                waited = self._clock.monotonic() - begin
                 missing = [rank for rank in missing if self._is_waited_for(rank, waited)]
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
             return
         self._meet_no_more = True
 
@@ -356,7 +358,7 @@ class Lifeline:
             if self._heard is None:
                 return self._compare_places(where)
             published, heard_at = self._heard
-            if time.monotonic() < heard_at + GRACE_SECONDS / 2:
+            if self._clock.monotonic() < heard_at + GRACE_SECONDS / 2:
                 return None
         except StoreSilentError:
             return None  # it may only be slow: what is waited for has a timeout of its own
@@ -364,7 +366,6 @@ class Lifeline:
             return self.explain(error, None, where)
         rank, cause = _lost(published)
         self.witness()
-        self.outlast()
         return PeerLostError(self._ranks[rank], self.hosts[rank], where, f"{cause}, says another rank")
 
     def listen(self) -> None:
@@ -376,8 +377,8 @@ class Lifeline:
             published = self._store.read("lost")
             if published is not None:
                 with self._lock:
-                    self._heard = self._heard or (published, time.monotonic())
-                self._store.set(f"knows/{self._rank}", "")
+                    self._heard = self._heard or (published, self._clock.monotonic())
+                self._know()
 
     def _compare_places(self, where: str) -> PeerLostError | None:
         # Two notes, because ranks may look in step: what is written last is all that the others ever read, and a rank
@@ -423,7 +424,7 @@ class Lifeline:
         if self._place is None or (self._batches, self._exchanges) != theirs[1:]:
             return None
         # Both are equally far. This rank waits for its next batch, or in a collective of the user, which may take long.
-        now = time.monotonic()
+        now = self._clock.monotonic()
         if self._doubted_at is None or now > self._asked_at + GRACE_SECONDS:
             self._doubted_at = now  # it did not wait all the time
         self._asked_at = now
@@ -453,12 +454,12 @@ class Lifeline:
             keys = [f"{place}/{rank}" for rank in range(len(self.hosts))]
             self._store.set(differs, "1")
             self._store.set(keys[self._rank], details())
-            deadline = time.monotonic() + GRACE_SECONDS
+            deadline = self._clock.monotonic() + GRACE_SECONDS
             while True:  # they look once a second
                 texts = self._store.read_all(keys)
-                if None not in texts or time.monotonic() > deadline:
+                if None not in texts or self._clock.monotonic() > deadline:
                     break
-                time.sleep(_POLL_SECONDS)
+                self._clock.sleep(_POLL_SECONDS)
         except RuntimeError:  # the store is silent, or went away with its host: then that is the error
             return {}
         known = {rank: text for rank, text in enumerate(texts) if text is not None}
@@ -503,12 +504,13 @@ class Lifeline:
         self.witness(error, closed if peer is None else [peer])
         try:
             rank, cause = self._culprit(peer, _timed_out(error), closed)
-            self.outlast()
+            self._know()
         except RuntimeError as failure:
             silent = isinstance(failure, StoreSilentError)
             rank = self._store_rank if self._store_rank >= 0 or peer is None else peer
             store = f"the rendezvous store{' on its host' if rank == self._store_rank >= 0 else ''}"
             cause = f"{store} does not answer any more" if silent else f"the connection to {store} closed"
+            cause += "" if peer in (None, rank) else f", after the connection to {self._named(peer)} failed"
             rank, cause = _lost(self._heard[0]) if self._heard is not None else self._cut_off() or (rank, cause)
         rank, host = (self._ranks[rank], self.hosts[rank]) if rank >= 0 else (rank, "?")
         advice = (
@@ -520,14 +522,14 @@ class Lifeline:
 
     def _culprit(self, peer: int | None, timed_out: bool, closed: Sequence[int]) -> tuple[int, str]:
         """Evidence in falling order: a published name, last words, a connection closed without any, silence."""
-        deadline = time.monotonic() + GRACE_SECONDS
+        deadline = self._clock.monotonic() + GRACE_SECONDS
         no_word = f"its connection to {self._named(self._rank)} closed without a word"
         silence = "it stayed silent beyond the timeout" if timed_out else no_word
         while True:
             published = self._store.read("lost")
             if published is not None:
                 return _lost(published)
-            late = time.monotonic() > deadline
+            late = self._clock.monotonic() > deadline
             for rank in closed:
                 words = self._last_words(rank)
                 if words != _WITNESS:
@@ -542,7 +544,7 @@ class Lifeline:
                     return self._publish(peer, self._stopped_with(words))
             if late:
                 return self._by_roll_call(silence)
-            time.sleep(_POLL_SECONDS)
+            self._clock.sleep(_POLL_SECONDS)
 
     def _by_roll_call(self, silence: str) -> tuple[int, str]:
         words = {rank: self._last_words(rank) for rank in range(len(self.hosts))}

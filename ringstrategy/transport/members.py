@@ -36,7 +36,7 @@ from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
 from ringstrategy.transport.reach import address_towards
-from ringstrategy.transport.store import BoundedStore, StoreSilentError, within
+from ringstrategy.transport.store import BoundedStore, Clock, StoreSilentError, within
 
 JOIN = "RINGSTRATEGY_JOIN"  # the variable with addresses of members, for a process that is to join them
 _CONNECT_SECONDS = 0.5  # longer than any round trip
@@ -155,14 +155,17 @@ class Members:
         patience: how long a member that is not proven dead may be silent.
         listen_on: the address at which other hosts reach the spare store of this process. By default the one from
             which this host reaches MASTER_ADDR, or loopback if there is no MASTER_ADDR.
+        clock: by which this process waits; None: the machine's.
 
     Attributes:
         me: this process.
         now: its place in the last world whose process group has formed here; None before.
     """
 
-    def __init__(self, patience: timedelta, listen_on: str | None = None) -> None:
+    def __init__(self, patience: timedelta, listen_on: str | None = None, clock: Clock | None = None) -> None:
         self._patience = patience.total_seconds()
+        self._clock: Clock = time if clock is None else clock
+        self._seconds = _seconds if clock is None else clock.monotonic
         listen_on = listen_on or address_towards(os.environ.get("MASTER_ADDR", "127.0.0.1")) or "127.0.0.1"
         bound = bound_to(listen_on, 0)
         port, descriptor = (0, None) if bound is None else (bound.getsockname()[1], bound.detach())
@@ -173,7 +176,7 @@ class Members:
         self._own.set("name", self.me.name)
         self._worlds: tuple[World, ...] = ()  # since the last that is known to have formed
         self._taken: _Decision | None = None
-        self._beat_at, self._silent_until = _seconds(), -math.inf
+        self._beat_at, self._silent_until = self._seconds(), -math.inf
         self._known: dict[str, BoundedStore] = {}  # spare stores, by name
         self._answered: set[str] = set()  # tickets of newcomers that were let in, or went away
         self._tell(leads=False)
@@ -214,7 +217,7 @@ class Members:
 
     def beat(self) -> None:
         """This process is not silent: call it at least as often as the patience allows."""
-        now = _seconds()
+        now = self._seconds()
         if now - self._beat_at > self._patience:
             self._silent_until = now
         self._beat_at = now
@@ -233,12 +236,12 @@ class Members:
             LeftBehindError: the others went on without this process, or too few are left to go on.
         """
         self.beat()
-        was_silent = _seconds() - self._silent_until < self._patience
+        was_silent = self._seconds() - self._silent_until < self._patience
         leave_groups()
         self._known.clear()  # connections: what was refused may answer now
         silent: set[str] = set()
-        end = time.monotonic() + _ROUNDS * self._patience
-        while time.monotonic() < end:
+        end = self._clock.monotonic() + _ROUNDS * self._patience
+        while self._clock.monotonic() < end:
             leader = self._find_leader(silent)
             decision = self._lead(invite, was_silent) if leader == self.me else self._follow(leader, silent)
             if decision is not None:
@@ -303,7 +306,7 @@ class Members:
 
     def _follow(self, leader: Member, silent: set[str]) -> _Decision | None:
         """Wait for the leader's decision; None if there will be none, and another member may lead."""
-        ticket, begin, has_led = uuid.uuid4().hex, time.monotonic(), False
+        ticket, begin, has_led = uuid.uuid4().hex, self._clock.monotonic(), False
         store, here = self._store_of(leader), f"here/{self.me.name}"
         with contextlib.suppress(OSError, RuntimeError):
             try:
@@ -321,11 +324,11 @@ class Members:
                     if has_led and not state.leads:
                         return None
                     has_led |= state.leads
-                    waited = time.monotonic() - begin
+                    waited = self._clock.monotonic() - begin
                     if waited > (3 if has_led else 1) * self._patience:
                         silent.add(leader.name)
                         return None
-                    _pause(waited)
+                    self._pause(waited)
             finally:
                 with contextlib.suppress(OSError, RuntimeError):
                     store.forget(here)
@@ -334,7 +337,7 @@ class Members:
     def _lead(self, invite: bool, was_silent: bool) -> _Decision | None:
         """Decide when all are here, proven dead, or late; None if a member of a lower rank leads meanwhile."""
         mine = uuid.uuid4().hex
-        begin, dead = time.monotonic(), set[str]()
+        begin, dead = self._clock.monotonic(), set[str]()
         self._tell(leads=True)
         try:
             for turn in itertools.count():
@@ -342,7 +345,7 @@ class Members:
                 dead.update(name for arrival in arrivals.values() for name in arrival.dead)
                 worlds = _since_formed(arrivals.values())
                 missing = [m for m in _all_of(worlds) if m.name not in arrivals and m.name not in dead]
-                waited = time.monotonic() - begin
+                waited = self._clock.monotonic() - begin
                 if not missing or waited > self._patience:
                     fallen = {m.name for m in _all_of(worlds) if m.name in arrivals and self._is_dead(m)}
                     if not fallen:
@@ -360,7 +363,7 @@ class Members:
                     self._check_not_left(state)
                     if state.leads and _all_of(worlds).index(member) < _all_of(worlds).index(self.me):
                         return None
-                _pause(waited)
+                self._pause(waited)
             return self._decide(mine, arrivals, worlds, set() if was_silent else dead, invite)
         finally:
             self._tell(leads=False)
@@ -427,8 +430,8 @@ class Members:
         Raises:
             TimeoutError: nobody has let this process in.
         """
-        end, known = time.monotonic() + timeout.total_seconds(), list(addresses)
-        while time.monotonic() < end:
+        end, known = self._clock.monotonic() + timeout.total_seconds(), list(addresses)
+        while self._clock.monotonic() < end:
             for address in known:
                 with contextlib.suppress(OSError, RuntimeError):
                     world = _State.read(_required(_connect(address), "state")).world
@@ -440,7 +443,7 @@ class Members:
                         return self._take(decision)
                     break
             while_waiting()
-            _pause(1.0)
+            self._pause(1.0)
         raise TimeoutError(f"no member at {', '.join(addresses)} let this process in: does one of them train?")
 
     def _knock(self, leader: Member, end: float, while_waiting: Callable[[], None]) -> _Decision | None:
@@ -449,7 +452,7 @@ class Members:
         place = f"newcomer/{store.add('newcomers', 1)}"
         store.set(place, json.dumps((ticket, self.me)))
         try:
-            while time.monotonic() < end:
+            while self._clock.monotonic() < end:
                 decided = store.read(f"decided/{ticket}")
                 if decided is not None:
                     return _read_decision(decided)
@@ -457,7 +460,7 @@ class Members:
                 if world is None or world.members[0] != leader:
                     break
                 while_waiting()
-                _pause(1.0)
+                self._pause(1.0)
             return None
         finally:
             with contextlib.suppress(OSError, RuntimeError):
@@ -477,6 +480,9 @@ class Members:
                 if ticket not in self._answered and not self._is_dead(Member(*member)):
                     waiting.append((ticket, Member(*member)))
         return waiting
+
+    def _pause(self, waited: float) -> None:
+        self._clock.sleep(min(_LONGEST_POLL_SECONDS, max(0.005, waited / 10)))
 
     def close(self) -> None:
         """Others find this process gone. It leaves no process group."""
@@ -588,10 +594,6 @@ def _place(world: World, me: Member) -> Membership:
 def _seconds() -> float:
     """Also while the machine sleeps, on Linux."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _pause(waited: float) -> None:
-    time.sleep(min(_LONGEST_POLL_SECONDS, max(0.005, waited / 10)))
 
 
 def _network() -> str:

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ringstrategy.transport.exposure import store_at_address
-from ringstrategy.transport.store import poll_seconds
+from ringstrategy.transport.store import Clock, poll_seconds
 
 _PREFIX = "ringstrategy/rendezvous"
 _QUIET_SECONDS = 60.0  # of waiting before rank 0 says for whom
@@ -48,8 +48,8 @@ def store_of_attempt(rank: int, size: int, timeout: timedelta) -> dist.Store:
     return dist.PrefixStore(f"{_PREFIX}/{_meet(store, rank, size, end)}", store)
 
 
-def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
-    """The name of the attempt, once all ranks know it; `end` is a time of `time.monotonic`."""
+def _meet(store: dist.Store, rank: int, size: int, end: float, clock: Clock = time) -> str:
+    """The name of the attempt, once all ranks know it; `end` is a time of the clock."""
     greeting = uuid.uuid4().hex
     poll = poll_seconds(size)
     if rank == 0:
@@ -57,7 +57,7 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
         others = {other: f"{_PREFIX}/greeting/{other}" for other in range(1, size)}
         taken = {other: f"{_PREFIX}/{name}/taken/{other}" for other in others}
         read: dict[str, str] = {}
-        patience = time.monotonic() + _QUIET_SECONDS
+        patience = clock.monotonic() + _QUIET_SECONDS
         while True:
             here = {str(other): _read(store, key) for other, key in others.items()}
             # by the rank that has greeted last, and not by one that has ended since
@@ -67,13 +67,13 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
             if here != read:
                 read = here
                 store.set(f"{_PREFIX}/offer", json.dumps({"name": name, "to": read}))
-            if time.monotonic() > patience:
+            if clock.monotonic() > patience:
                 patience = end
                 warnings.warn(
                     f"ranks {missing} have not come yet: is every process started, with the same strategy?",
                     stacklevel=2,
                 )
-            _wait_a_little(poll, end, f"ranks {missing} did not come")
+            _wait_a_little(clock, poll, end, f"ranks {missing} did not come")
         store.set(f"{_PREFIX}/{name}/complete", "")
         return name
 
@@ -84,7 +84,9 @@ def _meet(store: dist.Store, rank: int, size: int, end: float) -> str:
         if offer["to"].get(str(rank)) == greeting and offer["name"] != name:  # a new one, if rank 0 starts again
             name = offer["name"]
             store.set(f"{_PREFIX}/{name}/taken/{rank}", greeting)
-        _wait_a_little(poll, end, "another rank did not come: see what rank 0 says" if name else "rank 0 did not come")
+        _wait_a_little(
+            clock, poll, end, "another rank did not come: see what rank 0 says" if name else "rank 0 did not come"
+        )
     return name
 
 
@@ -93,7 +95,7 @@ def _read(store: dist.Store, key: str) -> str:
     return str(store.get(key).decode()) if store.check([key]) else ""
 
 
-def _wait_a_little(seconds: float, end: float, missing: str) -> None:
-    if time.monotonic() > end:
+def _wait_a_little(clock: Clock, seconds: float, end: float, missing: str) -> None:
+    if clock.monotonic() > end:
         raise TimeoutError(f"{missing} in time: is every process started, with the same strategy?")
-    time.sleep(seconds)
+    clock.sleep(seconds)

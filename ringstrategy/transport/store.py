@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 
 Answer = TypeVar("Answer")
+
+
+class Clock(Protocol):
+    """What Python's module `time` has."""
+
+    def monotonic(self) -> float:
+        """Seconds since any moment."""
+
+    def sleep(self, seconds: float) -> None:
+        """Let others go on."""
 
 
 def poll_seconds(size: int) -> float:

@@ -209,8 +209,6 @@ class RingStrategyMixin(ProcessesMixin):
         )
         if session.joins:
             self._joining = Joining(trainer, session, self.package, self.joined_fetcher)
-        if self.on_peer_loss != "raise" and session.lifeline is not None:
-            session.lifeline.lingers = False
         self._log_news()
 
     def _log_news(self) -> None:
