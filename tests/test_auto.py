@@ -9,17 +9,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
-from pool import Pool
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import (
     AllReduce,
@@ -30,7 +25,6 @@ from ringstrategy import (
     Hierarchical,
     Identity,
     PlanMismatchError,
-    RingStrategy,
     Stats,
     TopK,
 )
@@ -440,6 +434,29 @@ def test_what_is_loaded_takes_the_place_of_everything() -> None:
     on_all_ranks(2, load)
 
 
+def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
+    def train(peers: FakePeers) -> None:
+        first = Auto()
+        first._now = Clock(first, BlockInt, peers.rank)  # type: ignore[method-assign]
+        parameters = set_up(peers, first)
+        passes(first, parameters, peers.rank, range(60))
+        assert first._tuned
+        state = copy.deepcopy(first.state_dict()), {name: kept.clone() for name, kept in first.residuals()}
+        expected = passes(first, parameters, peers.rank, range(60, 70))
+        first.close()
+        again = Auto()
+        parameters = set_up(peers, again)
+        again.load_state_dict(state[0])
+        assert again.load_residuals(state[1]) == []
+        assert holds(again)
+        assert repr(again.chosen) == state[0]["auto"]
+        found = passes(again, parameters, peers.rank, range(60, 70))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        again.close()
+
+    on_all_ranks(3, train)
+
+
 def test_another_number_of_ranks_chooses_anew() -> None:
     def state_of(peers: FakePeers) -> dict[str, Any]:
         algorithm = Auto(allow=[Identity()])
@@ -567,74 +584,3 @@ def test_trials_go_on_until_one_is_clearly_best_or_four_rounds_are_over(
     tried: list[int], seconds: Callable[[int, int], float], order: list[int], winner: int
 ) -> None:
     assert turns(tried, seconds) == (order, winner)
-
-
-# In a Trainer
-
-
-class _Model(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(16, 96), nn.ReLU(), nn.Linear(96, 4))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-
-
-def _fit(folder: str, steps: int, resume: str | None, scaled: bool) -> dict[str, Any]:
-    plugins = []
-    if scaled:
-        from lightning.pytorch.plugins import MixedPrecision
-
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
-        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
-    generator = torch.Generator().manual_seed(7)
-    inputs, labels = torch.randn(960, 16, generator=generator), torch.randint(0, 4, (960,), generator=generator)
-    trainer = L.Trainer(
-        strategy="ring_auto",
-        accelerator="cpu",
-        devices=2,
-        max_steps=steps,
-        max_epochs=-1,
-        plugins=plugins or None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    model = _Model()
-    trainer.fit(model, DataLoader(TensorDataset(inputs, labels), batch_size=4), ckpt_path=resume)
-    strategy = trainer.strategy
-    assert isinstance(strategy, RingStrategy)
-    assert isinstance(strategy.algorithm, Auto)
-    assert dist.get_world_size() > 1
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, weights)
-    assert all(torch.equal(other, weights) for other in others)
-    path = str(Path(folder) / f"{steps}.ckpt")
-    trainer.save_checkpoint(path)
-    dist.barrier()
-    return {"weights": weights, "chosen": repr(strategy.algorithm.chosen), "path": path}
-
-
-def _train_and_resume(folder: str, scaled: bool) -> list[dict[str, Any]]:
-    # a run that was killed at step 100 by now knows what is best; the rest must not depend on the times any more
-    first = _fit(folder, 100, None, scaled)
-    again = [_fit(folder, 130, first["path"], scaled), _fit(folder, 130, first["path"], scaled)]
-    return [first, *again]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scaled", [False, True])
-def test_a_resumed_run_goes_on_with_what_was_chosen(ranks: Pool, tmp_path: Path, scaled: bool) -> None:
-    every_rank = ranks(2, _train_and_resume, str(tmp_path), scaled)
-    for first, again, and_again in every_rank:
-        assert first["chosen"] == again["chosen"] == and_again["chosen"]
-        assert torch.equal(again["weights"], and_again["weights"])
-        assert not torch.equal(first["weights"], again["weights"])
-    assert len({results[0]["chosen"] for results in every_rank}) == 1
