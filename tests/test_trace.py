@@ -31,6 +31,7 @@ CPU = torch.device("cpu")
 STEPS = 2
 SIZE = 3
 Event = dict[str, Any]
+Traced = tuple[Path, list[dict[str, Any]]]
 WAYS: dict[str, Algorithm] = {
     "ring": AllReduce(BlockInt(8), Ring(), bucket_mb=0.1),
     "direct": AllReduce(BlockInt(8), Direct(), bucket_mb=0.1),
@@ -137,7 +138,7 @@ def sent_in(events: list[Event]) -> int:
 
 
 @pytest.fixture(scope="module")
-def traced(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def traced(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Traced:
     """Where the timelines of three ranks are, and what each rank says of them."""
     folder = tmp_path_factory.mktemp("timelines")
     return folder, ranks(SIZE, _all_ways, str(folder))
@@ -160,23 +161,26 @@ def assert_nested(events: list[Event]) -> None:
 
 
 def _hops(way: str, rank: int) -> list[str]:
+    """What a rank does with each bucket, but for the decodes, which are of every chunk."""
     if way == "ring":
         encoded = [f"encode chunk {(rank - hop) % SIZE} hop {hop}" for hop in range(SIZE)]
-        moved = [
-            f"{what} chunk {(rank - late - hop) % SIZE} hop {hop}"
-            for what, late in (("send", 0), ("wait", 1))
-            for hop in range(2 * SIZE - 2)
+        moves = [("send", rank, hop) for hop in range(2 * SIZE - 2)] + [
+            ("wait", rank - 1, hop) for hop in range(2 * SIZE - 2)
         ]
-        decoded = [f"decode chunk {(rank - 1 - hop) % SIZE} hop {hop}" for hop in range(SIZE - 1, 2 * SIZE - 2)]
-        return [*encoded, *moved, *decoded, f"decode chunk {(rank + 1) % SIZE} hop {SIZE - 1}"]
+        return [*encoded, *(f"{what} chunk {(first - hop) % SIZE} hop {hop}" for what, first, hop in moves)]
     others = [other for other in range(SIZE) if other != rank]
     to_owners = [f"{what} chunk {other} hop 0" for what in ("encode", "send") for other in others]
-    own = [f"wait chunk {rank} hop 0", f"encode chunk {rank} hop 1", f"send chunk {rank} hop 1", "wait hop 1"]
-    return [*to_owners, *own, *(f"decode chunk {chunk} hop 1" for chunk in range(SIZE))]
+    return [
+        *to_owners,
+        f"wait chunk {rank} hop 0",
+        f"encode chunk {rank} hop 1",
+        f"send chunk {rank} hop 1",
+        "wait hop 1",
+    ]
 
 
 @pytest.mark.parametrize("way", ["ring", "direct"])
-def test_a_timeline_has_every_hop_of_every_bucket(traced: tuple[Path, list[dict[str, Any]]], way: str) -> None:
+def test_a_timeline_has_every_hop_of_every_bucket(traced: Traced, way: str) -> None:
     folder, every_rank = traced
     for rank, said in enumerate(every_rank):
         events, buckets = of_rank(folder / f"{way}.json", rank), said[f"buckets of {way}"]
@@ -187,12 +191,14 @@ def test_a_timeline_has_every_hop_of_every_bucket(traced: tuple[Path, list[dict[
         for bucket in range(buckets):
             for what in [*_hops(way, rank), "pack", "unpack"]:
                 assert found[f"bucket {bucket}: {what}"] == STEPS, (what, found)
+            decoded = [name[:-1] for name in found if name.startswith(f"bucket {bucket}: decode")]
+            assert sorted(decoded) == [f"bucket {bucket}: decode chunk {chunk} hop " for chunk in range(SIZE)]
             for step in range(STEPS):
                 assert found[f"at step {step}, in bucket {bucket} of {buckets}"] == 1
         assert found["wait for exchanges"] == STEPS
 
 
-def test_messages_begin_and_end(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_messages_begin_and_end(traced: Traced) -> None:
     every_rank = [of_rank(traced[0] / "direct.json", rank) for rank in range(SIZE)]
     sent, arrived = {}, {}
     for rank, events in enumerate(every_rank):
@@ -211,7 +217,7 @@ def test_messages_begin_and_end(traced: tuple[Path, list[dict[str, Any]]]) -> No
     assert len(sent) > SIZE
 
 
-def test_spans_name_what_they_are_of_in_every_door(traced: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_spans_name_what_they_are_of_in_every_door(traced: Traced) -> None:
     folder, every_rank = traced
     for rank, said in enumerate(every_rank):
         gossip = of_rank(folder / "gossip.json", rank)
@@ -232,7 +238,7 @@ def test_spans_name_what_they_are_of_in_every_door(traced: tuple[Path, list[dict
         assert sent_in(of_rank(folder / "variable.json", rank)) == said["by variable"] > 0
 
 
-def test_timelines_are_merged_on_one_clock(traced: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
+def test_timelines_are_merged_on_one_clock(traced: Traced, tmp_path: Path) -> None:
     path, true = tmp_path / "ring.json", {}
     for rank in range(SIZE):
         events = of_rank(traced[0] / "ring.json", rank)
