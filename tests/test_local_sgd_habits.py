@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
@@ -114,15 +115,19 @@ def _habit(habit: str) -> tuple[float, float, bool, int]:
     return float(difference), float((ends[1] - start).abs().max()), same_everywhere(ends[0]), trainers[0].global_step
 
 
-def _habits() -> dict[str, tuple[float, float, bool, int]]:
+def _habits(habits: list[str]) -> dict[str, tuple[float, float, bool, int]]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    found = {habit: _habit(habit) for habit in HABITS}
+    found = {habit: _habit(habit) for habit in habits}
     dist.barrier()
     return found
 
 
-def test_ranks_train_as_single_processes_do_that_take_their_mean_at_times(ranks: Pool) -> None:
-    for every_habit in ranks(3, _habits):
+@pytest.mark.parametrize(
+    "habits", [[habit for habit in HABITS if habit != "compiled"], pytest.param(["compiled"], marks=pytest.mark.slow)]
+)
+def test_ranks_train_as_single_processes_do_that_take_their_mean_at_times(ranks: Pool, habits: list[str]) -> None:
+    for every_habit in ranks(3, _habits, habits):
+        assert list(every_habit) == habits
         for habit, (difference, way, same, steps) in every_habit.items():
             assert difference < 1e-6, habit
             assert way > 0.01, habit

@@ -23,9 +23,15 @@ def names(group):
     return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
-def composed(*overrides):
+@pytest.fixture(scope="module", autouse=True)
+def _hydra():
+    """Reads each file once."""
     with initialize_config_module("ringstrategy.configs", version_base="1.3"):
-        return compose("train", ["output_dir=unused", *overrides])
+        yield
+
+
+def composed(*overrides):
+    return compose("train", ["output_dir=unused", *overrides])
 
 
 def words_about(*overrides):

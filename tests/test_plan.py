@@ -195,7 +195,7 @@ NETWORKS = {
         "RingStrategy(AllReduce(Rotated(Gaussian(4)), Hierarchical(Direct())))"
     ),
     "24M --hosts 1 --rate 1gbit --step-ms 250": '"ddp"',
-    "1.5B --hosts 64 --devices-per-host 2 --rate 12.5MB/s --step-ms 0.5 --cores 0.1": None,
+    "1.5B --hosts 24 --devices-per-host 2 --rate 12.5MB/s --step-ms 0.5 --cores 0.1": None,
 }
 
 
