@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import LocalSGD, RingStrategy
+from ringstrategy.app.refusals import check_arguments
 from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
@@ -26,8 +27,9 @@ def test_every_name_has_a_yaml_that_builds_what_it_means() -> None:
     assert set(STRATEGIES) == YAMLS
     with initialize_config_module("ringstrategy.configs", version_base="1.3"):
         for name in STRATEGIES:
-            from_yaml = instantiate(compose("train", [f"strategy={name}"]).strategy)
-            from_table = StrategyRegistry.get(name)
+            config = compose("train", [f"strategy={name}"])
+            check_arguments(config)
+            from_yaml, from_table = instantiate(config.strategy), StrategyRegistry.get(name)
             assert isinstance(from_yaml, RingStrategy)
             assert repr(from_yaml) == repr(from_table)
             assert from_yaml._timeout == from_table._timeout
