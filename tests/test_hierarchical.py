@@ -291,35 +291,6 @@ def test_plans_say_what_is_between() -> None:
     )
 
 
-# The fake, which holds the schedule to what NCCL needs and memory to what a transport needs
-
-
-def _out_of_order(peers: FakePeers) -> None:
-    other, tensor = 1 - peers.rank, torch.zeros(4, dtype=torch.uint8)
-    for handle in [peers.post({other: tensor}, {}), peers.post({}, {other: tensor.clone()})]:
-        handle.wait()
-
-
-def _too_early(peers: FakePeers) -> None:
-    leaving = torch.zeros(4, dtype=torch.uint8)
-    handle = peers.post({1 - peers.rank: leaving}, {1 - peers.rank: torch.empty_like(leaving)})
-    leaving.fill_(1)
-    handle.wait()
-
-
-def _never_waited_for(peers: FakePeers) -> None:
-    peers.post({1: torch.zeros(4, dtype=torch.uint8)}, {}) if peers.rank == 0 else peers.post({}, {})
-
-
-@pytest.mark.parametrize(
-    ("function", "why"),
-    [(_out_of_order, "over NCCL"), (_too_early, "memory changed"), (_never_waited_for, "nobody received")],
-)
-def test_the_fake_refuses_what_a_transport_could_not_do(function: Any, why: str) -> None:
-    with pytest.raises(AssertionError, match=why):
-        on_all_ranks(2, function)
-
-
 # Real processes
 
 
