@@ -14,18 +14,7 @@ from hypothesis import strategies as st
 from pairs import all_pairs
 from torch import Tensor
 
-from ringstrategy.codecs import (
-    BlockFloat8,
-    BlockInt,
-    Cast,
-    Codec,
-    Gaussian,
-    Identity,
-    RandomK,
-    Rotated,
-    Sign,
-    TopK,
-)
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, RandomK, Rotated, Sign, TopK
 from ringstrategy.collectives import BySize, Collective, Direct, Native, Ring, mean_
 from ringstrategy.collectives.base import Summand, cut, cut_chunks
 from ringstrategy.transport.base import FEW

@@ -87,11 +87,7 @@ def test_what_is_shown_can_be_pasted() -> None:
     ],
 )
 def test_the_codecs_speeds_are_shown_and_where_they_come_from(
-    asked: list[str],
-    words: str,
-    speed: float,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    asked: list[str], words: str, speed: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Work(0.0, 1e-9)  # 4 GB/s
     monkeypatch.setattr("ringstrategy.app.plan.codec_cost", lambda *_, undisturbed: CodecCost(one, one, one, one))
