@@ -48,8 +48,8 @@ def opened(algorithm: Algorithm) -> Iterator[tuple[Session, torch.optim.Optimize
     session.bind([optimizer])
     try:
         yield session, optimizer
+        dist.barrier()  # the store is in rank 0's process
     finally:
-        dist.barrier()
         session.close()
 
 
@@ -63,9 +63,19 @@ def train(session: Session, optimizer: torch.optim.Optimizer) -> None:
         session.end_batch(1)
 
 
-def _sent(session: Session) -> int:
-    assert session.stats.bytes_sent is not None
-    return session.stats.bytes_sent
+def _by_variable(path: str) -> int | None:
+    os.environ["RINGSTRATEGY_TIMELINE"] = path
+    try:
+        with opened(AllReduce()) as (session, optimizer):
+            train(session, optimizer)
+            assert trace._timeline is not None
+            with pytest.raises(RuntimeError, match="is being recorded already"), ringstrategy.timeline(path):
+                pass
+            trace._timeline.close()  # as at the end of the process
+            return session.stats.bytes_sent
+    finally:
+        del os.environ["RINGSTRATEGY_TIMELINE"]
+        trace._timeline = None
 
 
 def _all_ways(folder: str) -> dict[str, Any]:
@@ -74,11 +84,11 @@ def _all_ways(folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for way, algorithm in WAYS.items():
         with opened(algorithm) as (session, optimizer):
-            before = _sent(session)
+            before = session.stats.bytes_sent
             with ringstrategy.timeline(f"{folder}/{way}.json"):
                 train(session, optimizer)
                 session.settle()
-                found[way] = _sent(session) - before
+                found[way] = session.stats.bytes_sent - before
             train(session, optimizer)  # in no file
             found[f"buckets of {way}"] = len(getattr(algorithm, "_buckets", []))
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
@@ -97,21 +107,6 @@ def _all_ways(folder: str) -> dict[str, Any]:
     found["by variable"] = _by_variable(f"{folder}/variable.json")
     dist.barrier()
     return found
-
-
-def _by_variable(path: str) -> int:
-    os.environ["RINGSTRATEGY_TIMELINE"] = path
-    try:
-        with opened(AllReduce()) as (session, optimizer):
-            train(session, optimizer)
-            assert trace._timeline is not None
-            with pytest.raises(RuntimeError, match="is being recorded already"), ringstrategy.timeline(path):
-                pass
-            trace._timeline.close()  # as at the end of the process
-            return _sent(session)
-    finally:
-        del os.environ["RINGSTRATEGY_TIMELINE"]
-        trace._timeline = None
 
 
 def read(path: Path) -> list[Event]:
@@ -134,7 +129,7 @@ def bytes_of(events: list[Event], category: str, phase: str) -> dict[str, int]:
 
 
 def sent_in(events: list[Event]) -> int:
-    return sum(e["args"]["bytes"] for e in events if e.get("cat") == "send" and e["ph"] == "b")
+    return sum(bytes_of(events, "send", "b").values())
 
 
 @pytest.fixture(scope="module")
@@ -160,23 +155,15 @@ def assert_nested(events: list[Event]) -> None:
             under_way.append(end)
 
 
-def _hops(way: str, rank: int) -> list[str]:
-    """What a rank does with each bucket, but for the decodes, which are of every chunk."""
+def _hops(way: str, rank: int) -> list[tuple[str, int, int]]:
+    """What a rank does with each bucket, with which chunk at which hop; but for decodes, which are of every chunk."""
     if way == "ring":
-        encoded = [f"encode chunk {(rank - hop) % SIZE} hop {hop}" for hop in range(SIZE)]
-        moves = [("send", rank, hop) for hop in range(2 * SIZE - 2)] + [
-            ("wait", rank - 1, hop) for hop in range(2 * SIZE - 2)
-        ]
-        return [*encoded, *(f"{what} chunk {(first - hop) % SIZE} hop {hop}" for what, first, hop in moves)]
+        moved = [("send", rank), ("wait", rank - 1)]
+        hops = [("encode", rank - hop, hop) for hop in range(SIZE)]
+        return hops + [(what, first - hop, hop) for what, first in moved for hop in range(2 * SIZE - 2)]
     others = [other for other in range(SIZE) if other != rank]
-    to_owners = [f"{what} chunk {other} hop 0" for what in ("encode", "send") for other in others]
-    return [
-        *to_owners,
-        f"wait chunk {rank} hop 0",
-        f"encode chunk {rank} hop 1",
-        f"send chunk {rank} hop 1",
-        "wait hop 1",
-    ]
+    hops = [(what, other, 0) for what in ("encode", "send") for other in others]
+    return [*hops, ("wait", rank, 0), ("encode", rank, 1), ("send", rank, 1)]
 
 
 @pytest.mark.parametrize("way", ["ring", "direct"])
@@ -189,7 +176,8 @@ def test_a_timeline_has_every_hop_of_every_bucket(traced: Traced, way: str) -> N
         assert buckets > 1
         found = Counter(event["name"] for event in spans(events))
         for bucket in range(buckets):
-            for what in [*_hops(way, rank), "pack", "unpack"]:
+            hops = [f"{what} chunk {chunk % SIZE} hop {hop}" for what, chunk, hop in _hops(way, rank)]
+            for what in [*hops, "pack", "unpack"]:
                 assert found[f"bucket {bucket}: {what}"] == STEPS, (what, found)
             decoded = [name[:-1] for name in found if name.startswith(f"bucket {bucket}: decode")]
             assert sorted(decoded) == [f"bucket {bucket}: decode chunk {chunk} hop " for chunk in range(SIZE)]
