@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import pickle
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
-from pool import Pool
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import (
     AllReduce,
@@ -31,58 +25,59 @@ from ringstrategy import (
     Hierarchical,
     Identity,
     PlanMismatchError,
-    RingStrategy,
     Stats,
     TopK,
 )
 from ringstrategy.algorithms.auto import auto, eligible, in_words, measured, predicted, trials
 from ringstrategy.algorithms.auto.passes import Passes
 from ringstrategy.algorithms.auto.trials import Trials, to_try
-from ringstrategy.codecs import Codec
 from ringstrategy.cost import CodecCost, Link, Machines, Work
 from ringstrategy.transport.base import Peers
 
 NETWORKS = {"slow": Link(1e-4, 1e-7), "fast": Link(1e-6, 1e-12)}
 
 
-def told(network: str) -> Any:
-    """Instead of measuring: a codec of 1 GB/s, and this network."""
+class Probe:
+    """Instead of measuring: a codec of 1 GB/s, and this network.
 
-    def measure(peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device, longest: float) -> Machines:
-        work = Work(1e-6, 4e-9)
-        costs = {key: CodecCost(work, work, work, work) for key in codecs}
-        free = CodecCost(Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 0.0), Work(0.0, 1e-12))
-        costs = {key: free if key[0].lossless else cost for key, cost in costs.items()}
-        return Machines(peers.hosts, NETWORKS[network], Link(1e-6, 1e-11), 1e-6, costs, 0.0)
+    Attributes:
+        asked: for messages of how many bytes each rank was to measure.
+    """
 
-    return measure
+    def __init__(self, network: str = "slow", known: bool = True) -> None:
+        self.network, self.known = network, known
+        self.asked: list[float] = []
 
-
-class Clock:
-    """Instead of the time: the slowest rank finds `fastest` faster, another rank finds it slower."""
-
-    def __init__(self, fastest: type, rank: int) -> None:
-        self.fastest, self.rank = fastest, rank
-        self.time = 0.0
-
-    def __call__(self, algorithm: Auto) -> float:
-        inner = algorithm.chosen
-        pass_ = (1.0, 1.0, 2.0)[self.rank] if isinstance(inner.codec, self.fastest) else (3.0, 0.5, 3.0)[self.rank]
-        self.time += pass_ * (1 + isinstance(inner.collective, Direct))
-        return self.time
+    def __call__(self, peers: Peers, codecs: list[tuple[Any, bool]], device: torch.device, longest: float) -> Machines:
+        self.asked.append(longest)
+        work, nothing = Work(1e-6, 4e-9), Work(0.0, 0.0)
+        lossy, lossless = CodecCost(work, work, work, work), CodecCost(nothing, nothing, nothing, Work(0.0, 1e-12))
+        costs = {key: lossless if key[0].lossless else lossy for key in codecs}
+        known = math.inf if self.known else longest
+        return Machines(
+            peers.hosts, NETWORKS[self.network], Link(1e-6, 1e-11), 1e-6, costs, crowding=0.0, longest=known
+        )
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "measure", told("slow"))
+@pytest.fixture(autouse=True)
+def probe(monkeypatch: pytest.MonkeyPatch) -> Probe:
+    found = Probe()
+    monkeypatch.setattr(measured, "measure", lambda *arguments: found(*arguments))
+    return found
 
 
 def gradients_of(step: int, rank: int) -> Tensor:
     return torch.randn(3, 1000, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def module() -> nn.ParameterList:
-    return nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(3)])
+def module(numel: int = 1000) -> nn.ParameterList:
+    return nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(3)])
+
+
+def set_up(peers: FakePeers, algorithm: Auto | AllReduce, numel: int = 1000) -> nn.ParameterList:
+    parameters = module(numel)
+    algorithm.setup(dict(parameters.named_parameters()), peers)
+    return parameters
 
 
 def one_pass(algorithm: Auto | AllReduce, parameters: nn.ParameterList, gradients: Tensor) -> Tensor:
@@ -98,26 +93,41 @@ def one_pass(algorithm: Auto | AllReduce, parameters: nn.ParameterList, gradient
     return torch.stack([parameter.grad.clone() for parameter in parameters if parameter.grad is not None])
 
 
+def passes(algorithm: Auto | AllReduce, parameters: nn.ParameterList, rank: int, steps: range) -> list[Tensor]:
+    return [one_pass(algorithm, parameters, gradients_of(step, rank)) for step in steps]
+
+
+def take(algorithm: Auto, codec: Any) -> None:
+    algorithm._take(next(place for place, made in enumerate(algorithm._candidates) if made.codec == codec))
+
+
+def holds(algorithm: Auto) -> bool:
+    """Residuals?"""
+    return any(bool(residual.any()) for _, residual in algorithm.residuals())
+
+
+# Measuring and choosing
+
+
 @pytest.mark.parametrize(("network", "codec"), [("slow", BlockInt(8)), ("fast", Identity())])
-def test_the_network_decides_at_setup(monkeypatch: pytest.MonkeyPatch, network: str, codec: Any) -> None:
-    monkeypatch.setattr(measured, "measure", told(network))
+def test_the_network_decides_at_setup(probe: Probe, network: str, codec: Any) -> None:
+    probe.network = network
 
     def chosen(peers: FakePeers) -> tuple[str, list[str]]:
         algorithm = Auto(tune=False)
-        algorithm.setup(dict(module().named_parameters()), peers)
+        set_up(peers, algorithm)
         assert algorithm.chosen.codec == codec
         assert algorithm.chosen.error_feedback is True
         news = algorithm.news()
         assert algorithm.news() == [], "once"
-        repr_ = repr(algorithm.chosen)
         algorithm.close()
-        return repr_, news
+        return repr(algorithm._candidates[algorithm._chosen]), news
 
     every_rank = on_all_ranks(4, chosen)
-    assert all(repr_ == every_rank[0][0] for repr_, _ in every_rank)
+    assert len({repr_ for repr_, _ in every_rank}) == 1
     [line] = every_rank[0][1]
     # a model as short as this goes direct either way
-    for part in (
+    parts = [
         "4 ranks",
         "latency",
         "MB/s",
@@ -126,11 +136,11 @@ def test_the_network_decides_at_setup(monkeypatch: pytest.MonkeyPatch, network: 
         "over BySize()",
         "as good",
         "Direct()",
-    ):
-        assert part in line
+    ]
+    assert [part for part in parts if part not in line] == []
 
 
-def test_the_process_that_started_the_ranks_knows_what_was_chosen(slow: None) -> None:
+def test_the_process_that_started_the_ranks_knows_what_was_chosen() -> None:
     there = Auto(tune=False)
     with pytest.raises(ValueError, match="has not chosen yet"):
         _ = there.chosen
@@ -138,28 +148,21 @@ def test_the_process_that_started_the_ranks_knows_what_was_chosen(slow: None) ->
     def chosen(peers: FakePeers) -> tuple[str, Any]:
         peers.hosts = ("a", "a", "b", "b")
         algorithm = Auto(tune=False)
-        algorithm.setup(dict(module().named_parameters()), peers)
+        set_up(peers, algorithm)
         return repr(algorithm.chosen), algorithm.outcome()
 
-    repr_, outcome = on_all_ranks(4, chosen)[0]
+    [(repr_, outcome), *others] = on_all_ranks(4, chosen)
+    assert {other for other, _ in others} == {repr_}
     there.take_outcome(outcome)
     assert repr(there.chosen) == repr_
     assert there.chosen.collective == Hierarchical(), "which depends on the hosts"
     there.take_outcome(Auto().outcome())
     with pytest.raises(ValueError, match="has not chosen yet"):
         _ = there.chosen
-
-
-class Probe:
-    """Instead of measuring: for messages of how many bytes each rank was to measure, and `told` figures."""
-
-    def __init__(self, known: bool = True) -> None:
-        self.known = known
-        self.asked: list[float] = []
-
-    def __call__(self, peers: Peers, codecs: Any, device: torch.device, longest: float) -> Machines:
-        self.asked.append(longest)
-        return replace(told("slow")(peers, codecs, device, longest), longest=math.inf if self.known else longest)
+    assert {type(made.collective) for made in eligible([Identity()], ("a", "a"))} == {BySize, Direct}
+    assert {type(made.collective) for made in eligible([TopK()], ("a", "b"))} == {Direct}
+    shown = in_words(AllReduce(BlockInt(4), Direct(), error_feedback=True, bucket_mb=5))
+    assert shown == "BlockInt(bits=4) with error feedback over Direct(), buckets of 5 MB"
 
 
 def trains(size: int, algorithms: list[Auto], numel: int = 1000, hosts: str = "") -> list[str]:
@@ -168,9 +171,7 @@ def trains(size: int, algorithms: list[Auto], numel: int = 1000, hosts: str = ""
     def train(peers: FakePeers) -> str:
         peers.hosts = tuple(hosts) or peers.hosts
         algorithm = algorithms[peers.rank]
-        parameters = nn.ParameterList([nn.Parameter(torch.zeros(numel))])
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        one_pass(algorithm, parameters, torch.randn(1, numel))
+        one_pass(algorithm, set_up(peers, algorithm, numel), torch.randn(3, numel))
         algorithm.close()
         return algorithm.news()[0]
 
@@ -184,83 +185,74 @@ def after(algorithms: list[Auto], size: int) -> list[Auto]:
     return [copy.deepcopy(there) for _ in range(size)]
 
 
-def test_what_was_measured_is_kept_for_the_next_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = Probe()
-    monkeypatch.setattr(measured, "measure", probe)
+def test_what_was_measured_is_kept_for_the_next_training(probe: Probe) -> None:
     algorithms = [Auto(tune=False) for _ in range(2)]
     assert all("measured for" in line for line in trains(2, algorithms))
-    assert probe.asked == [4 * 1000] * 2, "the largest wire, which is that of fp32"
-    for numel in (1000, 10, 10**6):  # whatever its size, for the bandwidth is known
+    assert probe.asked == [4 * 3000] * 2, "the largest wire, which is that of fp32"
+    for numel in (1000, 10, 10**5):  # whatever its size, for the bandwidth is known
         assert all("goes by what it measured before" in line for line in trains(2, algorithms, numel))
     assert all("before" in line for line in trains(2, after(algorithms, 2)))
     assert len(probe.asked) == 2
 
 
-def test_it_is_measured_again_where_what_was_measured_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    probe = Probe(known=False)
-    monkeypatch.setattr(measured, "measure", probe)
-
-    def again(change: Callable[[list[Auto]], list[str]], size: int = 2) -> bool:
-        algorithms = [Auto(tune=False) for _ in range(2)]
-        trains(2, algorithms, hosts="ab")
-        assert all("before" in line for line in trains(2, algorithms, hosts="ab"))
-        probe.asked.clear()
-        lines = change(algorithms)
-        assert len(lines) == size
-        assert len({"before" in line for line in lines}) == 1, "all ranks or none"
-        assert len(probe.asked) == (0 if "before" in lines[0] else size)
-        return bool(probe.asked)
-
-    def other_codecs(algorithms: list[Auto]) -> list[str]:
-        for algorithm in algorithms:
-            algorithm.allow = (Identity(), BlockInt(4))
-        return trains(2, algorithms, hosts="ab")
-
-    def one_knows_nothing(algorithms: list[Auto]) -> list[str]:
-        return trains(2, [algorithms[0], Auto(tune=False)], hosts="ab")
-
-    def one_knows_otherwise(algorithms: list[Auto]) -> list[str]:
-        kept = algorithms[1]._kept
-        assert kept is not None
-        algorithms[1]._kept = kept._replace(machines=replace(kept.machines, wake=1e-9))
-        return trains(2, algorithms, hosts="ab")
-
-    def changed(by: dict[str, Any]) -> Callable[[list[Auto]], list[str]]:
-        def change(algorithms: list[Auto]) -> list[str]:
-            for algorithm in algorithms:
-                assert algorithm._kept is not None
-                algorithm._kept = algorithm._kept._replace(**by)
-            return trains(2, algorithms, hosts="ab")
-
-        return change
-
-    assert not again(lambda algorithms: trains(2, algorithms, numel=10, hosts="ab")), "a smaller model"
-    assert again(lambda algorithms: trains(2, algorithms, numel=10**4, hosts="ab")), "a larger one"
-    assert again(lambda algorithms: trains(2, algorithms, hosts="aa"))
-    assert again(lambda algorithms: trains(3, after(algorithms, 3), hosts="abc"), size=3)
-    assert again(changed(by={"device": "cuda"}))
-    assert again(changed(by={"transport": Peers}))
-    assert again(other_codecs)
-    assert again(one_knows_nothing)
-    assert again(one_knows_otherwise)
+def _other_codecs(algorithms: list[Auto]) -> list[str]:
+    for algorithm in algorithms:
+        algorithm.allow = (Identity(), BlockInt(4))
+    return trains(2, algorithms, hosts="ab")
 
 
-@pytest.mark.parametrize("tune", [False, True])
-def test_what_measuring_and_choosing_send_is_counted_apart(slow: None, tune: bool) -> None:
-    def train(peers: FakePeers, algorithm: Auto | AllReduce) -> Stats:
-        parameters = module()
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        for step in range(60):
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+def _one_knows_otherwise(algorithms: list[Auto]) -> list[str]:
+    kept = algorithms[1]._kept
+    assert kept is not None
+    algorithms[1]._kept = kept._replace(machines=replace(kept.machines, wake=1e-9))
+    return trains(2, algorithms, hosts="ab")
+
+
+def _changed(algorithms: list[Auto], **by: Any) -> list[str]:
+    for algorithm in algorithms:
+        assert algorithm._kept is not None
+        algorithm._kept = algorithm._kept._replace(**by)
+    return trains(2, algorithms, hosts="ab")
+
+
+@pytest.mark.parametrize(
+    ("again", "change"),
+    {
+        "a smaller model": (False, lambda known: trains(2, known, numel=10, hosts="ab")),
+        "a larger one": (True, lambda known: trains(2, known, numel=10**4, hosts="ab")),
+        "other hosts": (True, lambda known: trains(2, known, hosts="aa")),
+        "more ranks": (True, lambda known: trains(3, after(known, 3), hosts="abc")),
+        "another device": (True, lambda known: _changed(known, device="cuda")),
+        "another transport": (True, lambda known: _changed(known, transport=Peers)),
+        "other codecs": (True, _other_codecs),
+        "one knows nothing": (True, lambda known: trains(2, [known[0], Auto(tune=False)], hosts="ab")),
+        "one knows otherwise": (True, _one_knows_otherwise),
+    }.values(),
+)
+def test_it_is_measured_again_where_what_was_measured_does_not_hold(
+    probe: Probe, again: bool, change: Callable[[list[Auto]], list[str]]
+) -> None:
+    probe.known = False
+    algorithms = [Auto(tune=False) for _ in range(2)]
+    trains(2, algorithms, hosts="ab")
+    assert all("before" in line for line in trains(2, algorithms, hosts="ab"))
+    probe.asked.clear()
+    lines = change(algorithms)
+    assert ["before" in line for line in lines] == [not again] * len(lines), "all ranks or none"
+    assert len(probe.asked) == (len(lines) if again else 0)
+
+
+def test_what_measuring_and_choosing_send_is_counted_apart() -> None:
+    def train(peers: FakePeers, made: type, **arguments: Any) -> Stats:
+        algorithm = made(**arguments)
+        passes(algorithm, set_up(peers, algorithm), peers.rank, range(60))
         algorithm.close()
-        stats = peers.stats
-        assert stats.bytes_sent is not None
-        assert sum(peers.sent_to.values()) == stats.bytes_sent + stats.probe_bytes_sent
-        return stats
+        assert sum(peers.sent_to.values()) == (peers.stats.bytes_sent or 0) + peers.stats.probe_bytes_sent
+        return peers.stats
 
     # all its candidates send alike
-    [ours, *_] = on_all_ranks(3, lambda peers: train(peers, Auto(allow=[Identity()], tune=tune)))
-    [plain, *_] = on_all_ranks(3, lambda peers: train(peers, AllReduce()))
+    [ours, *_] = on_all_ranks(3, partial(train, made=Auto, allow=[Identity()]))
+    [plain, *_] = on_all_ranks(3, partial(train, made=AllReduce))
     assert ours.bytes_sent == plain.bytes_sent
     assert ours.bytes_received == plain.bytes_received
     assert (ours.steps, ours.values_averaged) == (plain.steps, plain.values_averaged) == (60, 60 * 3000)
@@ -269,7 +261,7 @@ def test_what_measuring_and_choosing_send_is_counted_apart(slow: None, tune: boo
     assert (plain.probe_bytes_sent, plain.probe_bytes_received, plain.probe_seconds) == (0, 0, 0)
 
 
-def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_would_predict_otherwise_do_as_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     predict = predicted.predict
     ranks = threading.local()
 
@@ -283,13 +275,13 @@ def test_ranks_that_would_predict_otherwise_do_as_the_first(slow: None, monkeypa
     def chosen(peers: FakePeers) -> Any:
         ranks.rank = peers.rank
         algorithm = Auto(tune=False)
-        algorithm.setup(dict(module().named_parameters()), peers)
+        set_up(peers, algorithm)
         return algorithm.chosen.codec
 
     assert on_all_ranks(3, chosen) == [BlockInt(8)] * 3
 
 
-def test_a_codec_that_cannot_carry_the_parameters_is_no_candidate(slow: None) -> None:
+def test_a_codec_that_cannot_carry_the_parameters_is_no_candidate() -> None:
     def chosen(peers: FakePeers) -> Any:
         parameters = {"z": nn.Parameter(torch.zeros(1000, dtype=torch.complex64))}
         with pytest.raises(TypeError, match="complex"):
@@ -301,7 +293,7 @@ def test_a_codec_that_cannot_carry_the_parameters_is_no_candidate(slow: None) ->
     assert on_all_ranks(2, chosen) == [Identity()] * 2
 
 
-def test_parameters_keep_no_hooks_where_ranks_differ(slow: None) -> None:
+def test_models_that_differ_measure_by_messages_of_one_size_and_keep_no_hooks(probe: Probe) -> None:
     def alone_again(peers: FakePeers) -> Tensor | None:
         parameter = nn.Parameter(torch.zeros(1000 + peers.rank))
         with pytest.raises(PlanMismatchError) as caught:
@@ -312,255 +304,7 @@ def test_parameters_keep_no_hooks_where_ranks_differ(slow: None) -> None:
 
     for rank, gradient in enumerate(on_all_ranks(2, alone_again)):
         assert torch.equal(gradient, torch.ones(1000 + rank))
-
-
-def test_several_ranks_a_host_make_hierarchical_a_candidate(slow: None) -> None:
-    def chosen(peers: FakePeers) -> AllReduce:
-        peers.hosts = ("a", "a", "b", "b")
-        algorithm = Auto(tune=False)
-        algorithm.setup(dict(module().named_parameters()), peers)
-        return algorithm.chosen
-
-    assert all(made.collective == Hierarchical() for made in on_all_ranks(4, chosen))
-    with_one_host = eligible([Identity()], ("a", "a"))
-    assert {type(made.collective) for made in with_one_host} == {BySize, Direct}
-    assert {type(made.collective) for made in eligible([TopK()], ("a", "b"))} == {Direct}
-
-
-@pytest.mark.parametrize("fastest", [Identity, BlockInt])
-def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
-    slow: None, monkeypatch: pytest.MonkeyPatch, fastest: type
-) -> None:
-    # both are near in the model; what the clock says decides
-    monkeypatch.setattr(trials, "_NEAR", 100.0)
-    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
-    monkeypatch.setattr(trials, "_MOST_TRIED", 100)
-
-    def train(peers: FakePeers) -> tuple[list[Tensor], Tensor, list[str], str, list[str]]:
-        algorithm = Auto()
-        clock = Clock(fastest, peers.rank)
-        monkeypatch.setattr(algorithm, "_now", lambda: clock(algorithm))
-        parameters = module()
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        means, used = [], []
-        for step in range(90):
-            means.append(one_pass(algorithm, parameters, gradients_of(step, peers.rank)))
-            used.append(repr(algorithm.chosen))
-        left = torch.zeros(3, 1000)
-        for name, residual in algorithm.residuals():
-            assert residual is not None
-            left[int(name)] = residual
-        chosen, news = repr(algorithm.chosen), algorithm.news()
-        algorithm.close()
-        return means, left, used, chosen, news
-
-    every_rank = on_all_ranks(3, train)
-    means, _, used, chosen, news = every_rank[0]
-    for other in every_rank[1:]:
-        assert all(torch.equal(mine, theirs) for mine, theirs in zip(means, other[0], strict=True))
-        assert other[2] == used
-    assert len(set(used)) >= 4, "lossy and lossless, over rings and directly"
-    assert fastest.__name__ in chosen
-    assert "BySize" in chosen
-    assert len(news) == 2
-    assert "keeps" in news[1]
-    assert used[-1] == used[-20] == chosen, "and then no more trials"
-
-    true = torch.stack([gradients_of(step, rank) for step in range(90) for rank in range(3)]).double().sum(0) / 3
-    delivered = torch.stack(means).double().sum(0)
-    left = torch.stack([rank[1] for rank in every_rank]).double().sum(0)
-    assert (delivered + left - true).abs().max() < 1e-4
-    if fastest is Identity:
-        assert not left.any()
-        assert (means[-1] - torch.stack([gradients_of(89, rank) for rank in range(3)]).mean(0)).abs().max() < 1e-6
-    else:
-        assert left.any()
-
-
-@pytest.mark.parametrize(("directly", "kept"), [(0.99, BySize), (0.97, Direct)])
-def test_those_near_the_best_are_tried_again_and_of_those_alike_the_usual_is_kept(
-    slow: None, monkeypatch: pytest.MonkeyPatch, directly: float, kept: type
-) -> None:
-    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
-
-    def train(peers: FakePeers) -> tuple[Counter[tuple[type, type]], type, str]:
-        algorithm, parameters, time = Auto(), module(), 0.0
-
-        def now() -> float:
-            nonlocal time
-            made = algorithm.chosen
-            time += 1.2 if made.codec == Identity() else directly if isinstance(made.collective, Direct) else 1.0
-            return time
-
-        monkeypatch.setattr(algorithm, "_now", now)
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        passes: Counter[tuple[type, type]] = Counter()
-        for step in range(80):
-            in_trial = not algorithm._tuned
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-            if step >= 8 and in_trial and not algorithm._tuned:
-                passes[type(algorithm.chosen.codec), type(algorithm.chosen.collective)] += 1
-        assert algorithm._tuned
-        return passes, type(algorithm.chosen.collective), algorithm.news()[1]
-
-    for passes, chosen, news in on_all_ranks(2, train):
-        assert passes[BlockInt, BySize] == passes[BlockInt, Direct] == 16
-        assert ("as good, but less usual: BlockInt() with error feedback over Direct()" in news) is (kept is BySize)
-        assert ("next best BlockInt() with error feedback over BySize()" in news) is (kept is Direct)
-        assert 4 <= passes[Identity, BySize] <= 5, "far from the best, so once; one pass delivered residuals"
-        assert chosen is kept
-
-
-def test_what_fell_out_early_is_not_kept_because_the_machine_became_slower_later(
-    slow: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
-
-    def train(peers: FakePeers) -> Codec:
-        algorithm, parameters, time = Auto(), module(), 0.0
-
-        def now() -> float:
-            nonlocal time
-            later = algorithm._trials is not None and algorithm._trials.rounds > 2
-            time += 1.2 if algorithm.chosen.codec == Identity() else 1.6 if later else 1.0
-            return time
-
-        monkeypatch.setattr(algorithm, "_now", now)
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        for step in range(80):
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._tuned
-        assert isinstance(algorithm.chosen.codec, Codec)
-        return algorithm.chosen.codec
-
-    assert on_all_ranks(2, train) == [BlockInt(8)] * 2
-
-
-def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered(slow: None) -> None:
-    def train(peers: FakePeers) -> list[int]:
-        algorithm = Auto(tune=False)
-        parameters = module()
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        held = []
-        for step in range(4):
-            if step == 2:
-                algorithm._take(next(i for i, made in enumerate(algorithm._candidates) if made.codec == Identity()))
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-            held.append(sum(1 for _ in algorithm.residuals()))
-            assert algorithm.state_dict()["step"] == step + 1, "seeds go on where they were"
-        algorithm.close()
-        return held
-
-    assert on_all_ranks(2, train) == [[3, 3, 3, 0]] * 2
-
-
-def take(algorithm: Auto, codec: Any) -> None:
-    algorithm._take(next(place for place, made in enumerate(algorithm._candidates) if made.codec == codec))
-
-
-def test_another_training_begins_with_nothing_of_the_last(slow: None) -> None:
-    def train(peers: FakePeers) -> None:
-        algorithm = Auto()
-        first = module()
-        algorithm.setup(dict(first.named_parameters()), peers)
-        one_pass(algorithm, first, gradients_of(0, peers.rank))
-        take(algorithm, Identity())
-        assert algorithm._inner.delivers
-        algorithm.close()
-        assert any(residual is not None and residual.any() for _, residual in algorithm.residuals()), "for a checkpoint"
-        second = nn.ParameterList([nn.Parameter(torch.zeros(70)) for _ in range(3)])
-        algorithm.setup(dict(second.named_parameters()), peers)
-        assert not any(residual is not None and residual.any() for _, residual in algorithm.residuals())
-        assert algorithm.state_dict()["step"] == 0
-        algorithm.close()
-
-    on_all_ranks(2, train)
-
-
-def test_what_is_loaded_takes_the_place_of_everything(slow: None) -> None:
-    def load(peers: FakePeers) -> None:
-        algorithm, parameters = Auto(), module()
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        fresh = algorithm.state_dict()
-        one_pass(algorithm, parameters, gradients_of(0, peers.rank))
-        take(algorithm, BlockInt(8))
-        assert any(residual is not None and residual.any() for _, residual in algorithm.residuals())
-        in_a_trial = {**fresh, "step": 7, "auto": repr(algorithm._candidates[-1]), "tuned": False}
-        algorithm.load_state_dict(in_a_trial)
-        assert not any(residual is not None and residual.any() for _, residual in algorithm.residuals())
-        assert algorithm.state_dict()["step"] == 7
-        assert repr(algorithm.chosen) != in_a_trial["auto"], "it was only being tried"
-        assert not algorithm._tuned
-        algorithm.news()
-        algorithm.load_state_dict({**in_a_trial, "tuned": True})
-        assert repr(algorithm.chosen) == in_a_trial["auto"]
-        assert algorithm._tuned
-        [line] = algorithm.news()
-        assert "goes on with" in line
-
-    on_all_ranks(2, load)
-
-
-def test_without_feedback_nothing_is_tried_until_all_is_delivered(slow: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "_NEAR", 100.0)
-
-    def train(peers: FakePeers) -> Tensor:
-        algorithm, parameters = Auto(error_feedback=False), module()
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        take(algorithm, Identity())
-        algorithm.load_state_dict({**algorithm.state_dict(), "auto": repr(algorithm.chosen), "tuned": False})
-        take(algorithm, Identity())
-        algorithm._inner.delivers = True
-        algorithm._take(algorithm._chosen, deliver=True)
-        assert algorithm.load_residuals({"0": torch.ones(1000)}) == []
-        parameters[0].requires_grad_(False)  # nothing delivers its residual
-        for step in range(20):
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trials is None
-        parameters[0].requires_grad_(True)
-        before = gradients_of(20, 0) / 2 + gradients_of(20, 1) / 2
-        delivered = one_pass(algorithm, parameters, gradients_of(20, peers.rank))[0] - before[0]
-        for step in range(21, 60):
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trials is not None or algorithm._tuned
-        return delivered
-
-    assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
-
-
-@pytest.mark.parametrize(
-    ("since", "due", "said"),
-    # due after 8 passes; then after 4, and 1 before them if the first to be tried is lossless and delivers
-    [(0, (8,), "untried"), (10, (12, 13), "which it was just trying")],
-)
-def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
-    slow: None, monkeypatch: pytest.MonkeyPatch, since: int, due: tuple[int, ...], said: str
-) -> None:
-    monkeypatch.setattr(auto, "_MOST_POSTPONED", 5)
-    undecided = threading.local()
-    monkeypatch.setattr(AllReduce, "undecided", property(lambda _: undecided.now))
-
-    def train(peers: FakePeers) -> list[str]:
-        algorithm, parameters = Auto(), module()
-        undecided.now = False
-        algorithm.setup(dict(parameters.named_parameters()), peers)
-        gave_up = []
-        for step in range(max(due) + 9):
-            undecided.now = step >= since
-            gave_up.append(algorithm._tuned)
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert gave_up.index(True) - 5 in due
-        assert all(gave_up[gave_up.index(True) :])
-        assert not algorithm.state_dict()["tuned"], "another run may be able to"
-        undecided.now = False
-        for step in range(9):
-            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
-        assert algorithm._trials is None
-        return algorithm.news()
-
-    for news in on_all_ranks(2, train):
-        assert len(news) == 2
-        assert said in news[1]
+    assert probe.asked == [4 * 1001] * 2
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -574,115 +318,218 @@ def test_wrong_arguments_are_refused() -> None:
         Auto(residual_dtype="float64")
 
 
-class _Model(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(16, 96), nn.ReLU(), nn.Linear(96, 4))
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return nn.functional.cross_entropy(self.layers(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+# Trying
 
 
-def _rows() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(7)
-    return DataLoader(
-        TensorDataset(torch.randn(960, 16, generator=generator), torch.randint(0, 4, (960,), generator=generator)),
-        batch_size=4,
-    )
+class Clock:
+    """Instead of the time: the slowest rank finds `fastest` faster, another rank finds it slower."""
+
+    def __init__(self, algorithm: Auto, fastest: type, rank: int) -> None:
+        self.algorithm, self.fastest, self.rank = algorithm, fastest, rank
+        self.time = 0.0
+
+    def __call__(self) -> float:
+        inner = self.algorithm.chosen
+        pass_ = (1.0, 1.0, 2.0)[self.rank] if isinstance(inner.codec, self.fastest) else (3.0, 0.5, 3.0)[self.rank]
+        self.time += pass_ * (1 + isinstance(inner.collective, Direct))
+        return self.time
 
 
-def _fit(folder: str, steps: int, resume: str | None, precision: Any = 32) -> dict[str, Any]:
-    plugins = []
-    if precision == "scaled":
-        from lightning.pytorch.plugins import MixedPrecision
+@pytest.mark.parametrize("fastest", [Identity, BlockInt])
+def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, fastest: type
+) -> None:
+    # both are near in the model; what the clock says decides
+    monkeypatch.setattr(trials, "_NEAR", 100.0)
+    monkeypatch.setattr(trials, "_NEAR_OTHER_CODEC", 100.0)
+    monkeypatch.setattr(trials, "_MOST_TRIED", 100)
 
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=7)
-        plugins, precision = [MixedPrecision("16-mixed", "cpu", scaler)], None
-    trainer = L.Trainer(
-        strategy="ring_auto",
-        accelerator="cpu",
-        devices=2,
-        max_steps=steps,
-        max_epochs=-1,
-        precision=precision,
-        plugins=plugins or None,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    model = _Model()
-    trainer.fit(model, _rows(), ckpt_path=resume)
-    strategy = trainer.strategy
-    assert isinstance(strategy, RingStrategy)
-    assert isinstance(strategy.algorithm, Auto)
-    assert dist.get_world_size() > 1
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    others = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
-    dist.all_gather(others, weights)
-    assert all(torch.equal(other, weights) for other in others)
-    path = str(Path(folder) / f"{steps}.ckpt")
-    trainer.save_checkpoint(path)
-    dist.barrier()
-    return {"weights": weights, "chosen": repr(strategy.algorithm.chosen), "path": path}
+    def train(peers: FakePeers) -> tuple[list[Tensor], Tensor, list[str], list[str]]:
+        algorithm = Auto()
+        monkeypatch.setattr(algorithm, "_now", Clock(algorithm, fastest, peers.rank))
+        parameters = set_up(peers, algorithm)
+        means, used = [], []
+        for step in range(90):
+            means.append(one_pass(algorithm, parameters, gradients_of(step, peers.rank)))
+            used.append(repr(algorithm.chosen))
+        left = torch.zeros(3, 1000)
+        for name, residual in algorithm.residuals():
+            left[int(name)] = residual
+        news = algorithm.news()
+        algorithm.close()
+        return means, left, used, news
 
+    every_rank = on_all_ranks(3, train)
+    means, _, used, news = every_rank[0]
+    for other in every_rank[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(means, other[0], strict=True))
+        assert other[2] == used
+    assert len(set(used)) >= 4, "lossy and lossless, over rings and directly"
+    assert fastest.__name__ in used[-1]
+    assert "BySize" in used[-1]
+    assert len(news) == 2
+    assert "keeps" in news[1]
+    assert used[-1] == used[-20], "and then no more trials"
 
-def _train_and_resume(folder: str, precision: Any) -> list[dict[str, Any]]:
-    # a run that was killed at step 100 by now knows what is best; the rest must not depend on the times any more
-    first = _fit(folder, 100, None, precision)
-    again = [_fit(folder, 130, first["path"], precision), _fit(folder, 130, first["path"], precision)]
-    return [first, *again]
-
-
-@pytest.mark.parametrize("precision", [32, "scaled"])
-def test_a_resumed_run_goes_on_with_what_was_chosen(ranks: Pool, tmp_path: Path, precision: Any) -> None:
-    every_rank = ranks(2, _train_and_resume, str(tmp_path), precision, limit=120)
-    for first, again, and_again in every_rank:
-        assert first["chosen"] == again["chosen"] == and_again["chosen"]
-        assert torch.equal(again["weights"], and_again["weights"])
-        assert not torch.equal(first["weights"], again["weights"])
-    assert len({results[0]["chosen"] for results in every_rank}) == 1
+    true = torch.stack([gradients_of(step, rank) for step in range(90) for rank in range(3)]).double().sum(0) / 3
+    delivered = torch.stack(means).double().sum(0)
+    left = torch.stack([rank[1] for rank in every_rank]).double().sum(0)
+    assert (delivered + left - true).abs().max() < 1e-4
+    assert left.any() == (fastest is not Identity)
 
 
-def _fit_another_model() -> None:
-    model = _Model()
-    if os.environ["RANK"] == "1":
-        model.layers.append(nn.Linear(4, 4))
-    trainer = L.Trainer(strategy="ring_auto", accelerator="cpu", devices=2, barebones=True, max_steps=1)
-    with pytest.raises(PlanMismatchError, match=r"rank 1 has 'layers\.3\.bias: "):
-        trainer.fit(model, _rows())
+def test_a_lossless_choice_keeps_no_residual_once_it_has_delivered() -> None:
+    def train(peers: FakePeers) -> list[int]:
+        algorithm = Auto(tune=False)
+        parameters, held = set_up(peers, algorithm), []
+        for step in range(4):
+            if step == 2:
+                take(algorithm, Identity())
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+            held.append(sum(1 for _ in algorithm.residuals()))
+            assert algorithm.state_dict()["step"] == step + 1, "seeds go on where they were"
+        algorithm.close()
+        return held
+
+    assert on_all_ranks(2, train) == [[3, 3, 3, 0]] * 2
 
 
-def test_models_that_differ_measure_by_messages_of_one_size_and_are_then_refused(ranks: Pool) -> None:
-    ranks(2, _fit_another_model)
+def test_another_training_begins_with_nothing_of_the_last() -> None:
+    def train(peers: FakePeers) -> None:
+        algorithm = Auto()
+        passes(algorithm, set_up(peers, algorithm), peers.rank, range(1))
+        take(algorithm, Identity())
+        assert algorithm._inner.delivers
+        algorithm.close()
+        assert holds(algorithm), "for a checkpoint"
+        set_up(peers, algorithm, 70)
+        assert not holds(algorithm)
+        assert algorithm.state_dict()["step"] == 0
+        algorithm.close()
+
+    on_all_ranks(2, train)
 
 
-def test_fields_of_a_frozen_choice_are_shown_short() -> None:
-    shown = in_words(AllReduce(BlockInt(4), Direct(), error_feedback=True, bucket_mb=5))
-    assert shown == "BlockInt(bits=4) with error feedback over Direct(), buckets of 5 MB"
+def test_what_is_loaded_takes_the_place_of_everything() -> None:
+    def load(peers: FakePeers) -> None:
+        algorithm = Auto()
+        parameters = set_up(peers, algorithm)
+        fresh = algorithm.state_dict()
+        passes(algorithm, parameters, peers.rank, range(1))
+        take(algorithm, BlockInt(8))
+        assert holds(algorithm)
+        in_a_trial = {**fresh, "step": 7, "auto": repr(algorithm._candidates[-1]), "tuned": False}
+        algorithm.load_state_dict(in_a_trial)
+        assert not holds(algorithm)
+        assert algorithm.state_dict()["step"] == 7
+        assert repr(algorithm.chosen) != in_a_trial["auto"], "it was only being tried"
+        assert not algorithm._tuned
+        algorithm.news()
+        algorithm.load_state_dict({**in_a_trial, "tuned": True})
+        assert repr(algorithm.chosen) == in_a_trial["auto"]
+        assert algorithm._tuned
+        [line] = algorithm.news()
+        assert "goes on with" in line
+
+    on_all_ranks(2, load)
 
 
-def test_another_number_of_ranks_chooses_anew(slow: None) -> None:
+def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
+    def train(peers: FakePeers) -> None:
+        first = Auto()
+        first._now = Clock(first, BlockInt, peers.rank)  # type: ignore[method-assign]
+        parameters = set_up(peers, first)
+        passes(first, parameters, peers.rank, range(60))
+        assert first._tuned
+        state = copy.deepcopy(first.state_dict()), {name: kept.clone() for name, kept in first.residuals()}
+        expected = passes(first, parameters, peers.rank, range(60, 70))
+        first.close()
+        again = Auto()
+        parameters = set_up(peers, again)
+        again.load_state_dict(state[0])
+        assert again.load_residuals(state[1]) == []
+        assert holds(again)
+        assert repr(again.chosen) == state[0]["auto"]
+        found = passes(again, parameters, peers.rank, range(60, 70))
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        again.close()
+
+    on_all_ranks(3, train)
+
+
+def test_another_number_of_ranks_chooses_anew() -> None:
     def state_of(peers: FakePeers) -> dict[str, Any]:
         algorithm = Auto(allow=[Identity()])
-        algorithm.setup(dict(module().named_parameters()), peers)
+        set_up(peers, algorithm)
         algorithm._tuned = True
         algorithm.close()
         return algorithm.state_dict()
 
     def goes_on_as(peers: FakePeers) -> tuple[Any, bool]:
         algorithm = Auto()
-        algorithm.setup(dict(module().named_parameters()), peers)
+        set_up(peers, algorithm)
         algorithm.load_state_dict(state)
         return algorithm.chosen.codec, algorithm._tuned
 
     state = on_all_ranks(3, state_of)[0]
     assert on_all_ranks(3, goes_on_as) == [(Identity(), True)] * 3, "chosen by the network told of: BlockInt"
     assert on_all_ranks(2, goes_on_as) == [(BlockInt(8), False)] * 2
+
+
+def test_without_feedback_nothing_is_tried_until_all_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_NEAR", 100.0)
+
+    def train(peers: FakePeers) -> Tensor:
+        algorithm = Auto(error_feedback=False)
+        parameters = set_up(peers, algorithm)
+        take(algorithm, Identity())
+        algorithm._inner.delivers = True
+        algorithm._take(algorithm._chosen, deliver=True)
+        assert algorithm.load_residuals({"0": torch.ones(1000)}) == []
+        parameters[0].requires_grad_(False)  # nothing delivers its residual
+        passes(algorithm, parameters, peers.rank, range(20))
+        assert algorithm._trials is None
+        parameters[0].requires_grad_(True)
+        before = gradients_of(20, 0) / 2 + gradients_of(20, 1) / 2
+        delivered = one_pass(algorithm, parameters, gradients_of(20, peers.rank))[0] - before[0]
+        passes(algorithm, parameters, peers.rank, range(21, 60))
+        assert algorithm._trials is not None or algorithm._tuned
+        return delivered
+
+    assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
+
+
+@pytest.mark.parametrize(
+    ("since", "due", "said"),
+    # due after 8 passes; then after 4, and 1 before them if the first to be tried is lossless and delivers
+    [(0, (8,), "untried"), (10, (12, 13), "which it was just trying")],
+)
+def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(
+    monkeypatch: pytest.MonkeyPatch, since: int, due: tuple[int, ...], said: str
+) -> None:
+    monkeypatch.setattr(auto, "_MOST_POSTPONED", 5)
+    undecided = threading.local()
+    monkeypatch.setattr(AllReduce, "undecided", property(lambda _: undecided.now))
+
+    def train(peers: FakePeers) -> list[str]:
+        undecided.now = False
+        algorithm = Auto()
+        parameters, gave_up = set_up(peers, algorithm), []
+        for step in range(max(due) + 9):
+            undecided.now = step >= since
+            gave_up.append(algorithm._tuned)
+            one_pass(algorithm, parameters, gradients_of(step, peers.rank))
+        assert gave_up.index(True) - 5 in due
+        assert all(gave_up[gave_up.index(True) :])
+        assert not algorithm.state_dict()["tuned"], "another run may be able to"
+        undecided.now = False
+        passes(algorithm, parameters, peers.rank, range(9))
+        assert algorithm._trials is None
+        return algorithm.news()
+
+    for news in on_all_ranks(2, train):
+        assert len(news) == 2
+        assert said in news[1]
 
 
 def test_ranks_that_saw_other_times_predict_from_the_same() -> None:
@@ -714,32 +561,26 @@ def turns(tried: list[int], seconds: Callable[[int, int], float]) -> tuple[list[
 def test_trials_are_of_those_predicted_near_the_best_and_of_the_best_of_each_codec() -> None:
     codec_of = {0: "a", 1: "b", 2: "a", 3: "a", 4: "c", 5: "a", 6: "a"}
     predictions = {0: 1.0, 1: 1.4, 2: 1.2, 3: 1.3, 4: 1.6, 5: 0.99, 6: 1.21}
-
-    def tried(allow: str) -> list[int]:
-        return to_try(predictions, codec_of, allow)  # type: ignore[arg-type]
-
-    assert tried("abc") == [5, 0, 2, 6, 1], "3 is too slow, and 4 even for the best of its codec"
+    tried = to_try(predictions, codec_of, "abc")  # type: ignore[arg-type]
+    assert tried == [5, 0, 2, 6, 1], "3 is too slow, and 4 even for the best of its codec"
     predictions[3] = 1.19
-    assert tried("a") == [5, 0, 3, 2], "at most four"
+    assert to_try(predictions, codec_of, "a") == [5, 0, 3, 2], "at most four"  # type: ignore[arg-type]
 
 
-def test_a_clear_winner_needs_one_round() -> None:
-    assert turns([7, 3, 5], lambda place, _: {7: 1.2, 3: 1.0, 5: 1.3}[place]) == ([7, 3, 5], 3)
-    assert turns([7], lambda *_: 1.0) == ([7], 7)
-
-
-def test_those_near_the_best_go_to_and_fro_for_four_rounds_and_the_usual_wins() -> None:
-    order, winner = turns([7, 3, 5], lambda place, _: {7: 1.0, 3: 1.2, 5: 1.019}[place])
-    assert order == [7, 3, 5, *[5, 7], *[7, 5], *[5, 7]]
-    assert winner == 5, "less than 2 % slower, and more usual"
-
-
-def test_one_slow_round_does_not_decide() -> None:
-    _, winner = turns([2, 1], lambda place, round_: 1.05 if place == 1 else 1.5 if round_ == 3 else 1.0)
-    assert winner == 2, "by the median of all its passes"
-
-
-def test_who_fell_out_does_not_win_when_the_others_become_slower() -> None:
-    order, winner = turns([0, 1, 2], lambda place, round_: 1.2 if place == 0 else 1.0 if round_ < 2 else 9.0)
-    assert order.count(0) == 1
-    assert winner == 1
+@pytest.mark.parametrize(
+    ("tried", "seconds", "order", "winner"),
+    [
+        ([7, 3, 5], lambda place, _: {7: 1.2, 3: 1.0, 5: 1.3}[place], [7, 3, 5], 3),  # clear after one round
+        ([7], lambda *_: 1.0, [7], 7),
+        # those near the best go to and fro; less than 2 % slower, and more usual
+        ([7, 3, 5], lambda place, _: {7: 1.0, 3: 1.2, 5: 1.019}[place], [7, 3, 5, 5, 7, 7, 5, 5, 7], 5),
+        # by the median of all passes, so one slow round does not decide
+        ([2, 1], lambda p, round_: 1.05 if p == 1 else 1.5 if round_ == 3 else 1.0, [2, 1, 1, 2, 2, 1, 1, 2], 2),
+        # who fell out does not win when the others become slower
+        ([0, 1, 2], lambda p, round_: 1.2 if p == 0 else 1.0 if round_ < 2 else 9.0, [0, 1, 2, 2, 1, 1, 2, 2, 1], 1),
+    ],
+)
+def test_trials_go_on_until_one_is_clearly_best_or_four_rounds_are_over(
+    tried: list[int], seconds: Callable[[int, int], float], order: list[int], winner: int
+) -> None:
+    assert turns(tried, seconds) == (order, winner)

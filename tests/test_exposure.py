@@ -20,10 +20,7 @@ from test_strategy import Net, check_replicas, fit
 import ringstrategy.horovod as hvd
 from ringstrategy.transport.exposure import bound_to, guarded_store
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux has the limit"),
-]
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux has the limit")
 LOW = 256  # descriptors; Linux's usual limit is 1024
 
 
@@ -64,8 +61,7 @@ def _opens_at(address: str, task: Callable[[], None]) -> set[tuple[str, int]]:
     return listening() - before
 
 
-@pytest.mark.parametrize("task", [_trains, _averages_as_horovod_does])
-@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize(("address", "task"), [("127.0.0.1", _trains), ("localhost", _averages_as_horovod_does)])
 def test_a_job_of_one_machine_is_reached_from_this_machine_alone(
     ranks: Pool, address: str, task: Callable[[], None]
 ) -> None:
@@ -74,7 +70,7 @@ def test_a_job_of_one_machine_is_reached_from_this_machine_alone(
     assert len(of_rank_0) > len(of_rank_1)  # the store's
 
 
-def test_only_addresses_of_this_machine_are_bound_to() -> None:
+def test_only_addresses_of_this_machine_that_are_free_are_bound_to() -> None:
     with reserve_port() as holder:
         port = holder.getsockname()[1]
         for address in ("127.0.0.1", "localhost"):
@@ -84,11 +80,7 @@ def test_only_addresses_of_this_machine_are_bound_to() -> None:
             bound.close()
         assert bound_to("192.0.2.1", port) is None  # a document's: nobody's
         assert bound_to(socket.gethostname(), port) is None  # other machines may look it up with another result
-
-
-def test_a_port_that_is_taken_is_left_to_torch() -> None:
-    """As the second fit's within a process: torch shares its server."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # torch shares its server within a process
         port = taken.getsockname()[1]
         assert bound_to("127.0.0.1", port) is None
         with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):

@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import LocalSGD, RingStrategy
 
-pytestmark = pytest.mark.timeout(120)
 INTERVAL, EPOCHS = 3, 3  # an agreement at the end of each epoch
 
 
@@ -95,7 +94,6 @@ def _rows(steps: int) -> DataLoader[Any]:
 
 
 def _habit(habit: str) -> tuple[float, float, bool, int]:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     make, options = HABITS[habit]
     ours, alone = make(), make()
     start = parameters_to_vector(alone.parameters()).detach()
@@ -117,10 +115,21 @@ def _habit(habit: str) -> tuple[float, float, bool, int]:
     return float(difference), float((ends[1] - start).abs().max()), same_everywhere(ends[0]), trainers[0].global_step
 
 
-@pytest.mark.parametrize("habit", HABITS)
-def test_ranks_train_as_single_processes_do_that_take_their_mean_at_times(ranks: Pool, habit: str) -> None:
-    for difference, way, same, steps in ranks(3, _habit, habit):
-        assert difference < 1e-6
-        assert way > 0.01
-        assert same
-        assert steps == INTERVAL * EPOCHS * (2 if habit == "two optimizers" else 1)
+def _habits(habits: list[str]) -> dict[str, tuple[float, float, bool, int]]:
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    found = {habit: _habit(habit) for habit in habits}
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    "habits", [[habit for habit in HABITS if habit != "compiled"], pytest.param(["compiled"], marks=pytest.mark.slow)]
+)
+def test_ranks_train_as_single_processes_do_that_take_their_mean_at_times(ranks: Pool, habits: list[str]) -> None:
+    for every_habit in ranks(3, _habits, habits):
+        assert list(every_habit) == habits
+        for habit, (difference, way, same, steps) in every_habit.items():
+            assert difference < 1e-6, habit
+            assert way > 0.01, habit
+            assert same, habit
+            assert steps == INTERVAL * EPOCHS * (2 if habit == "two optimizers" else 1), habit

@@ -1,19 +1,49 @@
-"""What every registered name promises, whatever it does to the bytes: one test runs them all through a Trainer."""
+"""The registered names: their YAML twins, their start methods, and what each promises whatever it does to the bytes."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import StrategyRegistry
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import LocalSGD, RingStrategy
+from ringstrategy.app.refusals import check_arguments
+from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
+
+YAMLS = {path.stem for path in (Path(__file__).parents[1] / "configs" / "strategy").glob("*.yaml")} - {"ddp"}
+
+
+def test_every_name_has_a_yaml_that_builds_what_it_means() -> None:
+    assert set(STRATEGIES) == YAMLS
+    with initialize_config_module("ringstrategy.configs", version_base="1.3"):
+        for name in STRATEGIES:
+            config = compose("train", [f"strategy={name}"])
+            check_arguments(config)
+            from_yaml, from_table = instantiate(config.strategy), StrategyRegistry.get(name)
+            assert isinstance(from_yaml, RingStrategy)
+            assert repr(from_yaml) == repr(from_table)
+            assert from_yaml._timeout == from_table._timeout
+            assert from_yaml._start_method == from_table._start_method == "popen"
+
+
+def test_each_name_has_lightnings_start_methods_and_an_algorithm_of_its_own() -> None:
+    for name, make in STRATEGIES.items():
+        for suffix, method in START_METHODS.items():
+            strategy = StrategyRegistry.get(name + suffix)
+            assert isinstance(strategy, RingStrategy)
+            assert strategy._start_method == method
+            assert repr(strategy.algorithm) == repr(make())
+            assert strategy.algorithm is not StrategyRegistry.get(name + suffix).algorithm
 
 
 class _Classifier(L.LightningModule):
@@ -32,19 +62,16 @@ class _Classifier(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.3)
 
 
-def _rows() -> DataLoader[Any]:
+def _fit(name: str, devices: int, steps: int) -> tuple[L.Trainer, _Classifier]:
     generator = torch.Generator().manual_seed(7)
     inputs = torch.randn(1024, 16, generator=generator)
-    return DataLoader(TensorDataset(inputs, (inputs @ torch.randn(16, 4, generator=generator)).argmax(1)), batch_size=8)
-
-
-def _fit(name: str, devices: int) -> tuple[L.Trainer, _Classifier]:
+    labels = (inputs @ torch.randn(16, 4, generator=generator)).argmax(1)
     model = _Classifier()
     trainer = L.Trainer(
         strategy=name,
         accelerator="cpu",
         devices=devices,
-        max_steps=60,
+        max_steps=steps,
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
@@ -52,14 +79,14 @@ def _fit(name: str, devices: int) -> tuple[L.Trainer, _Classifier]:
         enable_model_summary=False,
         use_distributed_sampler=devices > 1,
     )
-    trainer.fit(model, _rows())
+    trainer.fit(model, DataLoader(TensorDataset(inputs, labels), batch_size=8))
     return trainer, model
 
 
 def _train_all(size: int) -> dict[str, int]:
     sent = {}
     for name in STRATEGIES:
-        trainer, model = _fit(name, size)
+        trainer, model = _fit(name, size, 60)
         strategy = trainer.strategy
         assert isinstance(strategy, RingStrategy)
         assert strategy.world_size == dist.get_world_size() == size > 1
@@ -80,10 +107,9 @@ def _train_all(size: int) -> dict[str, int]:
     return sent
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.nightly)])
 def test_every_name_trains_identical_replicas_and_sends_what_it_says(ranks: Pool, size: int) -> None:
-    sent = ranks(size, _train_all, size, limit=120)[0]
+    sent = ranks(size, _train_all, size)[0]
     exact = sent["ring"]
     fewer = {"ring_fp16": 1.9, "ring_bf16": 1.9, "ring_int8": 3.5, "ring_fp8": 3.5, "ring_int4": 6, "ring_int2": 9}
     for name, factor in {**fewer, "ring_sign": 12, "ring_topk": 14, "ring_powersgd": 4}.items():
@@ -91,10 +117,10 @@ def test_every_name_trains_identical_replicas_and_sends_what_it_says(ranks: Pool
     assert set(sent) == set(STRATEGIES)
 
 
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_one_process_trains_as_without_a_strategy(name: str) -> None:
-    trainer, ours = _fit(name, 1)
-    _, plain = _fit("auto", 1)
-    assert isinstance(trainer.strategy, RingStrategy)
-    assert trainer.strategy.stats.bytes_sent == 0
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+def test_one_process_trains_as_without_a_strategy() -> None:
+    _, plain = _fit("auto", 1, 20)
+    for name in STRATEGIES:
+        trainer, ours = _fit(name, 1, 20)
+        assert isinstance(trainer.strategy, RingStrategy)
+        assert trainer.strategy.stats.bytes_sent == 0
+        assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)), name

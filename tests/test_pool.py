@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import random
 import socket
-import threading
-from collections.abc import Iterable, Iterator
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -18,12 +14,16 @@ from pool import Pool, RankFailed, reserve_port
 MINUTE = timedelta(seconds=60)
 
 
-@pytest.fixture
-def other() -> Iterator[Pool]:
-    """A second pool, as another pytest has it."""
-    pool = Pool()
-    yield pool
-    pool.close()
+def test_only_a_store_that_is_told_listens_on_a_reserved_port() -> None:
+    with reserve_port() as holder, socket.socket() as late:
+        port = holder.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            late.bind(("127.0.0.1", port))
+        for _ in range(2):  # one after the other: a task may rendezvous twice
+            store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, timeout=MINUTE)
+            store.set("here", "")
+            assert store.check(["here"])
+            del store
 
 
 def _mean(value: float) -> float:
@@ -32,47 +32,6 @@ def _mean(value: float) -> float:
     mean = torch.tensor([value + dist.get_rank()])
     dist.all_reduce(mean)
     return float(mean / 2)
-
-
-def _all_try(monkeypatch: pytest.MonkeyPatch, ports: Iterable[int]) -> None:
-    tried = iter(ports)
-
-    class Choice(random.SystemRandom):
-        def choice(self, _: Any) -> Any:
-            return next(tried)
-
-    monkeypatch.setattr(random, "SystemRandom", Choice)
-
-
-def test_only_a_store_that_is_told_listens_on_a_reserved_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    with reserve_port() as holder, socket.socket() as late:
-        port = holder.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
-            late.bind(("127.0.0.1", port))
-        _all_try(monkeypatch, range(port, port + 100))
-        with reserve_port() as second:
-            assert second.getsockname()[1] > port
-        for _ in range(2):  # one after the other: a task may rendezvous twice
-            store = dist.TCPStore("127.0.0.1", port, 1, is_master=True, timeout=MINUTE)
-            store.set("here", "")
-            assert store.check(["here"])
-            del store
-
-
-def test_worlds_of_two_pools_never_meet(ranks: Pool, other: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though both come upon the same ports."""
-    _all_try(monkeypatch, (port for port in range(20_000, 32_000) for _ in range(2)))
-    means: dict[Pool, list[float]] = {}
-
-    def use(which: Pool, value: float) -> None:
-        means[which] = [mean for _ in range(5) for mean in which(2, _mean, value)]
-
-    threads = [threading.Thread(target=use, args=(ranks, 1.0)), threading.Thread(target=use, args=(other, 10.0))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert means == {ranks: [1.5] * 10, other: [10.5] * 10}
 
 
 def _one_comes_late_for_ever() -> None:

@@ -29,12 +29,18 @@ from ringstrategy.transport.timelines import CLOCK
 
 CPU = torch.device("cpu")
 STEPS = 2
+SIZE = 3
 Event = dict[str, Any]
+Traced = tuple[Path, list[dict[str, Any]]]
+WAYS: dict[str, Algorithm] = {
+    "ring": AllReduce(BlockInt(8), Ring(), bucket_mb=0.1),
+    "direct": AllReduce(BlockInt(8), Direct(), bucket_mb=0.1),
+    "gossip": Gossip(RingGraph(), overlap=False),
+}
 
 
 @contextmanager
 def opened(algorithm: Algorithm) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     torch.manual_seed(0)
     session = Session(nn.Sequential(nn.Linear(6, 401), nn.ReLU(), nn.Linear(401, 300)), algorithm)
     session.open(CPU)
@@ -42,9 +48,9 @@ def opened(algorithm: Algorithm) -> Iterator[tuple[Session, torch.optim.Optimize
     session.bind([optimizer])
     try:
         yield session, optimizer
+        dist.barrier()  # the store is in rank 0's process
     finally:
         session.close()
-        dist.destroy_process_group()
 
 
 def train(session: Session, optimizer: torch.optim.Optimizer) -> None:
@@ -57,18 +63,50 @@ def train(session: Session, optimizer: torch.optim.Optimizer) -> None:
         session.end_batch(1)
 
 
-def _traced(algorithm: Algorithm, path: str) -> tuple[int, int, int, int]:
-    """Bytes sent in this time, and how many bytes each bucket has."""
-    with opened(algorithm) as (session, optimizer):
-        before = session.stats.bytes_sent
-        assert before is not None
-        with ringstrategy.timeline(path):
+def _by_variable(path: str) -> int | None:
+    os.environ["RINGSTRATEGY_TIMELINE"] = path
+    try:
+        with opened(AllReduce()) as (session, optimizer):
             train(session, optimizer)
-            session.settle()
-            after = session.stats.bytes_sent
-        train(session, optimizer)  # in no file
-        buckets = len(getattr(algorithm, "_buckets", []))
-        return after - before, session.stats.probe_bytes_sent, buckets, dist.get_rank()
+            assert trace._timeline is not None
+            with pytest.raises(RuntimeError, match="is being recorded already"), ringstrategy.timeline(path):
+                pass
+            trace._timeline.close()  # as at the end of the process
+            return session.stats.bytes_sent
+    finally:
+        del os.environ["RINGSTRATEGY_TIMELINE"]
+        trace._timeline = None
+
+
+def _all_ways(folder: str) -> dict[str, Any]:
+    """A timeline of each way; how many bytes were sent in this time, or what the profiler saw."""
+    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
+    found: dict[str, Any] = {}
+    for way, algorithm in WAYS.items():
+        with opened(algorithm) as (session, optimizer):
+            before = session.stats.bytes_sent
+            with ringstrategy.timeline(f"{folder}/{way}.json"):
+                train(session, optimizer)
+                session.settle()
+                found[way] = session.stats.bytes_sent - before
+            train(session, optimizer)  # in no file
+            found[f"buckets of {way}"] = len(getattr(algorithm, "_buckets", []))
+    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with (
+        opened(AllReduce(BlockInt(8), Ring())) as (session, optimizer),
+        torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile,
+    ):
+        train(session, optimizer)
+    found["profiled"] = {event.name for event in profile.events()}
+    group = dist.new_group(backend="ring_int8")
+    values = torch.randn(50_000, generator=torch.Generator().manual_seed(dist.get_rank()))
+    dist.all_reduce(values, group=group)
+    with ringstrategy.timeline(f"{folder}/group.json"):
+        dist.all_reduce(values, group=group)
+    found["by variable"] = _by_variable(f"{folder}/variable.json")
+    dist.barrier()
+    return found
 
 
 def read(path: Path) -> list[Event]:
@@ -83,6 +121,22 @@ def of_rank(path: Path, rank: int) -> list[Event]:
 
 def spans(events: list[Event]) -> list[Event]:
     return [event for event in events if event["ph"] == "X"]
+
+
+def bytes_of(events: list[Event], category: str, phase: str) -> dict[str, int]:
+    """Of each message."""
+    return {e["id"]: e["args"]["bytes"] for e in events if e.get("cat") == category and e["ph"] == phase}
+
+
+def sent_in(events: list[Event]) -> int:
+    return sum(bytes_of(events, "send", "b").values())
+
+
+@pytest.fixture(scope="module")
+def traced(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    """Where the timelines of three ranks are, and what each rank says of them."""
+    folder = tmp_path_factory.mktemp("timelines")
+    return folder, ranks(SIZE, _all_ways, str(folder))
 
 
 def assert_nested(events: list[Event]) -> None:
@@ -101,158 +155,106 @@ def assert_nested(events: list[Event]) -> None:
             under_way.append(end)
 
 
-@pytest.mark.parametrize(("collective", "size"), [(Ring(), 3), (Direct(), 3), (Ring(), 2)], ids=str)
-def test_a_timeline_has_every_hop_of_every_bucket(ranks: Pool, tmp_path: Path, collective: Any, size: int) -> None:
-    path = tmp_path / "timeline.json"
-    algorithm = AllReduce(BlockInt(8), collective, bucket_mb=0.1)
-    for sent, _, buckets, rank in ranks(size, _traced, algorithm, str(path)):
-        events = of_rank(path, rank)
+def _hops(way: str, rank: int) -> list[tuple[str, int, int]]:
+    """What a rank does with each bucket, with which chunk at which hop; but for decodes, which are of every chunk."""
+    if way == "ring":
+        moved = [("send", rank), ("wait", rank - 1)]
+        hops = [("encode", rank - hop, hop) for hop in range(SIZE)]
+        return hops + [(what, first - hop, hop) for what, first in moved for hop in range(2 * SIZE - 2)]
+    others = [other for other in range(SIZE) if other != rank]
+    hops = [(what, other, 0) for what in ("encode", "send") for other in others]
+    return [*hops, ("wait", rank, 0), ("encode", rank, 1), ("send", rank, 1)]
+
+
+@pytest.mark.parametrize("way", ["ring", "direct"])
+def test_a_timeline_has_every_hop_of_every_bucket(traced: Traced, way: str) -> None:
+    folder, every_rank = traced
+    for rank, said in enumerate(every_rank):
+        events, buckets = of_rank(folder / f"{way}.json", rank), said[f"buckets of {way}"]
         assert_nested(events)
-        assert sum(e["args"]["bytes"] for e in events if e.get("cat") == "send" and e["ph"] == "b") == sent > 0
+        assert sent_in(events) == said[way] > 0
         assert buckets > 1
         found = Counter(event["name"] for event in spans(events))
         for bucket in range(buckets):
-            if isinstance(collective, Ring):
-                expected = [f"encode chunk {(rank - hop) % size} hop {hop}" for hop in range(size)]
-                expected += [f"send chunk {(rank - hop) % size} hop {hop}" for hop in range(2 * size - 2)]
-                expected += [f"wait chunk {(rank - 1 - hop) % size} hop {hop}" for hop in range(2 * size - 2)]
-                expected += [f"decode chunk {(rank + 1) % size} hop {size - 1}"]
-                expected += [
-                    f"decode chunk {(rank - 1 - hop) % size} hop {hop}" for hop in range(size - 1, 2 * size - 2)
-                ]
-            else:
-                others = [other for other in range(size) if other != rank]
-                expected = [f"{what} chunk {other} hop 0" for what in ("encode", "send") for other in others]
-                expected += [f"wait chunk {rank} hop 0", f"encode chunk {rank} hop 1", f"send chunk {rank} hop 1"]
-                expected += ["wait hop 1", *(f"decode chunk {chunk} hop 1" for chunk in range(size))]
-            for what in [*expected, "pack", "unpack"]:
+            hops = [f"{what} chunk {chunk % SIZE} hop {hop}" for what, chunk, hop in _hops(way, rank)]
+            for what in [*hops, "pack", "unpack"]:
                 assert found[f"bucket {bucket}: {what}"] == STEPS, (what, found)
+            decoded = [name[:-1] for name in found if name.startswith(f"bucket {bucket}: decode")]
+            assert sorted(decoded) == [f"bucket {bucket}: decode chunk {chunk} hop " for chunk in range(SIZE)]
             for step in range(STEPS):
                 assert found[f"at step {step}, in bucket {bucket} of {buckets}"] == 1
         assert found["wait for exchanges"] == STEPS
 
 
-def test_messages_begin_and_end(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    ranks(2, _traced, AllReduce(BlockInt(8)), str(path))
-    both = [of_rank(path, rank) for rank in range(2)]
-    for mine, theirs, rank in ((*both, 0), (*both[::-1], 1)):
-        sent = {e["id"]: e["args"]["bytes"] for e in mine if e.get("cat") == "send" and e["ph"] == "b"}
-        arrived = {e["id"]: e["args"]["bytes"] for e in theirs if e.get("cat") == "receive" and e["ph"] == "e"}
-        assert sent == arrived
+def test_messages_begin_and_end(traced: Traced) -> None:
+    every_rank = [of_rank(traced[0] / "direct.json", rank) for rank in range(SIZE)]
+    sent, arrived = {}, {}
+    for rank, events in enumerate(every_rank):
+        sent |= bytes_of(events, "send", "b")
+        arrived |= bytes_of(events, "receive", "e")
         for category in ("send", "receive"):
             begun, ended = (
-                {e["id"]: e["ts"] for e in mine if e.get("cat") == category and e["ph"] == ph} for ph in "be"
+                {e["id"]: e["ts"] for e in events if e.get("cat") == category and e["ph"] == ph} for ph in "be"
             )
             assert begun.keys() == ended.keys()
             assert all(begun[message] <= ended[message] for message in begun)
-        assert {event["pid"] for event in mine} == {rank}
-        named = {e["tid"] for e in mine if e["name"] == "thread_name"}
-        assert {e["tid"] for e in mine if e["ph"] != "M"} <= named
+        assert {event["pid"] for event in events} == {rank}
+        named = {e["tid"] for e in events if e["name"] == "thread_name"}
+        assert {e["tid"] for e in events if e["ph"] != "M"} <= named
+    assert sent == arrived
+    assert len(sent) > SIZE
 
 
-def test_gossip_is_traced(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    for sent, _, _, rank in ranks(3, _traced, Gossip(RingGraph(), overlap=False), str(path)):
-        events = of_rank(path, rank)
-        assert_nested(events)
-        assert sum(e["args"]["bytes"] for e in events if e.get("cat") == "send" and e["ph"] == "b") == sent > 0
-        names = {event["name"] for event in spans(events)}
+def test_spans_name_what_they_are_of_in_every_door(traced: Traced) -> None:
+    folder, every_rank = traced
+    for rank, said in enumerate(every_rank):
+        gossip = of_rank(folder / "gossip.json", rank)
+        assert_nested(gossip)
+        assert sent_in(gossip) == said["gossip"] > 0
+        names = {event["name"] for event in spans(gossip)}
         assert {f"at mixing 1: {what}" for what in ("encode", "send", "wait", "decode and mix")} <= names
-
-
-def _sums_in_a_group(path: str) -> None:
-    dist.init_process_group("gloo", timeout=timedelta(minutes=1))
-    try:
-        group = dist.new_group(backend="ring_int8")
-        values = torch.randn(50_000, generator=torch.Generator().manual_seed(dist.get_rank()))
-        dist.all_reduce(values, group=group)
-        with ringstrategy.timeline(path):
-            dist.all_reduce(values, group=group)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_spans_of_a_process_group_name_its_calls(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    ranks(2, _sums_in_a_group, str(path))
-    for rank in (0, 1):
-        names = {span["name"] for span in spans(of_rank(path, rank))}
-        assert {f"all-reduce 2: encode chunk {1 - rank} hop 0", "all-reduce 2: decode chunk 1 hop 1"} <= names, names
-
-
-def test_timelines_are_merged_on_one_clock(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    ranks(3, _traced, AllReduce(BlockInt(8), Ring()), str(path))
-    true = {}
-    for rank in range(3):  # as if each had been on a host of its own, whose clock is ahead
-        events = of_rank(path, rank)
-        true |= {(rank, i): event["ts"] for i, event in enumerate(events) if "ts" in event}
-        for event in events:
-            if event["name"] == CLOCK:
-                event["args"]["host"] = f"host{rank}"
-            elif "ts" in event:
-                event["ts"] += rank * 5e6
-        path.with_name(f"timeline.rank{rank}.json").write_text(json.dumps(events))
-    assert ringstrategy.merge_timelines(path) == path
-    merged = read(path)
-    assert len(merged) == sum(len(of_rank(path, rank)) for rank in range(3))
-    place = dict.fromkeys(range(3), -1)
-    for event in merged:
-        place[event["pid"]] += 1
-        if "ts" in event:
-            assert abs(event["ts"] - true[event["pid"], place[event["pid"]]]) < 1e6
-
-
-def test_ranks_of_one_host_share_its_clock(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "timeline.json"
-    ranks(2, _traced, AllReduce(), str(path))
-    ringstrategy.merge_timelines(path)
-    assert read(path) == of_rank(path, 0) + of_rank(path, 1)
-    with pytest.raises(FileNotFoundError, match=r"record it with ringstrategy\.timeline"):
-        ringstrategy.merge_timelines(tmp_path / "other.json")
-
-
-def _profiled() -> set[str]:
-    everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with opened(AllReduce(BlockInt(8), Ring())) as (session, optimizer):
-        with torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile:
-            train(session, optimizer)
-        return {event.name for event in profile.events()}
-
-
-def test_the_profiler_sees_the_spans(ranks: Pool) -> None:
-    for rank, names in enumerate(ranks(2, _profiled)):
+        group = {span["name"] for span in spans(of_rank(folder / "group.json", rank))}
+        assert f"all-reduce 2: encode chunk {(rank + 1) % SIZE} hop 0" in group, group
         assert {
             "bucket 0: pack",
             "at step 0, in bucket 0 of 1",
             f"bucket 0: encode chunk {rank} hop 0",
-            f"bucket 0: wait chunk {1 - rank} hop 0",
-            f"bucket 0: decode chunk {1 - rank} hop 1",
+            f"bucket 0: decode chunk {(rank + 1) % SIZE} hop 2",
             "wait for exchanges",
-        } <= names
+        } <= said["profiled"]
+        # an environment variable asks for a timeline
+        assert sent_in(of_rank(folder / "variable.json", rank)) == said["by variable"] > 0
 
 
-def _by_variable(path: str) -> int:
-    os.environ["RINGSTRATEGY_TIMELINE"] = path
-    try:
-        with opened(AllReduce()) as (session, optimizer):
-            train(session, optimizer)
-            assert trace._timeline is not None
-            with pytest.raises(RuntimeError, match="is being recorded already"), ringstrategy.timeline(path):
-                pass
-            trace._timeline.close()  # as at the end of the process
-            return session.stats.bytes_sent
-    finally:
-        del os.environ["RINGSTRATEGY_TIMELINE"]
-        trace._timeline = None
+def test_timelines_are_merged_on_one_clock(traced: Traced, tmp_path: Path) -> None:
+    path, true = tmp_path / "ring.json", {}
+    for rank in range(SIZE):
+        events = of_rank(traced[0] / "ring.json", rank)
+        path.with_name(f"ring.rank{rank}.json").write_text(json.dumps(events))
+        true |= {(rank, i): event["ts"] for i, event in enumerate(events) if "ts" in event}
+    assert ringstrategy.merge_timelines(path) == path
+    merged = read(path)  # ranks of one host share its clock
+    assert merged == [event for rank in range(SIZE) for event in of_rank(path, rank)]
+
+    for rank in range(SIZE):  # as if each had been on a host of its own, whose clock is ahead
+        events = of_rank(path, rank)
+        for event in events:
+            if event["name"] == CLOCK:
+                event["args"]["host"] = f"host{rank}"
+            elif "ts" in event:
+                event["ts"] += rank * 1e9
+        path.with_name(f"ring.rank{rank}.json").write_text(json.dumps(events))
+    ringstrategy.merge_timelines(path)
+    place = dict.fromkeys(range(SIZE), -1)
+    for event in read(path):
+        place[event["pid"]] += 1
+        if "ts" in event:
+            assert abs(event["ts"] - true[event["pid"], place[event["pid"]]]) < 3e8
+    with pytest.raises(FileNotFoundError, match=r"record it with ringstrategy\.timeline"):
+        ringstrategy.merge_timelines(tmp_path / "other.json")
 
 
-def test_an_environment_variable_asks_for_a_timeline(ranks: Pool, tmp_path: Path) -> None:
-    for rank, sent in enumerate(ranks(2, _by_variable, str(tmp_path / "timeline.json"))):
-        events = of_rank(tmp_path / "timeline.json", rank)
-        assert sum(e["args"]["bytes"] for e in events if e.get("cat") == "send" and e["ph"] == "b") == sent
+# Of this process
 
 
 def test_a_folder_that_is_missing_is_noticed_at_once() -> None:

@@ -43,10 +43,11 @@ def measure(peers: Peers, codecs: Iterable[tuple[Codec, bool]], device: torch.de
     codecs = list(codecs)
     leaders = [rank for rank, host in enumerate(peers.hosts) if peers.hosts.index(host) == rank]
     neighbours = [rank for rank, host in enumerate(peers.hosts) if host == peers.hosts[peers.rank]]
-    across, inside = (_link(peers, members, longest, device) for members in (leaders, neighbours))
+    packing = pack_seconds(device)
+    across, inside = (_link(peers, members, longest, device, packing / 8) for members in (leaders, neighbours))
     costs = {key: codec_cost(*key, device, lambda work: peers.submit(work, "while measuring").wait()) for key in codecs}
     mine = [across.alpha, across.beta, inside.alpha, inside.beta, max(across.post, inside.post)]
-    mine += [max(across.transport, inside.transport), pack_seconds(device)]
+    mine += [max(across.transport, inside.transport), packing]
     for cost in costs.values():
         mine += [x for work in (cost.encode, cost.relay, cost.decode, cost.add) for x in (work.fixed, work.per_value)]
     slowest = [max(column) for column in zip(*all_gather_floats(peers, mine), strict=True)]
@@ -100,37 +101,47 @@ class _Lap(NamedTuple):
         return self.post + self.wait
 
 
-def _link(peers: Peers, members: Sequence[int], longest: float, device: torch.device) -> _Measured:
+def _link(peers: Peers, members: Sequence[int], longest: float, device: torch.device, memory: float) -> _Measured:
     """In a ring of these ranks, by messages of at most `longest` bytes.
 
     All ranks call it, for they agree on how long to go on; zeros on a rank that is no member, or the only one.
+
+    Args:
+        peers: who exchanges.
+        members: their ranks.
+        longest: see `measure`.
+        device: where the messages are.
+        memory: seconds that reading or writing a byte takes. No link is faster; but where other work holds messages up,
+            a long one may have taken no longer than a short one.
     """
     short = [_lap(peers, members, 8, device) for _ in range(_LAPS)]
     post = min(lap.post for lap in short)  # in others, whom the message woke had the core before the post returned
     alpha = statistics.median(lap.seconds for lap in short) - post
+    # where cores are short of time, others may have taken longer than a long one
+    least = min(lap.seconds for lap in short)
+    if not any(row[0] for row in all_gather_floats(peers, [least])):  # no rank has a neighbour
+        return _Measured()
     most = int(max(1, min(_LARGEST, longest)))
     nbytes = min(_SMALLEST, most)
 
     def laps(count: int) -> tuple[list[_Lap], float]:
-        """And what they took on the slowest rank."""
+        """And how much longer than a short one they took, on the slowest rank."""
         taken = [_lap(peers, members, nbytes, device) for _ in range(count)]
-        return taken, max(row[0] for row in all_gather_floats(peers, [statistics.median(lap.seconds for lap in taken)]))
+        longer = statistics.median(lap.seconds for lap in taken) - least
+        return taken, max(row[0] for row in all_gather_floats(peers, [longer]))
 
     while True:
         _, seconds = laps(1)
-        if seconds == 0.0:
-            return _Measured()
         if seconds >= _LONG_ENOUGH or nbytes == most:
             # again, for that one may have been held up, or a link that was idle may have let a burst pass
             long, seconds = laps(_LONG_LAPS)
             if seconds >= _LONG_ENOUGH / 2 or nbytes == most:
                 break
         nbytes = min(4 * nbytes, most)
-    # less the least of the short ones: where cores are short of time, others may have taken longer than a long one
-    beta = statistics.median(lap.seconds for lap in long) - min(lap.seconds for lap in short)
+    beta = (statistics.median(lap.seconds for lap in long) - least) / nbytes
     transport = statistics.median(lap.processor for lap in long) / 2
     known = seconds >= _LONG_ENOUGH / 2 or nbytes == _LARGEST
-    return _Measured(alpha, max(beta, 0.0) / nbytes, post / 2, transport / nbytes, math.inf if known else longest)
+    return _Measured(alpha, max(beta, memory), post / 2, transport / nbytes, math.inf if known else longest)
 
 
 def _lap(peers: Peers, members: Sequence[int], nbytes: int, device: torch.device) -> _Lap:

@@ -67,7 +67,7 @@ def machines_in_words(machines: Machines) -> str:
     hosts = len(set(machines.hosts))
     link = machines.across if hosts > 1 else machines.inside
     where = f"{hosts} hosts" if hosts > 1 else "one host"
-    rate = f"{1e-6 / link.beta if link.beta else float('inf'):.1f} MB/s"
+    rate = f"{1e-6 / link.beta:.1f} MB/s"
     if machines.longest < math.inf:
         rate += f" in messages of {1e-3 * machines.longest:.1f} kB"
     codecs = [
