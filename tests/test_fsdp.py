@@ -18,8 +18,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, zeros
 
 import ringstrategy
-from ringstrategy import BlockInt, Direct, Gaussian, Identity, Native, Rotated, Sign, TopK
+from ringstrategy import BlockInt, Direct, Gaussian, GroupOptions, Identity, Native, Rotated, Sign, TopK
 from ringstrategy.codecs import Codec
+from ringstrategy.names import STRATEGIES
 
 MINUTE = timedelta(minutes=1)
 CODECS: list[tuple[Codec, Any]] = [
@@ -152,28 +153,38 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
     assert not torch.equal(gradient_of(module, 0), gradient_of(module, 0)), "the noise of two steps is the same"
 
 
-def _hybrid() -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+def _hybrid(mixed: MixedPrecisionPolicy) -> dict[str, Any]:
+    """Over gloo; through codecs within hosts; and through codecs between hosts, which is for a backend of ours."""
     dist.init_process_group("gloo", timeout=MINUTE)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    ends = []
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for feedback in (False, True):
-        module = sharded(net(), mesh=mesh, mp_policy=policy)
-        if feedback:
+    found: dict[str, Any] = {}
+    for name in ("gloo", "within", "ring", "ring_int8"):
+        backend = (name, GroupOptions(STRATEGIES[name](), exact_below=1 << 10)) if name in STRATEGIES else "gloo"  # type: ignore[arg-type]
+        mesh = init_device_mesh(
+            "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": backend}
+        )
+        module, group = sharded(net(), mesh=mesh, mp_policy=mixed), mesh.get_group("replicate")
+        assert dist.get_backend(mesh.get_group("shard")) == "gloo"
+        if name == "within":
             residuals = ringstrategy.fsdp(module, BlockInt(8), exact_below=0, residual_dtype=torch.bfloat16)
-        train(module, torch.optim.SGD(module.parameters(), lr=0.05), range(6))
-        ends.append(weights(module))
-    shapes = [list(state["residual"].shape) for state in residuals.state_dict().values()]
-    return ends[0], ends[1], shapes[0]
+        train(module, torch.optim.SGD(module.parameters(), lr=0.05), range(5))
+        found[name] = weights(module)
+        found[f"{name} sent"] = group.stats.bytes_sent if name in STRATEGIES else 0
+    # 203 rows of 61 and the bias, padded for two shards
+    assert list(residuals.state_dict()["0"]["residual"].shape) == [2, 2, 204 * 62]
+    return found
 
 
-def test_hsdp_and_16_bits(ranks: Pool) -> None:
-    results = ranks(4, _hybrid)
-    for exact, encoded, shape in results:
-        assert torch.equal(encoded, results[0][1])
-        assert 0 < (encoded - exact).abs().max() < 1e-2
-        assert shape == [2, 2, 204 * 62]  # 203 rows of 61 and the bias, padded for two shards
-    assert len(results) == 4
+@pytest.mark.parametrize("mixed", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
+def test_hsdp_encodes_within_hosts_or_between_them(ranks: Pool, mixed: MixedPrecisionPolicy) -> None:
+    results = ranks(4, _hybrid, mixed)
+    for result in results:
+        for name in ("within", "ring", "ring_int8"):
+            assert torch.equal(result[name], results[0][name]), name
+            # the sum of two 16-bit values is rounded once, by gloo too
+            low, high = (0, 1e-6) if name == "ring" else (1e-6, 1e-2)
+            assert low <= (result[name] - result["gloo"]).abs().max() < high, name
+        if mixed.reduce_dtype is None:
+            assert 3 < result["ring sent"] / result["ring_int8 sent"] < 4
 
 
 class Half(nn.Module):

@@ -41,6 +41,9 @@ def horovod(**how: Any) -> Iterator[int]:
     hvd.init(timeout=MINUTE, **how)
     try:
         yield hvd.rank()
+    except BaseException as error:
+        hvd.tell(error)
+        raise
     finally:
         hvd.shutdown()
 
@@ -270,69 +273,53 @@ def test_arguments_have_horovods_places() -> None:
             assert " ".join(names).startswith(theirs), function
 
 
+def chain(operation: Callable[..., Any], **how: Any) -> Callable[[Tensor], Tensor]:
+    """Two tensors travel as one operation."""
+    return lambda x: torch.cat(operation([x, 3 * x[:2]], **how))
+
+
 @on_ranks(3)
 def test_gradients_flow_back_as_in_one_process() -> None:
-    """Each rank's loss is the product with weights of its own; the twin sums them over all tensors, in float64.
-
-    Horovod's gradients have the factor `times`.
-    """
+    """Each rank's loss is the product with weights of its own; the twin sums them over all tensors, in float64."""
     with horovod() as rank:
         size = hvd.size()
-
-        def check(
-            operation: Callable[[Tensor], Tensor],
-            twin: Callable[[list[Tensor]], list[Tensor]],
-            rows: int,
-            times: float = 1.0,
-        ) -> None:
-            mine = data(rank, rows, 2).requires_grad_()
-            result = operation(mine)
-            (result * data(rank, *result.shape, seed=7)).sum().backward()
-            tensors = [data(r, rows, 2).double().requires_grad_() for r in range(size)]
-            results = twin(tensors)
-            close(result, results[rank])
-            total = sum((y * data(r, *y.shape, seed=7)).sum() for r, y in enumerate(results))
-            assert isinstance(total, Tensor)
-            total.backward()
-            expected = tensors[rank].grad
-            assert mine.grad is not None
-            close(mine.grad, torch.zeros_like(mine) if expected is None else times * expected)
-
-        def everyone(value: Tensor) -> list[Tensor]:
-            return [value] * size
 
         def total(xs: list[Tensor]) -> Tensor:
             return torch.stack(xs).sum(0)
 
-        check(
-            lambda x: hvd.allreduce(x, prescale_factor=3.0, postscale_factor=0.5),
-            lambda xs: everyone(1.5 * total(xs) / size),
-            3,
-        )
-        check(
-            lambda x: torch.cat(hvd.grouped_allreduce([x, 2 * x[:1]], op=hvd.Sum)),
-            lambda xs: everyone(torch.cat([total(xs), 2 * total(xs)[:1]])),
-            3,
-        )
-        check(
-            lambda x: torch.cat(hvd.grouped_allgather([x[:2], x])),
-            lambda xs: everyone(torch.cat([x[:2] for x in xs] + xs)),
-            3,
-            1 / size,
-        )
-        check(lambda x: hvd.broadcast(x, 1), lambda xs: everyone(xs[1]), 3, 1 / size)
-        check(hvd.alltoall, lambda xs: [torch.cat([x.chunk(size)[r] for x in xs]) for r in range(size)], size)
-        check(
-            lambda x: torch.cat(hvd.grouped_reducescatter([x, 3 * x])),
-            lambda xs: [torch.cat([part, 3 * part]) for part in (total(xs) / size).chunk(size)],
-            2 * size,
-            size,
-        )
-        for op in (hvd.Sum, hvd.Average):
-            scaled = data(rank, 2 * size, 2).requires_grad_()
-            hvd.reducescatter(scaled, op=op, prescale_factor=3.0, postscale_factor=0.5).sum().backward()
-            assert scaled.grad is not None
-            close(scaled.grad, torch.full_like(scaled, 1.5 * (size if op is hvd.Sum else 1)))
+        def parts(xs: list[Tensor]) -> list[Tensor]:
+            return [part / size for part in total(xs).chunk(size)]
+
+        factors = {"prescale_factor": 3.0, "postscale_factor": 0.5}
+        table: list[tuple[Any, Callable[[list[Tensor]], Any], float]] = [  # ours, the twin's, Horovod's factor
+            (lambda x: hvd.allreduce(x, **factors), lambda xs: [1.5 * total(xs) / size] * size, 1),
+            (
+                chain(hvd.grouped_allreduce, op=hvd.Sum),
+                lambda xs: [torch.cat([total(xs), 3 * total(xs)[:2]])] * size,
+                1,
+            ),
+            (chain(hvd.grouped_allgather), lambda xs: [torch.cat(xs + [3 * x[:2] for x in xs])] * size, 1 / size),
+            (lambda x: hvd.broadcast(x, 1), lambda xs: [xs[1]] * size, 1 / size),
+            (hvd.alltoall, lambda xs: [torch.cat([x.chunk(size)[r] for x in xs]) for r in range(size)], 1),
+            (lambda x: hvd.reducescatter(x, op=hvd.Sum), lambda xs: [size * part for part in parts(xs)], size),
+            (lambda x: hvd.reducescatter(x, **factors), lambda xs: [1.5 * part for part in parts(xs)], size),
+            (
+                lambda x: torch.cat(hvd.grouped_reducescatter([x, 3 * x])),
+                lambda xs: [torch.cat([p, 3 * p]) for p in parts(xs)],
+                size,
+            ),
+        ]
+        for row, (operation, twin, times) in enumerate(table):
+            mine = data(rank, 2 * size, 2).requires_grad_()
+            result = operation(mine)
+            (result * data(rank, *result.shape, seed=7)).sum().backward()
+            tensors = [data(r, 2 * size, 2).double().requires_grad_() for r in range(size)]
+            results = twin(tensors)
+            close(result, results[rank], cell=row)
+            sum((y * data(r, *y.shape, seed=7)).sum() for r, y in enumerate(results)).backward()  # type: ignore[union-attr]
+            expected = tensors[rank].grad
+            assert mine.grad is not None
+            close(mine.grad, torch.zeros_like(mine) if expected is None else times * expected, cell=row)
         features, mask = hvd.grouped_allgather([data(rank, 2).requires_grad_(), torch.tensor([True])])
         features.sum().backward()
         assert mask.all()
@@ -345,17 +332,16 @@ def test_gradients_flow_back_as_in_one_process() -> None:
 # Names
 
 
-def _in_another_order() -> list[float]:
+@on_ranks(3)
+def test_operations_belong_together_by_name() -> None:
     with horovod() as rank:
         names = [f"layer{i}.weight" for i in range(40)]
         mine = names if rank == 0 else names[::-1] if rank == 1 else names[1::2] + names[::2]
-        sums = []
         for round_ in range(2):  # names may come again
-            handles = {
-                name: hvd.allreduce_async(torch.tensor([float((names.index(name) + round_) * 10**rank)]), name=name)
-                for name in mine
-            }
-            sums += [hvd.synchronize(handles[name]).item() for name in names]
+            values = {name: torch.tensor([float((i + round_) * 10**rank)]) for i, name in enumerate(names)}
+            handles = {name: hvd.allreduce_async(values[name], name=name) for name in mine}
+            for i, name in enumerate(names):
+                assert hvd.synchronize(handles[name]).item() == pytest.approx((i + round_) * 111 / 3, abs=1e-4)
         assert all(map(hvd.poll, handles.values()))
         # some wait for one before they submit the other
         if rank == 0:
@@ -370,16 +356,8 @@ def _in_another_order() -> list[float]:
         hvd.barrier()
         for i in range(2 * named._TOGETHER):  # what was done is deleted from the store
             hvd.allreduce(torch.ones(1), name=f"noname {i}")
-        assert store().num_keys() < before + 1.5 * named._TOGETHER
+        assert store().num_keys() < before + named._TOGETHER
         hvd.barrier()
-        return sums
-
-
-def test_operations_belong_together_by_name(ranks: Pool) -> None:
-    for sums in ranks(3, _in_another_order):
-        for round_ in range(2):
-            found = sums[40 * round_ : 40 * round_ + 40]
-            assert found == pytest.approx([(i + round_) * 111 / 3 for i in range(40)], abs=1e-4)
 
 
 DIFFERENT: dict[str, Callable[[int], Any]] = {  # what is said of the ranks
@@ -401,7 +379,8 @@ def test_ranks_that_differ_are_told_how() -> None:
         close(hvd.allreduce(torch.ones(1) * rank), torch.tensor([0.5]))  # it goes on
 
 
-def _waits_in_vain() -> str:
+@on_ranks(2)
+def test_ranks_that_wait_for_different_names_are_told_which_and_exchange_nothing_more() -> None:
     with mock.patch.object(named, "_LOOK_SECONDS", 0.05), horovod() as rank:
         if rank == 0:  # looks around in vain while rank 1 computes, which is no reason to give up
             looks: list[str] = []
@@ -425,13 +404,8 @@ def _waits_in_vain() -> str:
                 hvd.allreduce(torch.ones(1), name=name)
         store().set("rank 0 goes on", "")
         hvd.tell(raised.value)
-        return str(raised.value)
-
-
-def test_ranks_that_wait_for_different_names_are_told_which_and_exchange_nothing_more(ranks: Pool) -> None:
-    zero, one = ranks(2, _waits_in_vain)
-    assert "rank 0 waits for 'loss', which rank 1 has not submitted; rank 1 waits for 'accuracy'" in zero
-    assert "rank 1 waits for 'accuracy', which rank 0 has not submitted; rank 0 waits for 'loss'" in one
+        said = [f"rank {r} waits for {name!r}" for r, name in enumerate(("loss", "accuracy"))]
+        assert f"{said[rank]}, which rank {1 - rank} has not submitted; {said[1 - rank]}" in str(raised.value)
 
 
 def _one_dies() -> str:
