@@ -60,33 +60,6 @@ def weights(module: nn.Module) -> torch.Tensor:
     return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().reshape(-1) for p in module.parameters()])
 
 
-def _trains() -> dict[Any, torch.Tensor]:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    found = {}
-    for feedback in (None, True, False):
-        module = sharded(net())
-        if feedback is not None:
-            residuals = ringstrategy.fsdp(module, BlockInt(4, 64), error_feedback=feedback, exact_below=0)
-        train(module, torch.optim.SGD(module.parameters(), lr=0.02), range(20))
-        found[feedback] = weights(module)
-        if feedback is not None:
-            assert residuals.stats.bytes_sent
-            assert bool(residuals.state_dict()) == feedback
-            residuals.close()
-    return found
-
-
-def test_feedback_brings_modules_closer_to_those_over_gloo(ranks: Pool) -> None:
-    results = ranks(2, _trains)
-    for result in results[1:]:
-        assert all(torch.equal(result[name], results[0][name]) for name in result)
-    true = results[0][None]
-    moved = (true - weights(net())).norm()
-    error, without = ((results[0][feedback] - true).norm() / moved for feedback in (True, False))
-    assert 0 < error < 0.7 * without
-    assert error < 0.25
-
-
 def linear(rows: int = 40) -> nn.Module:
     return fully_shard(nn.Linear(61, rows, bias=False))
 
@@ -94,7 +67,6 @@ def linear(rows: int = 40) -> nn.Module:
 def gradient_of(module: nn.Module, step: int) -> torch.Tensor:
     module.weight.grad = None
     module(batch(dist.get_rank(), step)).sum().backward()
-    assert module.weight.grad is not None
     return module.weight.grad.full_tensor()
 
 
@@ -149,7 +121,8 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
         residuals.load_state_dict(
             {"root": {"residual": zeros(2, 7, device_mesh=mesh, placements=[Shard(0)]), "calls": 0}}
         )
-    module, _ = made(False)
+    module, residuals = made(False)
+    assert residuals.state_dict() == {}
     assert not torch.equal(gradient_of(module, 0), gradient_of(module, 0)), "the noise of two steps is the same"
 
 
@@ -158,7 +131,7 @@ def _hybrid(mixed: MixedPrecisionPolicy) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=MINUTE)
     found: dict[str, Any] = {}
     for name in ("gloo", "within", "ring", "ring_int8"):
-        backend = (name, GroupOptions(STRATEGIES[name](), exact_below=1 << 10)) if name in STRATEGIES else "gloo"  # type: ignore[arg-type]
+        backend = (name, GroupOptions(STRATEGIES[name](), exact_below=1 << 10)) if name in STRATEGIES else "gloo"
         mesh = init_device_mesh(
             "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": backend}
         )
@@ -212,7 +185,7 @@ def test_errors_name_the_cure() -> None:
             r"no reduce-scatter; pass collective=Ring\(\)",
             lambda: ringstrategy.fsdp(module, Identity(), collective=Native()),
         ),
-        (TypeError, "codec is a ringstrategy codec", lambda: ringstrategy.fsdp(module, 8)),  # type: ignore[arg-type]
+        (TypeError, "codec is a ringstrategy codec", lambda: ringstrategy.fsdp(module, 8)),
         (ValueError, "nobody could tell whose residuals are whose", lambda: half(batch(0, 0)).sum().backward()),
         (ValueError, r"set_force_sum_reduction_for_comms\(True\)", lambda: divided(batch(0, 0)).sum().backward()),
     ]

@@ -127,11 +127,8 @@ def test_reductions_are_what_torch_computes() -> None:
         tensors = [data(rank, 5), torch.tensor([rank]), data(rank, 2, 2, seed=1)]
         first, count, second = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="of two dtypes")
         assert count.item() == size * (size - 1) // 2
-        close(torch.cat([first, second.view(-1)]), torch.cat([each.sum(0).view(-1) for each in _two(size)]))
-
-
-def _two(size: int) -> tuple[Tensor, Tensor]:
-    return everyones(size, 5), everyones(size, 2, 2, seed=1)
+        close(first, everyones(size, 5).sum(0))
+        close(second, everyones(size, 2, 2, seed=1).sum(0))
 
 
 CODECS = {name: getattr(hvd.Compression, name) for name in ("none", "fp16", "bf16", "fp8", "int8", "int4")}
@@ -233,20 +230,19 @@ def test_sparse_sums_may_have_other_rows_on_each_rank() -> None:
 
 def _records(folder: str) -> None:
     with horovod() as rank:
-        for name in ("mean of loss, in all", "accuracy"):
-            hvd.start_timeline(f"{folder}/{name[:4]}.json")
-            hvd.allreduce(data(rank, 1000), name=name)
-            hvd.stop_timeline()
-            hvd.stop_timeline()
+        hvd.allreduce(data(rank, 1000), name="before")
+        hvd.start_timeline(f"{folder}/timeline.json")
+        hvd.allreduce(data(rank, 1000), name="mean of loss, in all")
+        hvd.stop_timeline()
+        hvd.stop_timeline()
+        hvd.allreduce(data(rank, 1000), name="after")
+        names = [event["name"] for event in json.loads(Path(f"{folder}/timeline.rank{rank}.json").read_text())]
+        assert any(name.startswith("operation 'mean of loss, in all': encode") for name in names), names
+        assert not any("before" in name or "after" in name for name in names)
 
 
 def test_a_timeline_names_the_operations(ranks: Pool, tmp_path: Path) -> None:
     ranks(2, _records, str(tmp_path))
-    for file, there, not_there in (("mean", "mean of loss, in all", "accuracy"), ("accu", "accuracy", "loss")):
-        for rank in (0, 1):
-            names = {event["name"] for event in json.loads((tmp_path / f"{file}.rank{rank}.json").read_text())}
-            assert any(name.startswith(f"operation {there!r}: encode") for name in names), names
-            assert not any(not_there in name for name in names)
 
 
 POSITIONS = {  # of Horovod 0.28.1's arguments
@@ -269,7 +265,7 @@ POSITIONS = {  # of Horovod 0.28.1's arguments
 def test_arguments_have_horovods_places() -> None:
     for theirs, functions in POSITIONS.items():
         for function in functions:
-            names = list(inspect.signature(function).parameters)  # type: ignore[arg-type]
+            names = list(inspect.signature(function).parameters)
             assert " ".join(names).startswith(theirs), function
 
 
@@ -316,16 +312,14 @@ def test_gradients_flow_back_as_in_one_process() -> None:
             tensors = [data(r, 2 * size, 2).double().requires_grad_() for r in range(size)]
             results = twin(tensors)
             close(result, results[rank], cell=row)
-            sum((y * data(r, *y.shape, seed=7)).sum() for r, y in enumerate(results)).backward()  # type: ignore[union-attr]
+            sum((y * data(r, *y.shape, seed=7)).sum() for r, y in enumerate(results)).backward()
             expected = tensors[rank].grad
-            assert mine.grad is not None
             close(mine.grad, torch.zeros_like(mine) if expected is None else times * expected, cell=row)
         features, mask = hvd.grouped_allgather([data(rank, 2).requires_grad_(), torch.tensor([True])])
         features.sum().backward()
         assert mask.all()
         uneven = data(rank, rank + 1, 2).requires_grad_()
         hvd.allgather(uneven).square().sum().backward()
-        assert uneven.grad is not None
         close(uneven.grad, 2 * uneven)
 
 
@@ -483,7 +477,7 @@ def test_who_has_the_store_leaves_last() -> None:
 
     shared = Store()
     with mock.patch.object(world, "has_agent_store", return_value=False):
-        world.World(0, 3, ["host"] * 3, MINUTE, True, shared).say_goodbye()  # type: ignore[arg-type]
+        world.World(0, 3, ["host"] * 3, MINUTE, True, shared).say_goodbye()
     assert next(shared.gone, None) is None
 
 
@@ -532,7 +526,7 @@ def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str
         (ValueError, "how many of 3 rows each of 2 ranks gets", lambda: hvd.alltoall(ones, [1, 1])),
         (ValueError, "Max is not differentiable", lambda: hvd.allreduce(ones.clone().requires_grad_(), op=hvd.Max)),
         (TypeError, r"hvd.Compression.none, .fp16.* A compressor", lambda: hvd.allreduce(ones, compression="fp16")),
-        (ValueError, r"not model.parameters\(\)", lambda: hvd.broadcast_parameters(model.parameters(), 0)),  # type: ignore[arg-type]
+        (ValueError, r"not model.parameters\(\)", lambda: hvd.broadcast_parameters(model.parameters(), 0)),
         (ValueError, r"is not in use: call hvd.add_process_set", hvd.ProcessSet([0, 1]).rank),
         (ValueError, "ranks that there are not", adds([0, 7])),
         (ValueError, "is in use already", adds([0, 1])),
@@ -610,7 +604,7 @@ def test_what_would_go_wrong_gets_the_cure() -> None:
             model = network()
             optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
             loss_of(model, rank, 0).backward()
-            change(model)  # type: ignore[no-untyped-call]
+            change(model)
             with pytest.raises(RuntimeError, match=r"changed between backward\(\) and .* call optimizer.synchronize"):
                 optimizer.step()
         hvd.tell(RuntimeError("the end of a test"))  # exchanges that were begun do not end
@@ -743,7 +737,7 @@ def test_buckets_travel_while_backward_goes_on() -> None:
             assert BEGUN.wait(60), "exchanges wait for the end of backward"
             GATE.set()
 
-        model[0].weight.register_hook(last_gradient)  # type: ignore[operator, union-attr]
+        model[0].weight.register_hook(last_gradient)
         loss_of(model, rank, 0).backward()
         optimizer.step()
 
@@ -754,9 +748,7 @@ def test_an_optimizer_may_meet_the_others_seldom() -> None:
     with horovod() as rank:
         found = []
         for broadcasts_before in (True, False):
-            model = network(seed=rank)
-            if broadcasts_before:
-                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            model = network(seed=0 if broadcasts_before else rank)
             algorithm = ringstrategy.LocalSGD(4, ringstrategy.Nesterov(0.7, 0.5), overlap=1)
             optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
             if not broadcasts_before:
@@ -766,16 +758,14 @@ def test_an_optimizer_may_meet_the_others_seldom() -> None:
                 loss_of(model, rank, step % 3).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-            with optimizer.session.consensus():
-                same_everywhere(model)
-                found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
             own = nn.utils.parameters_to_vector(model.parameters()).detach()
-            assert not torch.equal(own, found[-1])
             assert optimizer.session.stats.steps == 3
             end = hvd.allreduce(own)
             optimizer.session.finish()
             same_everywhere(model)
-            close(nn.utils.parameters_to_vector(model.parameters()).detach(), end)
+            found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+            close(found[-1], end)
+            assert not torch.equal(own, found[-1])
             optimizer.close()
         close(*found)
 
@@ -891,7 +881,6 @@ def test_state_and_objects_of_one_rank_go_to_all() -> None:
         assert hvd.average_metrics(in_any_order) == {"loss": (hvd.size() - 1) / 2, "right": 0.5}
         mean, none = hvd.average_gradients([data(rank, 4), None])
         assert none is None
-        assert mean is not None
         close(mean, everyones(hvd.size(), 4).mean(0))
 
 
@@ -1038,12 +1027,8 @@ def test_batch_norm_has_the_statistics_of_all_ranks() -> None:
                 mine, whole = inputs[rank].clone().requires_grad_(), torch.cat(inputs).double().requires_grad_()
                 (ours(mine) * weights[rank]).sum().backward()
                 (theirs(whole) * torch.cat(weights)).sum().backward()
-                assert mine.grad is not None
-                assert whole.grad is not None
                 close(mine.grad, whole.grad.split([len(each) for each in inputs])[rank], bound)
                 for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-                    assert one.grad is not None
-                    assert other.grad is not None
                     close(hvd.allreduce(one.grad, op=hvd.Sum), other.grad, 10 * bound)
             for name, value in theirs.state_dict().items():
                 close(ours.state_dict()[name], value, bound)
@@ -1065,7 +1050,7 @@ class Rates(L.LightningModule):
     def validation_step(self, rows: list[Tensor], index: int) -> None:
         self.log("rank", float(self.global_rank))
 
-    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:  # type: ignore[override]
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
         before = self.layer.bias.item()
         super().optimizer_step(epoch, index, optimizer, closure)
         self.rates.append(before - self.layer.bias.item())  # whose gradient is 1
@@ -1117,7 +1102,7 @@ def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -
 def _commits(folder: Path) -> None:
     with horovod() as rank:
         size = hvd.size()
-        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)  # type: ignore[arg-type]
+        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
         shared = hvd.allgather_object(list(sampler))
         assert set().union(*shared) == set(range(11))
         assert {len(part) for part in shared} == {len(sampler)} == {-(-11 // size)}
@@ -1155,7 +1140,7 @@ def _commits(folder: Path) -> None:
     assert not (folder / "node1").exists()  # only the first process of a node writes
     with horovod() as rank:
         path = folder / f"node{1 - rank}"
-        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)  # type: ignore[arg-type]
+        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
         model = network(seed=5)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], path=path)
