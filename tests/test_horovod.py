@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import inspect
+import io
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from ringstrategy.integrations.horovod import elastic, named, operations, world
 MINUTE = timedelta(minutes=1)
 
 
-@contextmanager
+@contextlib.contextmanager
 def horovod(**how: Any) -> Iterator[int]:
     hvd.init(timeout=MINUTE, **how)
     try:
@@ -1204,7 +1206,9 @@ train(state)
 def test_torchrun_restarts_from_the_last_commit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(ELASTIC)
-    done = torchrun(script, "--max-restarts=1")
+    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command = [sys.executable, "-m", *launcher, "--max-restarts=1", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     for rank in range(2):
         assert done.stdout.count(f"rank {rank} begins at 0") == 1
@@ -1215,20 +1219,18 @@ def test_torchrun_restarts_from_the_last_commit(tmp_path: Path) -> None:
         assert not Path(ends[1]).exists()
 
 
-def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    launcher += ["--rdzv-endpoint=localhost:0", *arguments, str(script)]
-    launched = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"}
-    environment = {name: value for name, value in os.environ.items() if name not in launched}
-    return subprocess.run(
-        launcher, capture_output=True, text=True, check=False, timeout=280, env=environment, cwd=script.parent
-    )
+def _digits() -> str:
+    script, printed = Path(__file__).parents[1] / "examples" / "horovod_digits.py", io.StringIO()
+    with mock.patch.object(sys, "argv", [str(script)]), contextlib.redirect_stdout(printed):
+        runpy.run_path(str(script), run_name="__main__")
+    hvd.shutdown()
+    return printed.getvalue()
 
 
 @pytest.mark.slow
-def test_a_script_with_another_import_learns() -> None:
-    done = torchrun(Path(__file__).parents[1] / "examples" / "horovod_digits.py")
-    assert done.returncode == 0, done.stdout + done.stderr
-    right = re.findall(r"^Epoch \d on 2 ranks: loss \S+, accuracy (\S+) %$", done.stdout, re.M)
+def test_a_script_with_another_import_learns(ranks: Pool) -> None:
+    printed, nothing = ranks(2, _digits)
+    right = re.findall(r"^Epoch \d on 2 ranks: loss \S+, accuracy (\S+) %$", printed, re.MULTILINE)
     assert len(right) == 5
     assert float(right[-1]) > 80
+    assert nothing == ""
