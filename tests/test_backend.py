@@ -7,12 +7,13 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from pool import Pool
-from test_strategy import Net, fit
 
 from ringstrategy.errors import PeerLostError
 from ringstrategy.transport import connect
@@ -61,30 +62,28 @@ def claims(*ranks: tuple[torch.device, str], config: str = BOTH, seen: Sequence[
                     claim_gpu(device, rank, host, lambda key, value: store.compare_set(key, "", value).decode())
 
 
+ON_GLOO = "cpu:gloo,cuda:gloo"
+OTHER, CPU = torch.device("cuda", 1), torch.device("cpu")
+INSTANCES = [gpu_at(0x59, "MIG-1"), gpu_at(0x59, "MIG-2")]  # of one GPU
+
+
 def test_each_rank_needs_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "b"))
-    claims((GPU, "a"), (GPU, "a"), config="cpu:gloo,cuda:gloo")
-    claims((torch.device("cpu"), "a"), (torch.device("cpu"), "a"))
-    with pytest.raises(
-        ValueError, match=r"rank 2 and rank 0 use the same GPU \(cuda:0, 0000:00:00\).*set_device.*'gloo'"
+    """It is known by its place: CUDA_VISIBLE_DEVICES may call each rank's cuda:0, or the same one by two numbers."""
+    claims((GPU, "a"), (OTHER, "a"), (GPU, "b"))
+    claims((GPU, "a"), (GPU, "a"), config=ON_GLOO)
+    claims((CPU, "a"), (CPU, "a"))
+    claims((GPU, "a"), (GPU, "a"), seen=[gpu_at(0x1B), gpu_at(0x5E)])
+    claims((GPU, "a"), (GPU, "a"), config=ON_GLOO, seen=INSTANCES)
+    same = r"rank {} and rank 0 use the same GPU \({}, 0000:{}:00\).*set_device.*Instances of one GPU.*'gloo'"
+    for of_ranks, seen, said in (
+        ([(GPU, "a"), (OTHER, "a"), (GPU, "a")], [], same.format(2, "cuda:0", "00")),
+        ([(GPU, "a"), (OTHER, "a")], [gpu_at(0x1B), gpu_at(0x1B)], same.format(1, "cuda:1", "1b")),
+        ([(GPU, "a"), (GPU, "a")], INSTANCES, same.format(1, "cuda:0", "59")),
     ):
-        claims((GPU, "a"), (torch.device("cuda", 1), "a"), (GPU, "a"))
+        with pytest.raises(ValueError, match=said):
+            claims(*of_ranks, seen=seen)
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     claims((GPU, "a"), (GPU, "a"))
-
-
-def test_a_gpu_is_known_by_its_place_whatever_a_process_sees_of_it() -> None:
-    # CUDA_VISIBLE_DEVICES gives each rank a GPU of its own, which it calls cuda:0; or the same one by two numbers
-    claims((GPU, "a"), (GPU, "a"), seen=[gpu_at(0x1B), gpu_at(0x5E)])
-    with pytest.raises(ValueError, match=r"rank 1 and rank 0 use the same GPU \(cuda:1, 0000:1b:00\)"):
-        claims((GPU, "a"), (torch.device("cuda", 1), "a"), seen=[gpu_at(0x1B), gpu_at(0x1B)])
-
-
-def test_nccl_takes_two_instances_of_a_gpu_for_one() -> None:
-    instances = [gpu_at(0x59, "MIG-1"), gpu_at(0x59, "MIG-2")]
-    with pytest.raises(ValueError, match=r"0000:59:00.*Instances of one GPU \(MIG\) count as this GPU.*'gloo'"):
-        claims((GPU, "a"), (GPU, "a"), seen=instances)
-    claims((GPU, "a"), (GPU, "a"), config="cpu:gloo,cuda:gloo", seen=instances)
 
 
 def _on_one_gpu() -> tuple[type[Exception], str]:
@@ -123,7 +122,7 @@ def _fit_on_one_gpu() -> tuple[type[Exception] | None, list[str]]:
             patch("ringstrategy.integrations.lightning.processes.claim_gpu", claim),
             patch.object(DDPStrategy, "barrier", barrier),
         ):
-            fit("ring", Net())
+            L.Trainer(strategy="ring", accelerator="cpu", devices=2, fast_dev_run=True).fit(BoringModel())
     except (ValueError, RuntimeError) as error:
         return type(error), begun
     return None, begun

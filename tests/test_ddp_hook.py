@@ -1,14 +1,12 @@
-"""The communication hook for DDP: what torch's DDP and our strategies promise holds for both together."""
+"""The communication hook for DDP: what DDP's buckets and options ask of it, how it ends, and what it refuses."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -18,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool, reserve_port
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
 from ringstrategy import BlockInt, Direct, Gaussian, Identity, Ring, Rotated, Sign, SmallExact, TopK
-from ringstrategy.codecs import Codec
 from ringstrategy.integrations.ddp_hook import DdpHookState
+from ringstrategy.transport.futures import Futures, Promise
 
 MINUTE = timedelta(minutes=1)
 LOSSY = {
@@ -105,93 +104,70 @@ def everyones(tensors: list[Tensor]) -> list[Tensor]:
     return gathered
 
 
-def _beside_plain_ddp(of_ddp: dict[str, Any], accumulated: bool) -> tuple[float, int | None]:
-    """The largest difference, and the bytes sent while gradients only accumulated."""
-    unused = of_ddp.get("find_unused_parameters", False)
-    quiet: int | None = 0
-    with process_group(), hooked(**of_ddp) as (model, state):
-        twin = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.01, **of_ddp})
-        both = [(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)) for net in (model, twin)]
-        for step in range(4):
-            for net, optimizer in both:
-                optimizer.zero_grad()
-                before = state.stats.bytes_sent
-                with net.no_sync() if accumulated else nullcontext():
-                    loss(net, step, more=not unused).backward()
-                if accumulated and net is model:
-                    quiet = state.stats.bytes_sent - before
-                    assert quiet == 0
-                if accumulated:
-                    loss(net, step + 10, more=not unused).backward()
-                optimizer.step()
-        assert state.stats.steps == 4
-        assert state.stats.bytes_sent is not None
-        assert state.stats.bytes_sent > 0
-        assert dist.get_world_size() == len(set(everyones([torch.tensor(float(dist.get_rank()))])))
-        return max(float((a - b).abs().max()) for a, b in zip(values(model), values(twin), strict=True)), quiet
+OPTIONS: list[tuple[dict[str, Any], bool]] = [  # of DDP, and whether gradients add up over two backwards
+    ({"gradient_as_bucket_view": True}, False),
+    ({"gradient_as_bucket_view": False, "bucket_cap_mb": 25}, True),
+    ({"find_unused_parameters": True}, False),
+    ({"static_graph": True, "gradient_as_bucket_view": True}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("of_ddp", "accumulated"),
-    [
-        ({"gradient_as_bucket_view": True}, False),
-        ({"gradient_as_bucket_view": False, "bucket_cap_mb": 25}, True),
-        ({"find_unused_parameters": True}, False),
-        ({"static_graph": True, "gradient_as_bucket_view": True}, True),
-    ],
-    ids=str,
-)
-def test_two_ranks_train_as_with_plain_ddp_bit_for_bit(ranks: Pool, of_ddp: dict[str, Any], accumulated: bool) -> None:
-    if of_ddp.get("static_graph"):  # torch itself refuses no_sync before the first step
-        accumulated = False
-    assert ranks(2, _beside_plain_ddp, of_ddp, accumulated) == [(0.0, 0)] * 2
+@on_ranks(2)
+def test_two_ranks_train_as_with_plain_ddp_bit_for_bit_whatever_its_options() -> None:
+    with process_group():
+        for of_ddp, accumulated in OPTIONS:
+            unused = of_ddp.get("find_unused_parameters", False)
+            with hooked(**of_ddp) as (model, state):
+                twin = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.01, **of_ddp})
+                both = [(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)) for net in (model, twin)]
+                for step in range(4):
+                    for net, optimizer in both:
+                        optimizer.zero_grad()
+                        with net.no_sync() if accumulated else nullcontext():
+                            loss(net, step, more=not unused).backward()
+                        if accumulated:
+                            loss(net, step + 10, more=not unused).backward()
+                        optimizer.step()
+                assert state.stats.steps == 4
+                assert state.stats.bytes_sent
+                assert len(set(everyones([batch(0)[0]])[0])) > 1
+                assert all(map(torch.equal, values(model), values(twin))), of_ddp
 
 
-def test_three_ranks_train_as_with_plain_ddp_to_rounding(ranks: Pool) -> None:
-    assert max(far for far, _ in ranks(3, _beside_plain_ddp, {}, True)) < 1e-6
+@on_ranks(2, 3)
+def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets() -> None:
+    """What was delivered, and what residuals keep, is all there was, also when DDP cuts its buckets anew."""
+    with process_group():
+        for name, (codec, collective) in LOSSY.items():
+            with hooked(codec, collective, feedback=True) as (model, state):
+                alone, inner, counts = Net(), model.module, []
+                given, got = (torch.zeros(sum(p.numel() for p in alone.parameters())).double() for _ in range(2))
+                for step in range(4):
+                    for net in (model, alone):
+                        net.zero_grad()
+                        loss(net, step).backward()
+                    given += sum(everyones([p.grad for p in alone.parameters()])) / dist.get_world_size()
+                    equal = everyones([p.grad for p in inner.parameters()])
+                    assert all(torch.equal(equal[0], one) for one in equal), f"{name}: replicas differ"
+                    got += equal[0]
+                    saved = state.state_dict()
+                    kept = [saved["residuals"].get(n, torch.zeros_like(p)) for n, p in inner.named_parameters()]
+                    counts.append(len(saved["buckets"]))
+                    assert (given - got - sum(everyones(kept))).abs().max() < 1e-6, (name, step)
+                    assert (given - got).abs().max() > 1e-4, "nothing was lost, so nothing was tested"
+            assert counts[0] == 1
+            assert counts[1] > 2, "DDP did not cut its buckets anew"
 
 
-def _conserved(name: str, feedback: bool | None) -> list[tuple[float, float, int, bool]]:
-    """What gradients and residuals lack of the exact sums, and how many buckets there were, by step."""
-    codec, collective = LOSSY[name]
-    found = []
-    with process_group(), hooked(codec, collective, feedback=feedback) as (model, state):
-        alone, inner = Net(), model.module
-        given = [torch.zeros_like(p, dtype=torch.float64) for p in alone.parameters()]
-        got = [torch.zeros_like(tensor) for tensor in given]
-        for step in range(4):
-            for net in (model, alone):
-                net.zero_grad()
-                loss(net, step).backward()
-            for total, parameter in zip(given, alone.parameters(), strict=True):
-                total += parameter.grad / dist.get_world_size()
-            for total, parameter in zip(got, inner.parameters(), strict=True):
-                total += parameter.grad
-            equal = everyones([p.grad for p in inner.parameters()])
-            assert all(torch.equal(equal[0], one) for one in equal), "replicas differ"
-            residuals = state.state_dict()["residuals"]
-            kept = [residuals.get(n, torch.zeros_like(p)) for n, p in inner.named_parameters()]
-            missing = sum(everyones(given)) - equal_sum(got) - sum(everyones(kept))
-            lost = sum(everyones(given)) - equal_sum(got)
-            found.append((float(missing.abs().max()), float(lost.abs().max()), len(state.state_dict()["buckets"])))
-    return found
-
-
-def equal_sum(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-@pytest.mark.parametrize(("name", "size"), [("int8", 3), ("int4", 2), ("sign", 2), ("topk", 3), ("small", 2)])
-def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
-    ranks: Pool, name: str, size: int
-) -> None:
-    for steps in ranks(size, _conserved, name, True):
-        buckets = [count for *_, count in steps]
-        assert buckets[0] == 1
-        assert buckets[1] > 2, "DDP did not cut its buckets anew"
-        for missing, lost, _ in steps:
-            assert missing < 1e-6
-            assert lost > 1e-4, "nothing was lost, so nothing was tested"
+@on_ranks(2)
+def test_each_step_has_another_rotation() -> None:
+    with process_group(), hooked(Rotated(BlockInt(4)), feedback=False) as (model, _):
+        found = []
+        for _ in range(3):  # the first one is in other buckets
+            model.zero_grad()
+            loss(model, 0).backward()
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert not torch.equal(found[1], found[2])
 
 
 def _resumed() -> tuple[bool, bool, bool]:
@@ -201,38 +177,28 @@ def _resumed() -> tuple[bool, bool, bool]:
             return hooked(Rotated(BlockInt(4)), seed=seed, feedback=True)
 
         with begun(0) as (model, state):
-            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-            train(model, optimizer, range(3))
-            saved = {key: [p.clone() for p in values(model)] for key in ["model"]}
-            saved_state, saved_optimizer = state.state_dict(), optimizer.state_dict()["state"]
-            saved_optimizer = {k: {n: v.clone() for n, v in one.items()} for k, one in saved_optimizer.items()}
-            train(model, optimizer, range(3, 7))
+            train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
+            parameters, saved = values(model), state.state_dict()
+            train(model, torch.optim.SGD(model.parameters(), 0.1), range(3, 7))
             straight = values(model)
 
-        def again(given: dict[str, Any]) -> list[Tensor]:
-            with begun(1) as (model, state):
-                optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-                with torch.no_grad():
-                    for parameter, value in zip(model.parameters(), saved["model"], strict=True):
-                        parameter.copy_(value)
-                optimizer.load_state_dict({**optimizer.state_dict(), "state": saved_optimizer})
-                if given:
-                    state.load_state_dict(given)
-                    assert state.state_dict()["buckets"] == given["buckets"]
-                train(model, optimizer, range(3, 5))
-                assert len(state.state_dict()["buckets"]) == len(saved_state["buckets"])
-                train(model, optimizer, range(5, 7))
-                return values(model)
-
         def same(given: dict[str, Any]) -> bool:
-            return all(torch.equal(one, other) for one, other in zip(straight, again(given), strict=True))
+            with begun(1) as (model, state):
+                with torch.no_grad():
+                    for parameter, value in zip(model.parameters(), parameters, strict=True):
+                        parameter.copy_(value)
+                state.load_state_dict(given)
+                assert state.state_dict()["buckets"] == given["buckets"]
+                train(model, torch.optim.SGD(model.parameters(), 0.1), range(3, 7))
+                assert len(state.state_dict()["buckets"]) == len(saved["buckets"])
+                return all(map(torch.equal, straight, values(model)))
 
-        emptied = {**saved_state, "residuals": {}}
-        in_one = {**saved_state, "buckets": [[name for bucket in saved_state["buckets"] for name in bucket]]}
-        return same(saved_state), same(emptied), same(in_one)
+        emptied = {**saved, "residuals": {}}
+        in_one = {**saved, "buckets": [[name for bucket in saved["buckets"] for name in bucket]]}
+        return same(saved), same(emptied), same(in_one)
 
 
-def test_a_run_that_is_resumed_goes_on_bit_for_bit(ranks: Pool) -> None:
+def test_a_run_that_is_resumed_goes_on_bit_for_bit_in_its_buckets(ranks: Pool) -> None:
     for whole, without_residuals, in_one_bucket in ranks(2, _resumed):
         assert whole
         assert not without_residuals, "residuals do not matter here, so nothing was tested"
@@ -246,7 +212,7 @@ class Gated(Direct):
     """Exchanges nothing before the last bucket is there."""
 
     def sum_(self, *args: Any, **kwargs: Any) -> None:
-        assert GATE.wait(20), "the hook waited for an exchange"
+        assert GATE.wait(60), "the hook waited for an exchange"
         super().sum_(*args, **kwargs)
 
 
@@ -289,7 +255,8 @@ class Mixed(nn.Module):
         return self.wide(self.narrow(x.bfloat16()).float())
 
 
-def _mixed() -> None:
+@on_ranks(3)
+def test_parameters_of_16_bits_are_summed_in_float32() -> None:
     with process_group():
         for codec in (None, BlockInt(8)):
             model = DistributedDataParallel(Mixed())
@@ -309,10 +276,6 @@ def _mixed() -> None:
             residuals = state.state_dict()["residuals"].values()
             assert {residual.dtype for residual in residuals} == (set() if codec is None else {torch.float32})
             state.close()
-
-
-def test_parameters_of_16_bits_are_summed_in_float32(ranks: Pool) -> None:
-    ranks(3, _mixed)
 
 
 def _in_groups() -> tuple[float, float]:
@@ -337,138 +300,94 @@ def test_a_process_group_averages_alone(ranks: Pool) -> None:
     assert found[0] == found[1] != found[2] == found[3]
 
 
-def _dropped() -> int:
-    with process_group():
-        before = threading.active_count()
-        for step in range(2):
-            model = DistributedDataParallel(Net())
-            state, hook = ringstrategy.ddp_hook(BlockInt(8), timeout=MINUTE)
-            model.register_comm_hook(state, hook)
-            loss(model, step).backward()
-            assert threading.active_count() > before
-            state.close()
-            state.close()
-            loss(model, step).backward()  # connects anew
-            state.close()
-        return threading.active_count() - before
-
-
-def test_close_leaves_no_thread(ranks: Pool) -> None:
-    assert ranks(2, _dropped) == [0, 0]
-
-
-def _unused() -> tuple[bool, bool, bool]:
+@on_ranks(2)
+def test_it_connects_anew_after_close_and_what_is_unused_loses_its_residual() -> None:
     with process_group(), hooked(BlockInt(4), feedback=True, find_unused_parameters=True) as (model, state):
         loss(model, 0).backward()
+        before = state.state_dict()["residuals"]["sometimes.weight"]
+        state.close()
+        state.close()
         model.zero_grad()
-        before = state.state_dict()["residuals"]
-        loss(model, 1, more=False).backward()
-        after, weight = state.state_dict()["residuals"], "sometimes.weight"
-        kept = torch.equal(before[weight], after[weight])
-        return bool(before[weight].any()), model.module.sometimes.weight.grad is None, kept
+        loss(model, 1, more=False).backward()  # connects anew
+        assert before.any()
+        assert model.module.sometimes.weight.grad is None
+        after = state.state_dict()["residuals"]["sometimes.weight"]
+        assert not torch.equal(before, after), "what no rank used loses its residual, as the page says"
 
 
-def test_what_no_rank_used_loses_its_residual_as_the_page_says(ranks: Pool) -> None:
-    for had_one, unused, kept in ranks(2, _unused):
-        assert had_one
-        assert unused
-        assert not kept
+# Errors
 
 
-def _alone() -> None:
-    with process_group(), hooked(Sign()) as (model, state):
-        loss(model, 0).backward()
-        twin = Net()
-        loss(twin, 0).backward()
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-        assert state.stats.bytes_sent == 0
+class Exchange:
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.waited = error, False
+
+    def wait(self) -> None:
+        self.waited = True
+        if self.error is not None:
+            raise self.error
 
 
-def test_one_process_is_plain_training(ranks: Pool) -> None:
-    ranks(1, _alone)
+def test_a_future_raises_the_error_of_its_exchange_and_the_first_error_stays() -> None:
+    futures, cpu = Futures(torch.device("cpu")), torch.device("cpu")
+    promises = [Promise(number, cpu) for number in range(4)]
+    exchanges = [[Exchange(), Exchange()], [Exchange(KeyError("first"))], [Exchange(), Exchange(KeyError("second"))]]
+    exchanges += [[Exchange()]]
+    for promise, each in zip(promises, exchanges, strict=True):
+        futures.keep(promise, each)
+    assert futures.close(60)
+    assert all(exchange.waited for each in exchanges for exchange in each)
+    assert (promises[0].future.wait(), promises[3].future.wait()) == (0, 3)
+    for promise, said in ((promises[1], "first"), (promises[2], "second")):
+        with pytest.raises(Exception, match=said):
+            promise.future.wait()
+    assert str(futures.error) == "'first'"
 
 
-def _refused() -> None:
-    with process_group(), hooked(BlockInt(8), feedback=True) as (model, state):
-        train(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
-        saved = state.state_dict()
-        with pytest.raises(ValueError, match=r"is of rank .*give each rank what it saved itself"):
-            state.load_state_dict({**saved, "rank": 1 - saved["rank"]})
-        with pytest.raises(ValueError, match=r"no place for the residual of gone"):
-            state.load_state_dict({**saved, "residuals": {"gone": torch.zeros(1)}})
-        other, _ = ringstrategy.ddp_hook(Identity(), module=model)
-        with pytest.raises(ValueError, match=r"no place for the residual of \w+.*error_feedback"):
-            other.load_state_dict(saved)
-
-
-def test_states_of_others_are_refused(ranks: Pool) -> None:
-    ranks(2, _refused)
-
-
-def test_names_are_asked_for_where_they_are_needed() -> None:
-    with pytest.raises(ValueError, match="pass module=model"):
-        ringstrategy.ddp_hook(SmallExact(BlockInt(8)))
-    with pytest.raises(ValueError, match="pass module=model"):
-        ringstrategy.ddp_hook(BlockInt(8))[0].state_dict()
-    with pytest.raises(ValueError, match=r"pass collective=Direct\(\)"):
-        ringstrategy.ddp_hook(TopK(16))
-
-
-def _sparse() -> None:
+@on_ranks(2)
+def test_states_of_others_other_codecs_and_sparse_gradients_are_refused() -> None:
     with process_group():
+        with hooked(BlockInt(8), feedback=True) as (model, state):
+            train(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
+            saved = state.state_dict()
+            other, _ = ringstrategy.ddp_hook(Identity(), module=model)
+            shape = {"tail.bias": torch.zeros(1)}
+            for into, given, said in (
+                (state, {**saved, "rank": 1 - saved["rank"]}, "give each rank what it saved itself"),
+                (state, {**saved, "world_size": 3}, "give each rank what it saved itself"),
+                (state, {**saved, "residuals": {"gone": torch.zeros(1)}}, "no place for the residual of gone"),
+                (state, {**saved, "residuals": shape}, "no place for the residual of tail.bias"),
+                (other, saved, r"no place for the residual of \w+.*error_feedback"),
+            ):
+                with pytest.raises(ValueError, match=said):
+                    into.load_state_dict(given)
+        with hooked(BlockInt(8) if dist.get_rank() else Identity()) as (model, state):
+            with pytest.raises(RuntimeError, match=r"PlanMismatchError.*rank 1 has"):
+                loss(model, 0).backward()
+            assert isinstance(state.error, ringstrategy.PlanMismatchError)
+        assert isinstance(state.error, ringstrategy.PlanMismatchError), "it is forgotten when the hook is closed"
         model = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
-        state, hook = ringstrategy.ddp_hook(timeout=MINUTE)
-        model.register_comm_hook(state, hook)
+        model.register_comm_hook(*ringstrategy.ddp_hook(timeout=MINUTE))
         with pytest.raises(Exception, match="sparse=False"):
             model(torch.tensor([1, 2])).sum().backward()
         dist.barrier()
 
 
-def test_a_sparse_gradient_is_refused(ranks: Pool) -> None:
-    ranks(2, _sparse)
+def test_errors_name_the_cure() -> None:
+    for said, call in (
+        ("pass module=model", lambda: ringstrategy.ddp_hook(SmallExact(BlockInt(8)))),
+        ("pass module=model", lambda: ringstrategy.ddp_hook(BlockInt(8))[0].state_dict()),
+        (r"pass collective=Direct\(\)", lambda: ringstrategy.ddp_hook(TopK(16))),
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
 
 
-def _different() -> str:
-    with process_group():
-        codec: Codec = BlockInt(8) if os.environ["RANK"] == "0" else Identity()
-        with hooked(codec) as (model, state), pytest.raises(RuntimeError, match="PlanMismatchError") as raised:
-            loss(model, 0).backward()
-        assert isinstance(state.error, ringstrategy.PlanMismatchError)
-        return str(raised.value)
-
-
-def test_ranks_with_different_codecs_are_told(ranks: Pool) -> None:
-    for said in ranks(2, _different):
-        assert "rank 1 has" in said
-        assert "Identity" in said
-
-
-def _killed() -> tuple[str, int, float]:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    with hooked(BlockInt(8)) as (model, state):
-        train(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError, match="PeerLostError: lost rank 1") as raised:
-            train(model, torch.optim.SGD(model.parameters(), 0.1), range(2, 4))
-        assert isinstance(state.error, ringstrategy.PeerLostError)
-        return str(raised.value), state.error.rank, time.monotonic() - begin
-
-
-def test_a_rank_that_dies_is_named(ranks: Pool) -> None:
-    outcomes = ranks.outcomes(3, _killed, limit=50)
-    assert outcomes[1][1] is not None
-    for outcome, error in (outcomes[0], outcomes[2]):
-        assert error is None, error
-        said, rank, seconds = outcome
-        assert rank == 1
-        assert "in bucket 0" in said
-        assert seconds < 30
+# The end of the process
 
 
 ENDS = """
-import os, sys, torch, torch.distributed as dist, ringstrategy
+import sys, torch, torch.distributed as dist, ringstrategy
 from torch.nn.parallel import DistributedDataParallel
 dist.init_process_group("gloo")
 model = DistributedDataParallel(torch.nn.Linear(300, 300))
@@ -477,13 +396,11 @@ for step in range(5):
     if sys.argv[1] == "raise" and step == 3 and dist.get_rank() == 1:
         raise KeyError("of rank 1")
     model(torch.randn(2, 300)).sum().backward()
-if sys.argv[1] == "destroy":
-    dist.destroy_process_group()
 """
 
 
 FORKS = """
-import multiprocessing, os, sys
+import multiprocessing, os
 import torch, torch.distributed as dist, ringstrategy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -504,54 +421,46 @@ print([process.exitcode for process in processes])
 """
 
 
+def started(script: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, script, *arguments],
+        env={**os.environ, "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_forked_processes_end_too_and_leave_whole_timelines(tmp_path: Path) -> None:
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     with reserve_port() as holder:
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "WORLD_SIZE": "2"}
         asked = {"RINGSTRATEGY_TIMELINE": str(tmp_path / "timeline.json")}
-        done = subprocess.run(
-            [sys.executable, script],
-            env={**os.environ, **world, **asked},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=50,
-        )
-    assert done.stdout == "[0, 0]\n", done.stderr
+        printed, said = started(script, MASTER_PORT=str(holder.getsockname()[1]), **asked).communicate(timeout=280)
+    assert printed == "[0, 0]\n", said
     for rank in range(2):
         names = {event["name"] for event in json.loads((tmp_path / f"timeline.rank{rank}.json").read_text())}
         assert {"at step 2, in bucket 0", f"bucket 0: encode chunk {rank} hop 1", "bucket 0: wait hop 1"} <= names
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["return", "destroy", "raise"])
+@pytest.mark.parametrize("how", ["return", "raise"])
 def test_processes_end_without_close(how: str, tmp_path: Path) -> None:
     script = tmp_path / "ends.py"
     script.write_text(ENDS)
     with reserve_port() as holder:
-        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(holder.getsockname()[1]), "WORLD_SIZE": "2"}
-        started = [
-            subprocess.Popen(
-                [sys.executable, script, how],
-                env={**os.environ, **world, "RANK": str(rank)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        port = str(holder.getsockname()[1])
+        processes = [started(script, how, MASTER_PORT=port, RANK=str(rank)) for rank in range(2)]
         try:
-            said = [process.communicate(timeout=50)[1] for process in started]
+            said = [process.communicate(timeout=280)[1] for process in processes]
         finally:
-            for process in started:
+            for process in processes:
                 process.kill()
     if how == "raise":
         assert "KeyError: 'of rank 1'" in said[1]
         assert "lost rank 1" in said[0]
         assert "KeyError: 'of rank 1'" in said[0]
     else:
-        assert [process.returncode for process in started] == [0, 0], said
+        assert [process.returncode for process in processes] == [0, 0], said
         assert said == ["", ""]

@@ -270,7 +270,7 @@ class RingProcessGroup(dist.ProcessGroup):
             lane = _Lane(algorithm, peers_for(*how, device, self._timeout, self.stats, self), device)
             self._lanes[device.type] = lane
             close_at_exit(lane)
-        lane, seed = self._lanes[device.type], derive_seed(self._calls)
+        lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
         exchange = lane.peers.submit(lambda: task(lane, seed), where)
