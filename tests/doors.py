@@ -1,0 +1,687 @@
+"""One small training behind every door, told by one `Story`; what it showed on its rank is a `Seen`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import traceback
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.utils.data import DataLoader, TensorDataset
+
+import ringstrategy
+import ringstrategy.horovod as hvd
+from ringstrategy import (
+    AllReduce,
+    BlockInt,
+    Direct,
+    Gaussian,
+    Gossip,
+    GroupOptions,
+    Identity,
+    LocalSGD,
+    Nesterov,
+    Rotated,
+)
+from ringstrategy.algorithms import Algorithm
+from ringstrategy.session import Session
+
+MINUTE = timedelta(minutes=1)
+HALF, STEPS, ROWS = 3, 6, 8  # an epoch of Lightning's is half a run
+RATE, MOMENTUM, DECAY = 0.5, 0.5, 2.0**-10
+MORE = slice(-61 * 41, None)  # the place of `Net.more` in all parameters
+BAD = 1  # the step that a story spoils
+SCALE = 2.0**8
+SYNCHRONOUS: dict[str, dict[str, Any]] = {
+    "exact": {"codec": Identity()},
+    "int8": {"codec": BlockInt(8), "error_feedback": True},
+    "int4": {"codec": Rotated(Gaussian(4)), "collective": Direct(), "error_feedback": True},
+    "skip": {"on_nonfinite": "skip"},
+}
+APART: dict[str, Callable[[], Algorithm]] = {
+    "gossip": Gossip,
+    "local_sgd": lambda: LocalSGD(2, outer=Nesterov(0.4, 0.8)),
+}
+
+
+@dataclass(frozen=True)
+class Story:
+    """Of one training.
+
+    Attributes:
+        algorithm: a key of SYNCHRONOUS or APART; "differs": another codec on each rank.
+        passes: backwards a step, each on its part of the batch.
+        skips: `Net.more` is used in some steps by some ranks, and in some by none.
+        thaws: `Net.first` is frozen in the first half.
+        scaled: there is a loss scaler.
+        spoils: the factor of rank 1's loss in step BAD.
+        dies: rank 1, after the first forward of the second half.
+        saves: after the first half, to this folder.
+        resumes: from that folder, with the second half.
+    """
+
+    algorithm: str = "exact"
+    passes: int = 1
+    skips: bool = False
+    thaws: bool = False
+    scaled: bool = False
+    spoils: float = 1.0
+    dies: bool = False
+    saves: str | None = None
+    resumes: str | None = None
+
+
+@dataclass
+class Seen:
+    """By one rank. Lists begin with what training began with, and have what was so after each step.
+
+    Attributes:
+        parameters: all of them, flat.
+        residuals: by parameter name, of stories with a codec.
+        sent: bytes by this rank so far.
+        accumulated: bytes that this rank had sent in a step when its last backward began.
+        moved: `Net.more` had a gradient.
+        end: parameters that all ranks see.
+        error: what ended it.
+        lost: the rank that the error names.
+    """
+
+    parameters: list[Tensor] = field(default_factory=list)
+    residuals: list[dict[str, Tensor]] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+    accumulated: list[int] = field(default_factory=list)
+    moved: list[bool] = field(default_factory=list)
+    end: Tensor | None = None
+    error: str = ""
+    lost: int | None = None
+
+    def note(self, story: Story, net: nn.Module, sent: int | None, residuals: Callable[[], dict[str, Tensor]]) -> None:
+        """A step has ended, or training begins."""
+        self.parameters.append(flat(net))
+        self.sent.append(sent or 0)
+        self.moved.append(net.more.weight.grad is not None)  # type: ignore[union-attr]
+        held = residuals() if story.algorithm in ("int8", "int4") else {}
+        self.residuals.append({name.removeprefix("net."): value.clone() for name, value in held.items()})
+
+
+# The training
+
+
+class Net(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first, self.last, self.more = nn.Linear(60, 150), nn.Linear(150, 41), nn.Linear(60, 41)
+
+    def forward(self, inputs: Tensor, uses: bool = True) -> Tensor:
+        result: Tensor = self.last(self.first(inputs).tanh())
+        return result + self.more(inputs) if uses else result
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), RATE, momentum=MOMENTUM, weight_decay=DECAY)
+
+
+def uses_more(story: Story, rank: int, step: int) -> bool:
+    """All ranks in the first step, rank 1 alone in the next, then none."""
+    return not story.skips or step % HALF == 0 or (step % HALF == 1 and rank == 1)
+
+
+def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Other rows on each rank; each half of a run has the same."""
+    inputs = torch.randn(ROWS, 60, generator=torch.Generator().manual_seed(100 * (step % HALF) + rank))
+    return inputs, inputs[:, :41].sin()
+
+
+def loss_of(story: Story, module: Callable[..., Tensor], rows: Any, rank: int, step: int) -> Tensor:
+    loss = nn.functional.mse_loss(module(rows[0], uses_more(story, rank, step)), rows[1])
+    if story.dies and (rank, step) == (1, HALF):
+        os._exit(1)
+    return loss * story.spoils if (rank, step) == (1, BAD) else loss
+
+
+def flat(module: nn.Module) -> Tensor:
+    whole = (getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in module.parameters())
+    return torch.cat([tensor.detach().reshape(-1) for tensor in whole])
+
+
+def begin_step(story: Story, module: nn.Module, step: int) -> None:
+    """What the user does between two steps."""
+    if story.thaws:
+        module.first.requires_grad_(step >= HALF)  # type: ignore[operator, union-attr]
+
+
+def algorithm_of(story: Story) -> Algorithm:
+    return APART[story.algorithm]() if story.algorithm in APART else AllReduce(**synchronous(story))
+
+
+def synchronous(story: Story) -> dict[str, Any]:
+    name = story.algorithm
+    return SYNCHRONOUS[("int8", "exact")[dist.get_rank()] if name == "differs" else name]
+
+
+# Doors whose user writes the loop
+
+
+class Loop(ABC):
+    """What a user makes behind a door, and calls in a loop."""
+
+    module: nn.Module  # as the loop calls it
+    net: nn.Module  # as the user has made it
+    optimizer: Any
+
+    def __init__(self, story: Story) -> None:
+        self.story = story
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if story.scaled else None
+        self.net = Net(dist.get_rank())
+
+    @abstractmethod
+    def open(self) -> None:
+        """Set up, from what the story resumes if it does."""
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self.module.no_sync()  # type: ignore[assignment, operator]
+        return found
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def file(self, folder: str) -> Path:
+        mine = Path(folder) / f"rank{dist.get_rank()}.pt"
+        return mine if mine.exists() or self.story.saves else Path(folder) / "rank0.pt"
+
+    def save(self, folder: str) -> None:
+        state = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "ours": self.state()}
+        torch.save(state, self.file(folder))
+
+    def load(self, folder: str) -> Any:
+        """Restores what is torch's; returns what is ours."""
+        saved = torch.load(self.file(folder), weights_only=True)
+        self.net.load_state_dict(saved["net"])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        return saved["ours"]
+
+    def state(self) -> dict[str, Any]:
+        """What the door keeps from step to step."""
+        return {}
+
+    def residuals(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.state()["residuals"]
+        return found
+
+    @abstractmethod
+    def bytes_sent(self) -> int:
+        """By this rank."""
+
+    def consensus(self) -> AbstractContextManager[None]:
+        """Within, all ranks see the same."""
+        return nullcontext()
+
+    def lost(self, error: Exception) -> int | None:
+        return getattr(error, "rank", None)
+
+    def close(self) -> None:
+        """The training is over."""
+
+
+class OfSession(Loop):
+    def open(self) -> None:
+        self.module, self.optimizer = self.net, sgd(self.net)
+        self.session = Session(self.net, algorithm_of(self.story), timeout=MINUTE)
+        self.session.open(torch.device("cpu"), scaled_loss=self.scaler is not None)
+        if self.story.resumes is None:
+            self.session.synchronize()
+        else:
+            self.session.load_state_dict(self.load(self.story.resumes))
+        self.session.bind([self.optimizer])
+
+    def begin(self, step: int) -> None:
+        self.session.begin_batch(f"in step {step}", [self.optimizer], first=step == 0, later_epoch=False)
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return self.session.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler is None:
+            return self.session.backward(loss)
+        scaled = self.scaler.scale(loss)
+        self.session.before_backward(scaled, self.scale())
+        scaled.backward()
+        self.session.after_backward()
+
+    def scale(self) -> Tensor | None:
+        return None if self.scaler is None else self.scaler.scale(torch.ones(()))
+
+    def step(self) -> None:
+        with self.session.stepping(self.optimizer, self.scale):
+            if self.scaler is None:
+                self.optimizer.step()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        self.session.end_batch(1)
+
+    def state(self) -> dict[str, Any]:
+        return self.session.state_dict()
+
+    def bytes_sent(self) -> int:
+        return self.session.stats.bytes_sent or 0
+
+    def consensus(self) -> AbstractContextManager[None]:
+        return self.session.consensus()
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class OfFabric(Loop):
+    """A package's Fabric."""
+
+    def __init__(self, package: str, of_ours: str, story: Story) -> None:
+        super().__init__(story)
+        self.package, self.of_ours = import_module(package), import_module(of_ours)
+        self.strategy = self.of_ours.RingFabricStrategy(algorithm_of(story), timeout=MINUTE)
+
+    def open(self) -> None:
+        plugins = [import_module(f"{self.package.__name__}.plugins").MixedPrecision("16-mixed", "cpu", self.scaler)]
+        devices, plugins = dist.get_world_size(), plugins if self.story.scaled else []
+        self.fabric = self.package.Fabric(accelerator="cpu", devices=devices, strategy=self.strategy, plugins=plugins)
+        self.fabric.launch()
+        self.module, self.optimizer = self.fabric.setup(self.net, sgd(self.net))
+        if self.story.resumes is not None:
+            self.fabric.load(f"{self.story.resumes}/fabric.ckpt", self.both())
+
+    def both(self) -> dict[str, Any]:
+        return {"module": self.module, "optimizer": self.optimizer}
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self.fabric.no_backward_sync(self.module)
+        return found
+
+    def backward(self, loss: Tensor) -> None:
+        self.fabric.backward(loss)
+
+    def save(self, folder: str) -> None:
+        self.fabric.save(f"{folder}/fabric.ckpt", self.both())
+
+    def residuals(self) -> dict[str, Tensor]:
+        return dict(self.strategy._models[0].session.state_dict()["residuals"])
+
+    def bytes_sent(self) -> int:
+        return self.strategy.stats.bytes_sent or 0
+
+    def consensus(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self.of_ours.consensus(self.module)
+        return found
+
+    def close(self) -> None:
+        self.strategy.close()
+
+
+class OfHorovod(Loop):
+    """Horovod's optimizer, which counts backwards itself."""
+
+    def open(self) -> None:
+        hvd.init(timeout=MINUTE)
+        self.module = self.net
+        self.optimizer = hvd.DistributedOptimizer(
+            sgd(self.net),
+            self.net.named_parameters(),
+            algorithm=algorithm_of(self.story),
+            backward_passes_per_step=self.story.passes,
+            scaler=self.scaler,
+        )
+        if self.story.resumes is None:
+            hvd.broadcast_parameters(self.net.state_dict(), root_rank=0)
+        else:
+            self.optimizer.session.load_state_dict(self.load(self.story.resumes))
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def step(self) -> None:
+        if self.scaler is None:
+            return self.optimizer.step()
+        self.optimizer.synchronize()
+        with self.optimizer.skip_synchronize():
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.session.state_dict()
+        return found
+
+    def bytes_sent(self) -> int:
+        return self.optimizer.session.stats.bytes_sent or 0
+
+    def consensus(self) -> AbstractContextManager[None]:
+        found: AbstractContextManager[None] = self.optimizer.session.consensus()
+        return found
+
+    def close(self) -> None:
+        hvd.shutdown()
+
+
+def group_of(story: Story) -> Any:
+    """A group of ours; it also encodes what is short."""
+    how = {key: value for key, value in synchronous(story).items() if key != "error_feedback"}
+    return dist.new_group(backend="ring", pg_options=GroupOptions(AllReduce(**how), exact_below=1 << 10))
+
+
+class OfHook(Loop):
+    """Torch's DDP over gloo, with a hook of ours."""
+
+    def open(self) -> None:
+        self.module = DistributedDataParallel(self.net, find_unused_parameters=self.story.skips)
+        self.optimizer = sgd(self.net)
+        state = None if self.story.resumes is None else self.load(self.story.resumes)
+        self.ours, hook = ringstrategy.ddp_hook(**synchronous(self.story), module=self.module, timeout=MINUTE)
+        self.module.register_comm_hook(self.ours, hook)
+        if state is not None:
+            self.ours.load_state_dict(state)
+
+    def state(self) -> dict[str, Any]:
+        return self.ours.state_dict()
+
+    def bytes_sent(self) -> int:
+        return self.ours.stats.bytes_sent or 0
+
+    def lost(self, error: Exception) -> int | None:
+        return getattr(self.ours.error, "rank", None)
+
+    def close(self) -> None:
+        self.ours.close()
+
+
+class OfGroup(Loop):
+    """Torch's DDP over a process group of ours."""
+
+    def open(self) -> None:
+        self.group = group_of(self.story)
+        self.module = DistributedDataParallel(
+            self.net, process_group=self.group, find_unused_parameters=self.story.skips
+        )
+        self.optimizer = sgd(self.net)
+
+    def residuals(self) -> dict[str, Tensor]:
+        return {}
+
+    def bytes_sent(self) -> int:
+        return self.group.stats.bytes_sent or 0
+
+    def lost(self, error: Exception) -> int | None:
+        """DDP keeps the text alone; the next call has the error."""
+        try:
+            dist.all_reduce(torch.zeros(1 << 12), group=self.group)
+        except ringstrategy.PeerLostError as named:
+            return named.rank
+        return None
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+class OfFsdp(Loop):
+    """FSDP2, which expects the same parameters on all ranks; its sums travel by `ringstrategy.fsdp`."""
+
+    def open(self) -> None:
+        self.group, self.ours = self.groups()
+        self.net = Net(0)
+        mesh = DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, "cpu")
+        for part in (self.net.first, self.net.last, self.net.more, self.net):
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)  # type: ignore[arg-type]
+        self.module, self.optimizer = self.net, sgd(self.net)
+        if self.group is None:
+            self.ours = ringstrategy.fsdp(self.net, **synchronous(self.story), exact_below=0, timeout=MINUTE)
+        if self.story.resumes is not None:
+            state = self.whole()
+            dcp.load(state, checkpoint_id=self.story.resumes)
+            of_torch = {"model_state_dict": state["net"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(self.net, self.optimizer, **of_torch)
+
+    def groups(self) -> tuple[Any, Any]:
+        """That of the mesh, and what stands for the reduce-scatters' statistics."""
+        return None, None
+
+    def whole(self) -> dict[str, Any]:
+        of_net, of_optimizer = get_state_dict(self.net, self.optimizer)
+        return {"net": of_net, "optimizer": of_optimizer, "ours": self.ours}
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        yield
+        self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+
+    def save(self, folder: str) -> None:
+        dcp.save(self.whole(), checkpoint_id=folder)
+
+    def residuals(self) -> dict[str, Tensor]:
+        """By module."""
+        return {name: state["residual"].to_local().clone() for name, state in self.ours.state_dict().items()}
+
+    def bytes_sent(self) -> int:
+        return self.ours.stats.bytes_sent or 0
+
+    def close(self) -> None:
+        self.ours.close()
+
+
+class OfFsdpGroup(OfFsdp):
+    """FSDP2 in a process group of ours."""
+
+    def groups(self) -> tuple[Any, Any]:
+        group = group_of(self.story)
+        return group, group
+
+    def residuals(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+
+
+def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module:
+    """The user's loop; returns the user's module."""
+    loop, rank = make(story), dist.get_rank()
+    try:
+        loop.open()
+        seen.note(story, loop.net, loop.bytes_sent(), loop.residuals)
+        for step in range(0 if story.resumes is None else HALF, STEPS):
+            begin_step(story, loop.net, step)
+            loop.begin(step)
+            parts = [rows.chunk(story.passes) for rows in batch(rank, step)]
+            for index, rows in enumerate(zip(*parts, strict=True)):
+                last = index + 1 == story.passes
+                if last:
+                    seen.accumulated.append(loop.bytes_sent() - seen.sent[-1])
+                with nullcontext() if last else loop.accumulating():
+                    loop.backward(loss_of(story, loop.module, rows, rank, step) / story.passes)
+            loop.step()
+            seen.note(story, loop.net, loop.bytes_sent(), loop.residuals)
+            loop.optimizer.zero_grad()
+            if story.saves is not None and step + 1 == HALF:
+                loop.save(story.saves)
+        with loop.consensus():
+            seen.end = flat(loop.net)
+    except Exception as error:
+        seen.lost = loop.lost(error)
+        raise
+    finally:
+        loop.close()
+    return loop.net
+
+
+# A door that has the loop itself
+
+
+def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
+    """By a package's Trainer."""
+    pl, ours = import_module(package), import_module(of_ours)
+    rank = dist.get_rank()
+
+    class Fitted(pl.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(rank)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return sgd(self)
+
+        def note(self) -> None:
+            ring = self.trainer.strategy
+            seen.note(story, self.net, ring.stats.bytes_sent, lambda: dict(ring.algorithm.residuals()))
+
+        def on_train_start(self) -> None:
+            self.note()
+
+        def on_train_batch_start(self, rows: Any, index: int) -> None:
+            begin_step(story, self.net, self.global_step)
+
+        def training_step(self, rows: tuple[Tensor, Tensor], index: int) -> Tensor:
+            if (index + 1) % story.passes == 0:
+                seen.accumulated.append(self.trainer.strategy.stats.bytes_sent - seen.sent[-1])
+            return loss_of(story, self.net, rows, rank, self.trainer.global_step)
+
+        def on_train_batch_end(self, output: Any, rows: Any, index: int) -> None:
+            if (index + 1) % story.passes == 0:
+                self.note()
+
+    saver = [] if story.saves is None else [pl.callbacks.ModelCheckpoint(story.saves, "{epoch}", save_top_k=-1)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    precision = import_module(f"{package}.plugins.precision").MixedPrecision("16-mixed", "cpu", scaler)
+    trainer = pl.Trainer(
+        strategy=ours.RingStrategy(algorithm_of(story), timeout=MINUTE),
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        max_epochs=STEPS // HALF,
+        accumulate_grad_batches=story.passes,
+        plugins=[precision] if story.scaled else [],
+        callbacks=saver,
+        enable_checkpointing=bool(saver),
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    rows = TensorDataset(*map(torch.cat, zip(*(batch(rank, step) for step in range(HALF)), strict=True)))
+    module = Fitted()
+    try:
+        path = None if story.resumes is None else f"{story.resumes}/epoch=0.ckpt"
+        trainer.fit(module, DataLoader(rows, batch_size=ROWS // story.passes), ckpt_path=path)
+    except ringstrategy.PeerLostError as error:
+        seen.lost = error.rank
+        raise
+    seen.end = flat(module)
+    return module
+
+
+DOORS: dict[str, Callable[[Story, Seen], nn.Module]] = {
+    "session": partial(looped, OfSession),
+    "trainer": partial(fitted, "lightning.pytorch", "ringstrategy"),
+    "fabric": partial(looped, partial(OfFabric, "lightning.fabric", "ringstrategy")),
+    "horovod": partial(looped, OfHorovod),
+    "ddp_hook": partial(looped, OfHook),
+    "group": partial(looped, OfGroup),
+    "fsdp": partial(looped, OfFsdp),
+    "fsdp_in_group": partial(looped, OfFsdpGroup),
+    "pytorch_lightning": partial(fitted, "pytorch_lightning", "ringstrategy.pytorch_lightning"),
+    "lightning_fabric": partial(looped, partial(OfFabric, "lightning_fabric", "ringstrategy.lightning_fabric")),
+}
+
+
+def told(door: str, story: Story) -> Seen:
+    """What this rank sees of a story."""
+    dist.init_process_group("gloo", timeout=MINUTE)
+    seen = Seen()
+    try:
+        DOORS[door](story, seen)
+    except Exception:
+        seen.error = traceback.format_exc()
+    return seen
+
+
+@dataclass
+class Left:
+    """In this process after a training, and what it ended with."""
+
+    end: Tensor
+    threads: list[str]
+    hooks: int
+    sockets: int
+
+
+def told_twice(door: str) -> list[Left]:
+    """One training after the other, in one process."""
+    dist.init_process_group("gloo", timeout=MINUTE)
+    left = []
+    for _ in range(3):
+        seen = Seen()
+        module = DOORS[door](Story("int8"), seen)
+        hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
+        hooks += [p for p in module.parameters() if p._post_accumulate_grad_hooks]
+        del module
+        gc.collect()
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")]
+        links = [Path(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+        sockets = sum(os.readlink(link).startswith("socket") for link in links if link.is_symlink())
+        assert seen.end is not None
+        left.append(Left(seen.end, threads, len(hooks), sockets))
+    return left
+
+
+def twin(story: Story, size: int) -> Seen:
+    """The same training in one process, with a plain mean of all ranks' gradients; what is not finite is not stepped."""
+    net = Net(0)
+    optimizer, seen = sgd(net), Seen()
+    seen.note(story, net, 0, dict)
+    for step in range(STEPS):
+        if story.thaws:
+            net.first.requires_grad_(step >= HALF)
+        total: dict[nn.Parameter, Tensor] = {}
+        for rank in range(size):
+            gradients_of(story, net, rank, step)
+            for parameter in net.parameters():
+                if parameter.grad is not None:
+                    total[parameter] = total[parameter] + parameter.grad if parameter in total else parameter.grad
+        for parameter in net.parameters():
+            parameter.grad = total[parameter] / size if parameter in total else None
+        if all(gradient.isfinite().all() for gradient in total.values()):
+            optimizer.step()
+        seen.note(story, net, 0, dict)
+    return replace(seen, end=flat(net))
+
+
+def gradients_of(story: Story, net: Net, rank: int, step: int) -> Tensor:
+    """Of one rank, in one step: flat, with zeros for what it does not use."""
+    net.zero_grad()
+    for rows in zip(*(rows.chunk(story.passes) for rows in batch(rank, step)), strict=True):
+        (loss_of(story, net, rows, rank, step) / story.passes).backward()
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in net.parameters()])
