@@ -404,7 +404,10 @@ def ranked(session: Session) -> None:
 
 def wrapped(make: Callable[..., Any] = torch.optim.SGD, **arguments: Any) -> None:
     hvd.init()
-    hvd.DistributedOptimizer(make(Net(0).parameters(), 0.1), **arguments)
+    try:
+        hvd.DistributedOptimizer(make(Net(0).parameters(), 0.1), **arguments)
+    finally:
+        hvd.shutdown()
 
 
 def hook_state(**changes: Any) -> None:
