@@ -29,20 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
-import ringstrategy
+import ringstrategy as ring
 import ringstrategy.horovod as hvd
-from ringstrategy import (
-    AllReduce,
-    BlockInt,
-    Direct,
-    Gaussian,
-    Gossip,
-    GroupOptions,
-    Identity,
-    LocalSGD,
-    Nesterov,
-    Rotated,
-)
+from ringstrategy import AllReduce, BlockInt
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.session import Session
 
@@ -53,14 +42,14 @@ MORE = slice(-61 * 41, None)  # the place of `Net.more` in all parameters
 BAD = 1  # the step that a story spoils
 SCALE = 2.0**8
 SYNCHRONOUS: dict[str, dict[str, Any]] = {
-    "exact": {"codec": Identity()},
+    "exact": {"codec": ring.Identity()},
     "int8": {"codec": BlockInt(8), "error_feedback": True},
-    "int4": {"codec": Rotated(Gaussian(4)), "collective": Direct(), "error_feedback": True},
+    "int4": {"codec": ring.Rotated(ring.Gaussian(4)), "collective": ring.Direct(), "error_feedback": True},
     "skip": {"on_nonfinite": "skip"},
 }
 APART: dict[str, Callable[[], Algorithm]] = {
-    "gossip": Gossip,
-    "local_sgd": lambda: LocalSGD(2, outer=Nesterov(0.4, 0.8)),
+    "gossip": ring.Gossip,
+    "local_sgd": lambda: ring.LocalSGD(2, outer=ring.Nesterov(0.4, 0.8)),
 }
 
 
@@ -111,15 +100,15 @@ class Seen:
     sent: list[int] = field(default_factory=list)
     accumulated: list[int] = field(default_factory=list)
     moved: list[bool] = field(default_factory=list)
-    end: Tensor | None = None
+    end: Any = None
     error: str = ""
     lost: int | None = None
 
-    def note(self, story: Story, net: nn.Module, sent: int | None, residuals: Callable[[], dict[str, Tensor]]) -> None:
-        """A step has ended, or training begins."""
+    def note(self, story: Story, net: Any, counts: Any, residuals: Callable[[], dict[str, Tensor]]) -> None:
+        """A step has ended, or training begins; `counts` has the statistics."""
         self.parameters.append(flat(net))
-        self.sent.append(sent or 0)
-        self.moved.append(net.more.weight.grad is not None)  # type: ignore[union-attr]
+        self.sent.append(0 if counts is None else counts.stats.bytes_sent)
+        self.moved.append(net.more.weight.grad is not None)
         held = residuals() if story.algorithm in ("int8", "int4") else {}
         self.residuals.append({name.removeprefix("net."): value.clone() for name, value in held.items()})
 
@@ -165,10 +154,10 @@ def flat(module: nn.Module) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in whole])
 
 
-def begin_step(story: Story, module: nn.Module, step: int) -> None:
+def begin_step(story: Story, module: Any, step: int) -> None:
     """What the user does between two steps."""
     if story.thaws:
-        module.first.requires_grad_(step >= HALF)  # type: ignore[operator, union-attr]
+        module.first.requires_grad_(step >= HALF)
 
 
 def algorithm_of(story: Story) -> Algorithm:
@@ -186,14 +175,17 @@ def synchronous(story: Story) -> dict[str, Any]:
 class Loop(ABC):
     """What a user makes behind a door, and calls in a loop."""
 
-    module: nn.Module  # as the loop calls it
-    net: nn.Module  # as the user has made it
+    module: Any  # as the loop calls it
+    net: Any  # as the user has made it
     optimizer: Any
+    counts: Any  # it has the statistics
+    session: Session | None = None
 
     def __init__(self, story: Story) -> None:
         self.story = story
         self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if story.scaled else None
-        self.net = Net(dist.get_rank())
+        self.module = self.net = Net(dist.get_rank())
+        self.optimizer = sgd(self.net)
 
     @abstractmethod
     def open(self) -> None:
@@ -203,57 +195,55 @@ class Loop(ABC):
         """A step begins."""
 
     def accumulating(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.module.no_sync()  # type: ignore[assignment, operator]
-        return found
+        return self.module.no_sync()
+
+    def scale(self) -> Tensor | None:
+        return None if self.scaler is None else self.scaler.scale(torch.ones(()))
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
-        self.optimizer.step()
-
-    def file(self, folder: str) -> Path:
-        mine = Path(folder) / f"rank{dist.get_rank()}.pt"
-        return mine if mine.exists() or self.story.saves else Path(folder) / "rank0.pt"
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     def save(self, folder: str) -> None:
         state = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(), "ours": self.state()}
-        torch.save(state, self.file(folder))
+        torch.save(state, f"{folder}/{dist.get_rank()}.pt")
 
     def load(self, folder: str) -> Any:
-        """Restores what is torch's; returns what is ours."""
-        saved = torch.load(self.file(folder), weights_only=True)
+        """Restores what is torch's; returns what is ours. Ranks that have saved nothing take rank 0's."""
+        mine = Path(folder) / f"{dist.get_rank()}.pt"
+        saved = torch.load(mine if mine.exists() else mine.with_name("0.pt"), weights_only=True)
         self.net.load_state_dict(saved["net"])
         self.optimizer.load_state_dict(saved["optimizer"])
         return saved["ours"]
 
     def state(self) -> dict[str, Any]:
         """What the door keeps from step to step."""
-        return {}
+        return {} if self.session is None else self.session.state_dict()
 
     def residuals(self) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.state()["residuals"]
-        return found
-
-    @abstractmethod
-    def bytes_sent(self) -> int:
-        """By this rank."""
+        return self.state().get("residuals", {})
 
     def consensus(self) -> AbstractContextManager[None]:
         """Within, all ranks see the same."""
-        return nullcontext()
+        return nullcontext() if self.session is None else self.session.consensus()
 
     def lost(self, error: BaseException) -> int | None:
         return getattr(error, "rank", None)
 
+    @abstractmethod
     def close(self) -> None:
         """The training is over."""
 
 
 class OfSession(Loop):
     def open(self) -> None:
-        self.module, self.optimizer = self.net, sgd(self.net)
-        self.session = Session(self.net, algorithm_of(self.story), timeout=MINUTE)
+        self.counts = self.session = Session(self.net, algorithm_of(self.story), timeout=MINUTE)
         self.session.open(torch.device("cpu"), scaled_loss=self.scaler is not None)
         if self.story.resumes is None:
             self.session.synchronize()
@@ -262,42 +252,26 @@ class OfSession(Loop):
         self.session.bind([self.optimizer])
 
     def begin(self, step: int) -> None:
-        self.session.begin_batch(f"in step {step}", [self.optimizer], first=step == 0, later_epoch=False)
+        self.counts.begin_batch(f"in step {step}", [self.optimizer], first=step == 0, later_epoch=False)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        return self.session.no_sync()
+        return self.counts.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler is None:
-            return self.session.backward(loss)
-        scaled = self.scaler.scale(loss)
-        self.session.before_backward(scaled, self.scale())
-        scaled.backward()
-        self.session.after_backward()
-
-    def scale(self) -> Tensor | None:
-        return None if self.scaler is None else self.scaler.scale(torch.ones(()))
+            self.counts.backward(loss)
+            return
+        self.counts.before_backward(loss, self.scale())
+        super().backward(loss)
+        self.counts.after_backward()
 
     def step(self) -> None:
-        with self.session.stepping(self.optimizer, self.scale):
-            if self.scaler is None:
-                self.optimizer.step()
-            else:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-        self.session.end_batch(1)
-
-    def state(self) -> dict[str, Any]:
-        return self.session.state_dict()
-
-    def bytes_sent(self) -> int:
-        return self.session.stats.bytes_sent or 0
-
-    def consensus(self) -> AbstractContextManager[None]:
-        return self.session.consensus()
+        with self.counts.stepping(self.optimizer, self.scale):
+            super().step()
+        self.counts.end_batch(1)
 
     def close(self) -> None:
-        self.session.close()
+        self.counts.close()
 
 
 class OfFabric(Loop):
@@ -305,43 +279,41 @@ class OfFabric(Loop):
 
     def __init__(self, package: str, of_ours: str, story: Story) -> None:
         super().__init__(story)
-        self.package, self.of_ours = import_module(package), import_module(of_ours)
-        self.strategy = self.of_ours.RingFabricStrategy(algorithm_of(story), timeout=MINUTE)
+        self.package, self.of_ours = package, import_module(of_ours)
+        self.counts = self.of_ours.RingFabricStrategy(algorithm_of(story), timeout=MINUTE)
 
     def open(self) -> None:
-        plugins = [import_module(f"{self.package.__name__}.plugins").MixedPrecision("16-mixed", "cpu", self.scaler)]
-        devices, plugins = dist.get_world_size(), plugins if self.story.scaled else []
-        self.fabric = self.package.Fabric(accelerator="cpu", devices=devices, strategy=self.strategy, plugins=plugins)
+        precision = import_module(f"{self.package}.plugins").MixedPrecision("16-mixed", "cpu", self.scaler)
+        self.fabric = import_module(self.package).Fabric(
+            accelerator="cpu",
+            devices=dist.get_world_size(),
+            strategy=self.counts,
+            plugins=[precision] if self.story.scaled else [],
+        )
         self.fabric.launch()
-        self.module, self.optimizer = self.fabric.setup(self.net, sgd(self.net))
+        self.module, self.optimizer = self.fabric.setup(self.net, self.optimizer)
+        self.session = self.counts._models[0].session
+        self.both = {"module": self.module, "optimizer": self.optimizer}
         if self.story.resumes is not None:
-            self.fabric.load(f"{self.story.resumes}/fabric.ckpt", self.both())
-
-    def both(self) -> dict[str, Any]:
-        return {"module": self.module, "optimizer": self.optimizer}
+            self.fabric.load(f"{self.story.resumes}/fabric.ckpt", self.both)
 
     def accumulating(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.fabric.no_backward_sync(self.module)
-        return found
+        return self.fabric.no_backward_sync(self.module)
 
     def backward(self, loss: Tensor) -> None:
         self.fabric.backward(loss)
 
+    def step(self) -> None:
+        self.optimizer.step()
+
     def save(self, folder: str) -> None:
-        self.fabric.save(f"{folder}/fabric.ckpt", self.both())
-
-    def residuals(self) -> dict[str, Tensor]:
-        return dict(self.strategy._models[0].session.state_dict()["residuals"])
-
-    def bytes_sent(self) -> int:
-        return self.strategy.stats.bytes_sent or 0
+        self.fabric.save(f"{folder}/fabric.ckpt", self.both)
 
     def consensus(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.of_ours.consensus(self.module)
-        return found
+        return self.of_ours.consensus(self.module)
 
     def close(self) -> None:
-        self.strategy.close()
+        self.counts.close()
 
 
 class OfHorovod(Loop):
@@ -349,14 +321,14 @@ class OfHorovod(Loop):
 
     def open(self) -> None:
         hvd.init(timeout=MINUTE)
-        self.module = self.net
         self.optimizer = hvd.DistributedOptimizer(
-            sgd(self.net),
+            self.optimizer,
             self.net.named_parameters(),
             algorithm=algorithm_of(self.story),
             backward_passes_per_step=self.story.passes,
             scaler=self.scaler,
         )
+        self.counts = self.session = self.optimizer.session
         if self.story.resumes is None:
             hvd.broadcast_parameters(self.net.state_dict(), root_rank=0)
         else:
@@ -365,27 +337,11 @@ class OfHorovod(Loop):
     def accumulating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, loss: Tensor) -> None:
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-
     def step(self) -> None:
-        if self.scaler is None:
-            return self.optimizer.step()
-        self.optimizer.synchronize()
-        with self.optimizer.skip_synchronize():
-            self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.optimizer.session.state_dict()
-        return found
-
-    def bytes_sent(self) -> int:
-        return self.optimizer.session.stats.bytes_sent or 0
-
-    def consensus(self) -> AbstractContextManager[None]:
-        found: AbstractContextManager[None] = self.optimizer.session.consensus()
-        return found
+        if self.scaler is not None:
+            self.optimizer.synchronize()
+        with nullcontext() if self.scaler is None else self.optimizer.skip_synchronize():
+            super().step()
 
     def close(self) -> None:
         hvd.shutdown()
@@ -394,7 +350,7 @@ class OfHorovod(Loop):
 def group_of(story: Story) -> Any:
     """A group of ours; it also encodes what is short."""
     how = {key: value for key, value in synchronous(story).items() if key != "error_feedback"}
-    return dist.new_group(backend="ring", pg_options=GroupOptions(AllReduce(**how), exact_below=1 << 10))
+    return dist.new_group(backend="ring", pg_options=ring.GroupOptions(AllReduce(**how), exact_below=1 << 10))
 
 
 class OfHook(Loop):
@@ -402,106 +358,89 @@ class OfHook(Loop):
 
     def open(self) -> None:
         self.module = DistributedDataParallel(self.net, find_unused_parameters=self.story.skips)
-        self.optimizer = sgd(self.net)
         state = None if self.story.resumes is None else self.load(self.story.resumes)
-        self.ours, hook = ringstrategy.ddp_hook(**synchronous(self.story), module=self.module, timeout=MINUTE)
-        self.module.register_comm_hook(self.ours, hook)
+        self.counts, hook = ring.ddp_hook(**synchronous(self.story), module=self.module, timeout=MINUTE)
+        self.module.register_comm_hook(self.counts, hook)
         if state is not None:
-            self.ours.load_state_dict(state)
+            self.counts.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
-        return self.ours.state_dict()
-
-    def bytes_sent(self) -> int:
-        return self.ours.stats.bytes_sent or 0
+        return self.counts.state_dict()
 
     def lost(self, error: BaseException) -> int | None:
-        return getattr(self.ours.error, "rank", None)
+        return getattr(self.counts.error, "rank", None)
 
     def close(self) -> None:
-        self.ours.close()
+        self.counts.close()
 
 
 class OfGroup(Loop):
     """Torch's DDP over a process group of ours."""
 
     def open(self) -> None:
-        self.group = group_of(self.story)
+        self.counts = group_of(self.story)
         self.module = DistributedDataParallel(
-            self.net, process_group=self.group, find_unused_parameters=self.story.skips
+            self.net, process_group=self.counts, find_unused_parameters=self.story.skips
         )
-        self.optimizer = sgd(self.net)
-
-    def residuals(self) -> dict[str, Tensor]:
-        return {}
-
-    def bytes_sent(self) -> int:
-        return self.group.stats.bytes_sent or 0
 
     def lost(self, error: BaseException) -> int | None:
         """DDP keeps the text alone; the next call has the error."""
         try:
-            dist.all_reduce(torch.zeros(1 << 12), group=self.group)
-        except ringstrategy.PeerLostError as named:
+            dist.all_reduce(torch.zeros(1 << 12), group=self.counts)
+        except ring.PeerLostError as named:
             return named.rank
         return None
 
     def close(self) -> None:
-        dist.destroy_process_group(self.group)
+        dist.destroy_process_group(self.counts)
 
 
 class OfFsdp(Loop):
     """FSDP2, which expects the same parameters on all ranks; its sums travel by `ringstrategy.fsdp`."""
 
+    group: Any = None  # None: torch's
+
     def open(self) -> None:
-        self.group, self.ours = self.groups()
-        self.net = Net(0)
+        self.module = self.net = Net(0)
         mesh = DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, "cpu")
         for part in (self.net.first, self.net.last, self.net.more, self.net):
-            fully_shard(part, mesh=mesh, reshard_after_forward=False)  # type: ignore[arg-type]
-        self.module, self.optimizer = self.net, sgd(self.net)
+            fully_shard(part, mesh=mesh, reshard_after_forward=False)
+        self.optimizer = sgd(self.net)
         if self.group is None:
-            self.ours = ringstrategy.fsdp(self.net, **synchronous(self.story), exact_below=0, timeout=MINUTE)
+            self.counts = ring.fsdp(self.net, **synchronous(self.story), exact_below=0, timeout=MINUTE)
         if self.story.resumes is not None:
             state = self.whole()
             dcp.load(state, checkpoint_id=self.story.resumes)
             of_torch = {"model_state_dict": state["net"], "optim_state_dict": state["optimizer"]}
             set_state_dict(self.net, self.optimizer, **of_torch)
 
-    def groups(self) -> tuple[Any, Any]:
-        """That of the mesh, and what stands for the reduce-scatters' statistics."""
-        return None, None
-
     def whole(self) -> dict[str, Any]:
         of_net, of_optimizer = get_state_dict(self.net, self.optimizer)
-        return {"net": of_net, "optimizer": of_optimizer, "ours": self.ours}
+        return {"net": of_net, "optimizer": of_optimizer, "ours": self.counts}
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        self.module.set_requires_gradient_sync(False)  # type: ignore[operator]
+        self.module.set_requires_gradient_sync(False)
         yield
-        self.module.set_requires_gradient_sync(True)  # type: ignore[operator]
+        self.module.set_requires_gradient_sync(True)
 
     def save(self, folder: str) -> None:
         dcp.save(self.whole(), checkpoint_id=folder)
 
     def residuals(self) -> dict[str, Tensor]:
         """By module."""
-        return {name: state["residual"].to_local().clone() for name, state in self.ours.state_dict().items()}
-
-    def bytes_sent(self) -> int:
-        return self.ours.stats.bytes_sent or 0
+        return {name: state["residual"].to_local() for name, state in self.counts.state_dict().items()}
 
     def close(self) -> None:
-        self.ours.close()
+        self.counts.close()
 
 
 class OfFsdpGroup(OfFsdp):
     """FSDP2 in a process group of ours."""
 
-    def groups(self) -> tuple[Any, Any]:
-        group = group_of(self.story)
-        return group, group
+    def open(self) -> None:
+        self.counts = self.group = group_of(self.story)
+        super().open()
 
     def residuals(self) -> dict[str, Tensor]:
         return {}
@@ -515,7 +454,7 @@ def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module
     loop, rank = make(story), dist.get_rank()
     try:
         loop.open()
-        seen.note(story, loop.net, loop.bytes_sent(), loop.residuals)
+        seen.note(story, loop.net, loop.counts, loop.residuals)
         for step in range(0 if story.resumes is None else HALF, STEPS):
             begin_step(story, loop.net, step)
             loop.begin(step)
@@ -523,11 +462,11 @@ def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module
             for index, rows in enumerate(zip(*parts, strict=True)):
                 last = index + 1 == story.passes
                 if last:
-                    seen.accumulated.append(loop.bytes_sent() - seen.sent[-1])
+                    seen.accumulated.append(loop.counts.stats.bytes_sent - seen.sent[-1])
                 with nullcontext() if last else loop.accumulating():
                     loop.backward(loss_of(story, loop.module, rows, rank, step) / story.passes)
             loop.step()
-            seen.note(story, loop.net, loop.bytes_sent(), loop.residuals)
+            seen.note(story, loop.net, loop.counts, loop.residuals)
             loop.optimizer.zero_grad()
             if story.saves is not None and step + 1 == HALF:
                 loop.save(story.saves)
@@ -549,7 +488,7 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
     pl, ours = import_module(package), import_module(of_ours)
     rank = dist.get_rank()
 
-    class Fitted(pl.LightningModule):  # type: ignore[name-defined, misc]
+    class Fitted(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = Net(rank)
@@ -558,8 +497,8 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
             return sgd(self)
 
         def note(self) -> None:
-            ring = self.trainer.strategy
-            seen.note(story, self.net, ring.stats.bytes_sent, lambda: dict(ring.algorithm.residuals()))
+            strategy = self.trainer.strategy
+            seen.note(story, self.net, strategy, lambda: dict(strategy.algorithm.residuals()))
 
         def on_train_start(self) -> None:
             self.note()
@@ -598,7 +537,7 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
     try:
         path = None if story.resumes is None else f"{story.resumes}/epoch=0.ckpt"
         trainer.fit(module, DataLoader(rows, batch_size=ROWS // story.passes), ckpt_path=path)
-    except ringstrategy.PeerLostError as error:
+    except ring.PeerLostError as error:
         seen.lost = error.rank
         raise
     seen.end = flat(module)
@@ -630,35 +569,24 @@ def told(door: str, story: Story) -> Seen:
     return seen
 
 
-@dataclass
-class Left:
-    """In this process after a training, and what it ended with."""
-
-    end: Tensor
-    threads: list[str]
-    hooks: int
-    sockets: int
-
-
-def told_again(door: str) -> list[Left]:
-    """One training after the other, in one process."""
+def told_again(door: str) -> list[tuple[Tensor, list[str], list[Any], int]]:
+    """What two trainings end with, and the threads, hooks and sockets that each of them leaves in its process."""
     dist.init_process_group("gloo", timeout=MINUTE)
-    left: list[Left] = []
+    left: list[Any] = []
     for _ in range(2):
         seen = Seen()
         module = DOORS[door](Story("int8"), seen)
         hooks = [*_global_optimizer_pre_hooks, *_global_optimizer_post_hooks]
-        hooks += [p for p in module.parameters() if p._post_accumulate_grad_hooks]
+        hooks += [name for name, p in module.named_parameters() if p._post_accumulate_grad_hooks]
         del module
         gc.collect()
         threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")]
         open_ = sockets()
         for _ in range(100):  # torch's store closes those of others when it comes to it
-            if left and open_ > left[0].sockets:
+            if left and open_ > left[0][-1]:
                 time.sleep(0.05)
                 open_ = sockets()
-        assert seen.end is not None
-        left.append(Left(seen.end, threads, len(hooks), open_))
+        left.append((seen.end, threads, hooks, open_))
     return left
 
 
@@ -674,10 +602,9 @@ def twin(story: Story, size: int) -> Seen:
     """The same in one process, with a plain mean of all ranks' gradients; what is not finite is not stepped."""
     net = Net(0)
     optimizer, seen = sgd(net), Seen()
-    seen.note(story, net, 0, dict)
+    seen.note(story, net, None, dict)
     for step in range(STEPS):
-        if story.thaws:
-            net.first.requires_grad_(step >= HALF)
+        begin_step(story, net, step)
         total: dict[nn.Parameter, Tensor] = {}
         for rank in range(size):
             gradients_of(story, net, rank, step)
@@ -688,7 +615,7 @@ def twin(story: Story, size: int) -> Seen:
             parameter.grad = total[parameter] / size if parameter in total else None
         if all(gradient.isfinite().all() for gradient in total.values()):
             optimizer.step()
-        seen.note(story, net, 0, dict)
+        seen.note(story, net, None, dict)
     return replace(seen, end=flat(net))
 
 
