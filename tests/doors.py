@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ import ringstrategy.horovod as hvd
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.session import Session
+from ringstrategy.transport.stats import Stats
 
 MINUTE = timedelta(minutes=1)
 HALF, STEPS, ROWS = 3, 6, 8  # an epoch of Lightning's is half a run
@@ -374,14 +376,26 @@ class OfHook(Loop):
         self.counts.close()
 
 
-class OfGroup(Loop):
+class OfDdp(Loop):
+    """Torch's DDP over gloo: nothing is ours."""
+
+    counts = SimpleNamespace(stats=Stats())
+    group: Any = None
+
+    def open(self) -> None:
+        unused = self.story.skips
+        self.module = DistributedDataParallel(self.net, process_group=self.group, find_unused_parameters=unused)
+
+    def close(self) -> None:
+        return
+
+
+class OfGroup(OfDdp):
     """Torch's DDP over a process group of ours."""
 
     def open(self) -> None:
-        self.counts = group_of(self.story)
-        self.module = DistributedDataParallel(
-            self.net, process_group=self.counts, find_unused_parameters=self.story.skips
-        )
+        self.counts = self.group = group_of(self.story)
+        super().open()
 
     def lost(self, error: BaseException) -> int | None:
         """DDP keeps the text alone; the next call has the error."""
@@ -545,6 +559,7 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
 
 
 DOORS: dict[str, Callable[[Story, Seen], nn.Module]] = {
+    "ddp": partial(looped, OfDdp),
     "session": partial(looped, OfSession),
     "trainer": partial(fitted, "lightning.pytorch", "ringstrategy"),
     "fabric": partial(looped, partial(OfFabric, "lightning.fabric", "ringstrategy")),
