@@ -229,6 +229,7 @@ def shutdown() -> None:
         if this.owned:
             ends.callback(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
         for process_set in this.sets.values():
+            ends.callback(process_set.destroy_groups)
             ends.callback(process_set.end)
         for optimizer in this.optimizers:
             ends.callback(optimizer._exchange.close)
