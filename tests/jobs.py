@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from patience import Patience
-from pool import _IMPORTED, reserve_port
+from pool import IMPORTED, reserve_port
 from test_strategy import HERE, shell
 
 from ringstrategy import PeerLostError
@@ -36,7 +36,7 @@ class Job:
 
     def __init__(self, folder: Path, size: int, function: Callable[..., None], *args: Any) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_IMPORTED)
+        self._context.set_forkserver_preload(IMPORTED)
         self._holder = reserve_port()
         self.folder = folder
         self.ranks: list[Any] = [None] * size
