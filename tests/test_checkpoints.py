@@ -381,24 +381,6 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
     assert unnoticed < 150
 
 
-def _heard_about(path: str) -> list[str]:
-    with listening() as heard:
-        fit(lossy(), Net(), max_epochs=3, ckpt_path=path)
-    return about_residuals(heard)
-
-
-def test_what_a_rank_has_no_place_for_is_said_though_it_is_not_rank_0(ranks: Pool, tmp_path: Path) -> None:
-    path = tmp_path / "saved.ckpt"
-    ranks(2, _saved, str(path), lossy)
-    state = rank_state(path, 1)
-    name = sorted(state["residuals"])[0]
-    state["residuals"][name] = torch.zeros(1, 1, 7)
-    torch.save(seal(state), rank_file(path, 1))
-    [message], silent = ranks(2, _heard_about, str(path))
-    assert f"of rank 1: {name} that this run has no place for" in message
-    assert not silent
-
-
 # Where checkpoints are
 
 
@@ -446,18 +428,12 @@ def _resumes_with(path: str, saved: str) -> tuple[bool, list[str]]:
     return first[0], about_residuals(heard)
 
 
-def test_moved_folders_and_renamed_checkpoints_are_whole(ranks: Pool, tmp_path: Path) -> None:
-    path, moved = tmp_path / "run" / "saved.ckpt", tmp_path / "elsewhere" / "renamed.ckpt"
+def test_moved_and_older_checkpoints_are_loaded(ranks: Pool, tmp_path: Path) -> None:
+    path, moved, old = (tmp_path / name for name in ("run/saved.ckpt", "elsewhere/renamed.ckpt", "old.ckpt"))
     ranks(2, _saved, str(path), lossy)
     moved.parent.mkdir()
     shutil.copy(path, moved)
     shutil.copytree(f"{path}.ringstrategy", f"{moved}.ringstrategy")
-    assert ranks(2, _resumes_with, str(moved), str(path)) == [(True, [])] * 2
-
-
-def test_checkpoints_of_before_are_still_loaded(ranks: Pool, tmp_path: Path) -> None:
-    path, old = tmp_path / "saved.ckpt", tmp_path / "old.ckpt"
-    ranks(2, _saved, str(path), lossy)
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["ringstrategy"]["files"]
     torch.save(checkpoint, old)
@@ -466,9 +442,9 @@ def test_checkpoints_of_before_are_still_loaded(ranks: Pool, tmp_path: Path) -> 
         state = rank_state(path, rank)
         del state["save"]
         torch.save(state, f"{old}.ringstrategy/rank_{rank:05d}.pt")
-    assert ranks(2, _resumes_with, str(old), str(path)) == [(True, [])] * 2
-    for rank in range(2):
-        shutil.rmtree(f"{old}.ringstrategy") if rank == 0 else None
+    for found in (moved, old):
+        assert ranks(2, _resumes_with, str(found), str(path)) == [(True, [])] * 2
+    shutil.rmtree(f"{old}.ringstrategy")
     assert ranks(2, _resumes_with, str(old), str(path))[0][0] is False
 
 

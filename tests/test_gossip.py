@@ -712,7 +712,11 @@ def normed() -> Net:
 
 def _validates(folder: str, consensus: bool) -> tuple[list[bool], bool]:
     watch, model = Watch(), normed()
-    options: dict[str, Any] = {"val_check_interval": 2, "logger": CSVLogger(folder, name="", version="")}
+    options: dict[str, Any] = {
+        "max_epochs": 1,
+        "val_check_interval": 2,
+        "logger": CSVLogger(folder, name="", version=""),
+    }
     callbacks = [watch, CommunicationMonitor(2)]
     trainer = trainer_with(
         RingStrategy(Gossip(consensus=consensus)), callbacks=callbacks, log_every_n_steps=1, **options
@@ -738,8 +742,8 @@ def test_people_see_the_mean_and_the_monitor_how_far_replicas_are_apart(
 
 
 def _resume(folder: str, algorithm: Decentralized) -> list[float]:
-    """Four epochs, saved after the second: does a second run from there end alike?"""
-    options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True}
+    """Three epochs, saved after the second: does a second run from there end alike?"""
+    options: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
     first, second = normed(), normed()
     saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
     fit(RingStrategy(algorithm), first, callbacks=[saver], **options)
@@ -757,20 +761,13 @@ def _resume(folder: str, algorithm: Decentralized) -> list[float]:
     return first.layers[0].weight.detach().reshape(-1).tolist()
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [PushSum(directed(3), interval=2, consensus=False), Gossip(Star(), interval=1, unit="epoch", overlap=False)],
-    ids=str,
-)
-def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_mean(
-    ranks: Pool, algorithm: Decentralized, tmp_path: Path
-) -> None:
-    one, two, three = ranks(3, _resume, str(tmp_path), algorithm)
-    assert (one != two != three != one) == (not algorithm.consensus)
+def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_mean(ranks: Pool, tmp_path: Path) -> None:
+    one, two, three = ranks(3, _resume, str(tmp_path), PushSum(directed(3), interval=2, consensus=False))
+    assert one != two != three != one
 
 
 def _save(folder: str) -> None:
-    fit(RingStrategy(Gossip()), Net(), callbacks=[ModelCheckpoint(folder, "saved")], enable_checkpointing=True)
+    fit(RingStrategy(Gossip()), Net(), max_epochs=1).save_checkpoint(f"{folder}/saved.ckpt")
 
 
 class Start(Callback):
@@ -783,7 +780,7 @@ class Start(Callback):
 def _begins(path: str, algorithm: Algorithm) -> tuple[bool, float]:
     """With the mean that the checkpoint holds? And with which first value?"""
     begin = Start()
-    fit(RingStrategy(algorithm), Net(), ckpt_path=path, max_epochs=3, callbacks=[begin])
+    fit(RingStrategy(algorithm), Net(), ckpt_path=path, max_epochs=4, limit_train_batches=1, callbacks=[begin])
     saved = torch.load(path, weights_only=True)["state_dict"]
     equal = all(torch.equal(saved[name], value) for name, value in begin.state.items())
     return equal, begin.state["layers.0.weight"][0, 0].item()
