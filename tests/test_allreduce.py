@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -27,14 +26,12 @@ from ringstrategy import (
     Codec,
     Collective,
     Direct,
-    Gaussian,
     Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
     PowerSGD,
     Ring,
-    Rotated,
     Stats,
 )
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
@@ -206,12 +203,6 @@ def _check_replicas(results: list[tuple[list[Tensor], list[list[Tensor]], Stats]
 @pairs(algorithm=ALGORITHMS, size=[2, 3, 5])
 def test_replicas_stay_identical_and_near_the_mean(algorithm: AllReduce, size: int) -> None:
     _check_replicas(on_all_ranks(size, lambda peers: train(peers, algorithm, 3)), algorithm)
-
-
-@pytest.mark.parametrize("algorithm", [list(ALGORITHMS)[place] for place in (0, 2, 4)], ids=str)
-def test_so_they_do_in_processes(ranks: Pool, algorithm: AllReduce) -> None:
-    same = next(key for key in ALGORITHMS if repr(key) == repr(algorithm))
-    _check_replicas(ranks(3, _really_train, algorithm, 3), same)
 
 
 def test_two_ranks_equal_ddp_bit_for_bit(ranks: Pool) -> None:
@@ -386,47 +377,31 @@ def which(rank: int, step: int) -> list[int]:
     return [*used, 3] if rank == 1 and step % 2 else used
 
 
-def _unused(find: bool | None) -> list[dict[str, Tensor | None]]:
-    """None: torch DDP."""
-    module, history = Branches(), []
-    if find is None:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=MINUTE)
-        wrapped = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
-    else:
-        algorithm = AllReduce(bucket_mb=2e-5, find_unused_parameters=find)
-        peers, _ = start(algorithm, module)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    rank = dist.get_rank()
-    for step in range(4):
-        optimizer.zero_grad()
-        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        if find is None:
-            wrapped(x, which(rank, step)).backward()
-        else:
-            backward(algorithm, module(x, which(rank, step)))
-        history.append(gradients(module))
-        optimizer.step()
-    history.append({name: p.detach().clone() for name, p in module.named_parameters()})
-    if find is not None:
-        peers.close()
-    return history
+def test_unused_parameters_count_zeros_or_have_no_gradient() -> None:
+    """As under DDP; whether the graph is walked for them or not."""
+
+    def unused(peers: FakePeers, find: bool) -> list[dict[str, Tensor | None]]:
+        module, history = fresh(Branches), []
+        algorithm = _setup(peers, AllReduce(bucket_mb=2e-5, find_unused_parameters=find), module)
+        for step in range(4):
+            module.zero_grad()
+            backward(algorithm, module(_inputs(peers.rank, step), which(peers.rank, step)))
+            history.append(gradients(module))
+        return history
+
+    for find in (False, True):
+        for history in on_all_ranks(2, lambda peers, find=find: unused(peers, find)):
+            for step, means in enumerate(history):
+                alone = fresh(Branches)
+                for rank in range(2):
+                    (alone(_inputs(rank, step), which(rank, step)) / 2).backward()
+                for name, exact in gradients(alone).items():
+                    assert (means[name] is None) == (exact is None), name
+                    assert exact is None or torch.equal(means[name], exact), name  # type: ignore[arg-type]
 
 
-def _unused_in_three_ways() -> list[list[dict[str, Tensor | None]]]:
-    return [_unused(find) for find in (None, False, True)]
-
-
-def test_unused_parameters_as_under_ddp(ranks: Pool) -> None:
-    for reference, *both in ranks(2, _unused_in_three_ways):
-        for ours in both:
-            assert ours[0]["branches.4.weight"] is None
-            assert ours[0]["branches.3.weight"] is None
-            assert ours[1]["branches.3.weight"] is not None
-            for step, expected in zip(ours, reference, strict=True):
-                for name, value in expected.items():
-                    assert (value is None) == (step[name] is None), name
-                    assert value is None or torch.equal(value, step[name]), name
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
 def test_parameters_that_unfreeze_append_buckets() -> None:
@@ -497,9 +472,10 @@ def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> No
         return after
 
     results = on_all_ranks(3, toggle)
-    for name, value in results[0].items():
-        assert all((value is None and r[name] is None) or torch.equal(value, r[name]) for r in results)
-        assert (value is None) == (name[9] not in "013"), name
+    for after in results:
+        for name, value in after.items():
+            assert (value is None) == (name[9] not in "013"), name
+            assert value is None or torch.equal(value, results[0][name]), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -671,7 +647,7 @@ def test_what_was_stepped_and_what_is_left_are_what_there_was(make: Callable[[],
 def test_a_parameter_that_no_rank_uses_keeps_its_residual_bit_for_bit() -> None:
     def work(peers: FakePeers) -> list[Tensor]:
         module, found = fresh(Branches), []
-        algorithm = _setup(peers, AllReduce(Rotated(Gaussian(4)), error_feedback=True), module)
+        algorithm = _setup(peers, AllReduce(Toy()), module)
         for branches in ([0, 1], [0], [0], [0, 1]):
             module.zero_grad()
             x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * len(found) + peers.rank))
@@ -687,104 +663,35 @@ def test_a_parameter_that_no_rank_uses_keeps_its_residual_bit_for_bit() -> None:
         assert not torch.equal(used, again)
 
 
-# Seeds
-
-STEPS, NUMELS = 4, {"first": 40, "second": 9, "third": 70}
-Seeds = dict[tuple[int, str], int]  # by step and bucket
+# Noise
 
 
-class Seen(threading.local):
-    """On this rank: which method, for which bucket, its seed, the places."""
+def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
+    """All ranks round the same gradient, at each step and in each bucket: what they lose shows what they drew."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str, int, range]] = []
+    def lost(peers: FakePeers, stops: tuple[int, ...]) -> list[Tensor]:
+        named = {name: nn.Parameter(torch.zeros(256)) for name in ("one", "two")}
+        original, found = AllReduce(BlockInt(2, 64, rounding="stochastic"), Direct(), True, bucket_mb=1e-4), []
+        algorithm = _setup(peers, original, named)
+        for step in range(4):
+            if step in stops:  # the run ends, and one from its state goes on
+                state = copy.deepcopy(algorithm.state_dict())
+                algorithm.close()
+                algorithm = _setup(peers, original, named)
+                algorithm.load_state_dict(state)
+            for parameter in named.values():
+                parameter.grad = None
+            algorithm.load_residuals({name: torch.zeros(256) for name in named})
+            backward(algorithm, sum((torch.linspace(-1, 1, 256) * p).sum() for p in named.values()))  # type: ignore[arg-type]
+            algorithm.after_step(set(named.values()))
+            found += [residual.clone() for _, residual in algorithm.residuals()]
+        assert len(algorithm._buckets) == 2
+        return found
 
-
-SEEN = Seen()
-
-
-@dataclass(frozen=True)
-class Spy(Codec):
-    """The values' own bytes, though it calls itself lossy; notes the seeds it is given."""
-
-    bucket: str
-    shares_seed: bool = False
-
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * dtype.itemsize
-
-    def note(self, method: str, seed: int, begin: int = 0, numel: int = 0) -> None:
-        SEEN.calls.append((method, self.bucket, seed, range(begin, begin + numel)))
-
-    def encode(
-        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
-    ) -> None:
-        self.note("encode", seed, offset, values.numel())
-        wire.copy_(values.view(torch.uint8))
-        if lost is not None:
-            lost.zero_()
-
-    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        out.add_(wire.view(out.dtype)) if add else out.copy_(wire.view(out.dtype))
-
-    def reduce(self, wires: Sequence[Tensor], *tensors: Tensor, seed: int = 0, **options: Any) -> None:
-        self.note("reduce", seed)
-        super().reduce(wires, *tensors, seed=seed, **options)
-
-    def prepare_(self, values: Tensor, seed: int) -> None:
-        self.note("prepare_", seed)
-
-    def restore_(self, values: Tensor, seed: int) -> None:
-        self.note("restore_", seed)
-
-
-def _seeds(peers: FakePeers, collective: Collective, shared: bool, stops: tuple[int, ...] = ()) -> tuple[Seeds, Seeds]:
-    """Of encodes, and of `prepare_`; after each of the steps `stops` the run ends, and one from its state goes on."""
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(numel)) for name, numel in NUMELS.items()})
-    encoding: Seeds = {}
-    preparing: Seeds = {}
-    state: dict[str, Any] = {}
-    for begin, end in pairwise([0, *stops, STEPS]):
-        algorithm = AllReduce(lambda name, parameter: Spy(name, shared), collective, error_feedback=True)
-        algorithm.setup(dict(module.named_parameters()), peers)
-        assert len(algorithm._buckets) == len(NUMELS)
-        if begin:
-            algorithm.load_state_dict(state)
-        for step in range(begin, end):
-            SEEN.calls.clear()
-            module.zero_grad()
-            backward(algorithm, sum(((peers.rank + step) * p).sum() for p in module.values()))  # type: ignore[arg-type]
-            for bucket, numel in NUMELS.items():
-                seen = [(method, seed, places) for method, name, seed, places in SEEN.calls if name == bucket]
-                assert {method for method, _, _ in seen} >= {"encode", "reduce", "prepare_"}
-                # one seed, and under it each place once
-                [encoding[step, bucket]] = {s for method, s, _ in seen if method in ("encode", "reduce")}
-                [preparing[step, bucket]] = {s for method, s, _ in seen if method in ("prepare_", "restore_")}
-                encoded = chain.from_iterable(places for method, _, places in seen if method == "encode")
-                assert sorted(encoded) == list(range(numel))
-        state = copy.deepcopy(algorithm.state_dict())
-    return encoding, preparing
-
-
-def _check_shared(every_rank: list[Seeds]) -> None:
-    """The same on all ranks, another one for each step and bucket."""
-    assert all(seeds == every_rank[0] for seeds in every_rank)
-    assert len({*every_rank[0].values()}) == len(every_rank[0]) == STEPS * len(NUMELS)
-
-
-@pairs(collective=[Ring(), Direct()], size=[2, 3], shared=[False, True])
-def test_seeds_follow_from_rank_step_and_bucket_alone(collective: Collective, size: int, shared: bool) -> None:
-    def seeds(*stops: int) -> list[tuple[Seeds, Seeds]]:
-        return on_all_ranks(size, lambda peers: _seeds(peers, collective, shared, stops))
-
-    found = seeds()
-    _check_shared([preparing for _, preparing in found])
-    if shared:
-        _check_shared([encoding for encoding, _ in found])
-    else:
-        own = [seed for encoding, _ in found for seed in encoding.values()]
-        assert len({*own}) == len(own) == size * STEPS * len(NUMELS)
-    assert seeds(1, 3) == found, "after resuming too"
+    through, resumed = (on_all_ranks(3, lambda peers, at=at: lost(peers, at)) for at in ((), (1, 3)))
+    drawn = [residual for found in through for residual in found]
+    assert all(map(torch.equal, drawn, chain(*resumed)))
+    assert len({tuple(residual.tolist()) for residual in drawn}) == len(drawn) == 3 * 4 * 2
 
 
 # Errors

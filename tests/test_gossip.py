@@ -18,13 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pairs import pairs
 from pool import Pool
 from rank_files import rank_file, rank_state
 from test_feedback import scaler
-from test_strategy import Net, fit, gathered, net, rows, run_script, said, same_everywhere, trainer_with, world
+from test_strategy import Net, fit, net, rows, run_script, said, same_everywhere, trainer_with
 from torch import Tensor, nn
 
 from ringstrategy import (
@@ -739,31 +739,6 @@ def test_people_see_the_mean_and_the_monitor_how_far_replicas_are_apart(
     with open(tmp_path / "metrics.csv") as file:
         logged = [line.get("communication/consensus_distance", "") for line in csv.DictReader(file)]
     assert min(float(distance) for distance in logged if distance) > 1e-12
-
-
-def _resume(folder: str, algorithm: Decentralized) -> list[float]:
-    """Three epochs, saved after the second: does a second run from there end alike?"""
-    options: dict[str, Any] = {"max_epochs": 3, "enable_checkpointing": True}
-    first, second = normed(), normed()
-    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    fit(RingStrategy(algorithm), first, callbacks=[saver], **options)
-    path = f"{folder}/epoch=1.ckpt"
-    again = fit(RingStrategy(algorithm), second, ckpt_path=path, **{**options, "enable_checkpointing": False})
-    for name, value in first.state_dict().items():
-        assert torch.equal(value, second.state_dict()[name]), name
-    own = rank_state(path, again.global_rank)["own"]
-    saved = torch.load(path, weights_only=True)["state_dict"]
-    excess = {name: kept.get("excess", 0) for name, kept in own["algorithm"]["kept"].items()}
-    mine = own["checkpoint"]["state_dict"]
-    for name in (name for name in mine if "num" not in name):
-        torch.testing.assert_close(saved[name], sum(gathered(mine[name] + excess.get(name, 0))) / world())
-        assert not torch.equal(saved[name], mine[name])
-    return first.layers[0].weight.detach().reshape(-1).tolist()
-
-
-def test_resuming_is_bit_for_bit_and_the_checkpoint_holds_the_mean(ranks: Pool, tmp_path: Path) -> None:
-    one, two, three = ranks(3, _resume, str(tmp_path), PushSum(directed(3), interval=2, consensus=False))
-    assert one != two != three != one
 
 
 def _save(folder: str) -> None:
