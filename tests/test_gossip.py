@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
-from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pairs import pairs
 from pool import Pool
@@ -278,7 +278,7 @@ def _check_twin(found: Sequence[Found], algorithm: Decentralized, twin_class: An
     size, interval, late = len(found), algorithm.interval, algorithm.late
     expected, mean = twin(twin_class, algorithm.topology, size, steps, interval, late)
     for rank, (own, seen, distance, kept) in enumerate(found):
-        np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"rank {rank} of {size}")
         np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(seen, found[0][1])
         assert distance == pytest.approx(np.square(expected - mean).sum(1).mean(), abs=1e-4)
@@ -289,13 +289,14 @@ def _check_twin(found: Sequence[Found], algorithm: Decentralized, twin_class: An
     return expected
 
 
-@pairs(name=CASES, size=[2, 3, 4, 5, 8], interval=[1, 3])
-def test_ranks_agree_with_a_numpy_twin(name: str, size: int, interval: int) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_agree_with_a_numpy_twin(name: str) -> None:
     make, twin_class, topology = CASES[name]
-    algorithm = make(topology(size), interval=interval)
-    found = on_all_ranks(size, lambda peers: run(peers, algorithm, 10))
-    expected = _check_twin(found, algorithm, twin_class, 10)
-    assert size == 2 or interval == 1 or np.abs(expected - expected[0]).max() > 0.1
+    for size, interval in ((2, 3), (3, 1), (4, 3), (5, 1), (8, 3)):
+        algorithm = make(topology(size), interval=interval)
+        found = on_all_ranks(size, lambda peers, algorithm=algorithm: run(peers, algorithm, 10))
+        expected = _check_twin(found, algorithm, twin_class, 10)
+        assert size == 2 or interval == 1 or np.abs(expected - expected[0]).max() > 0.1
 
 
 @pytest.mark.parametrize("late", [1, 2, 3])
@@ -736,7 +737,8 @@ def test_people_see_the_mean_and_the_monitor_how_far_replicas_are_apart(
 
 
 def _save(folder: str) -> None:
-    fit(RingStrategy(Gossip()), Net(), max_epochs=1).save_checkpoint(f"{folder}/saved.ckpt")
+    callbacks = [ModelCheckpoint(folder, "saved")]
+    fit(RingStrategy(Gossip()), Net(), max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
 
 
 class Start(Callback):
