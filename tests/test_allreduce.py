@@ -75,18 +75,14 @@ class Branches(nn.Module):
         return torch.stack([self.branches[i](x).pow(2).sum() for i in which]).sum()
 
 
-@cache
-def _original(kind: Callable[[], nn.Module]) -> nn.Module:
-    return kind()
+_original = cache(lambda kind: kind())
+_making = threading.Lock()
 
 
 def fresh(kind: Callable[[], Any]) -> Any:
     """A copy: ranks that are threads share torch's generator, so each making its own would draw other numbers."""
-    return copy.deepcopy(_original(kind))
-
-
-for _kind in (Net, Branches):
-    _original(_kind)
+    with _making:
+        return copy.deepcopy(_original(kind))
 
 
 def batch(rank: int, step: int) -> Tensor:
