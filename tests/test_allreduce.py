@@ -1,12 +1,13 @@
-"""The algorithm on real processes over gloo, with torch DDP as the oracle; different data on every rank."""
+"""Synchronous averaging of gradients, one thread a rank; real processes beside torch DDP; other data on every rank."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from itertools import chain, pairwise
+from functools import cache
+from itertools import chain
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakePeers, Toy, on_all_ranks
+from pairs import pairs
 from pool import Pool
 from torch import Tensor, nn
 
@@ -28,15 +30,14 @@ from ringstrategy import (
     Identity,
     Native,
     PlanMismatchError,
+    PowerSGD,
     Ring,
-    SmallExact,
     Stats,
 )
-from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.buckets.sparse import SparseBucket
-from ringstrategy.collectives import mean_
-from ringstrategy.collectives.base import SMALLEST_SEGMENT
 from ringstrategy.transport import connect
+from ringstrategy.transport.base import Peers
 
 SIZES = [2, 3, 4, 5, 8]
 MINUTE = timedelta(seconds=60)
@@ -62,11 +63,34 @@ class Net(nn.Module):
         return self.also_tied(self.tied(y).tanh()).pow(2).mean() + self.empty.sum()
 
 
+class Branches(nn.Module):
+    """Uses the branches that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(5))
+
+    def forward(self, x: Tensor, which: list[int]) -> Tensor:
+        return torch.stack([self.branches[i](x).pow(2).sum() for i in which]).sum()
+
+
+_original = cache(lambda kind: kind())
+_making = threading.Lock()
+
+
+def fresh(kind: Callable[[], Any]) -> Any:
+    """A copy: ranks that are threads share torch's generator, so each making its own would draw other numbers."""
+    with _making:
+        return copy.deepcopy(_original(kind))
+
+
 def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def start(algorithm: AllReduce, module: nn.Module, **kwargs: Any) -> tuple[Any, Stats]:
+def start(algorithm: Synchronous, module: nn.Module, **kwargs: Any) -> tuple[Any, Stats]:
+    """On a real rank."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", timeout=MINUTE)
     stats = Stats()
@@ -80,7 +104,7 @@ def start(algorithm: AllReduce, module: nn.Module, **kwargs: Any) -> tuple[Any, 
     return peers, stats
 
 
-def backward(algorithm: AllReduce, loss: Tensor, *, sync: bool = True) -> None:
+def backward(algorithm: Synchronous, loss: Tensor, *, sync: bool = True) -> None:
     algorithm.before_backward(loss, sync=sync)
     loss.backward()
     algorithm.after_backward()
@@ -90,24 +114,35 @@ def gradients(module: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in module.named_parameters()}
 
 
+def there(module: nn.Module) -> list[Tensor]:
+    return [gradient for gradient in gradients(module).values() if gradient is not None]
+
+
 def train(
-    algorithm: AllReduce, steps: int, *, set_to_none: bool = True
+    peers: Peers, algorithm: AllReduce, steps: int, *, set_to_none: bool = True
 ) -> tuple[list[Tensor], list[list[Tensor]], Stats]:
-    module = Net()
-    peers, stats = start(algorithm, module)
+    module, algorithm = fresh(Net), copy.deepcopy(algorithm)
+    algorithm.setup(dict(module.named_parameters()), peers)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
     history = []
     for step in range(steps):
         optimizer.zero_grad(set_to_none=set_to_none)
         backward(algorithm, module(batch(peers.rank, step)))
-        history.append([g.clone() for g in gradients(module).values() if g is not None])
+        history.append(there(module))
         optimizer.step()
     algorithm.close()
+    return [p.detach().clone() for p in module.parameters()], history, peers.stats
+
+
+def _really_train(algorithm: AllReduce, steps: int) -> tuple[list[Tensor], list[list[Tensor]], Stats]:
+    dist.init_process_group("gloo", timeout=MINUTE)
+    peers = connect(torch.device("cpu"), MINUTE)
+    outcome = train(peers, algorithm, steps)
     peers.close()
-    return [p.detach().clone() for p in module.parameters()], history, stats
+    return outcome
 
 
-def train_ddp(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+def _train_ddp(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
     dist.init_process_group("gloo", timeout=MINUTE)
     module = nn.parallel.DistributedDataParallel(Net())
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
@@ -115,176 +150,145 @@ def train_ddp(steps: int) -> tuple[list[Tensor], list[list[Tensor]]]:
     for step in range(steps):
         optimizer.zero_grad()
         module(batch(dist.get_rank(), step)).backward()
-        history.append([g.clone() for g in gradients(module).values() if g is not None])
+        history.append(there(module.module))
         optimizer.step()
     return [p.detach().clone() for p in module.parameters()], history
 
 
-def mean_in_float64(size: int, step: int) -> list[Tensor]:
-    total = None
+def sum_in_float64(size: int, steps: Sequence[int]) -> list[Tensor]:
+    """Of all ranks' gradients, over so many steps from the same parameters."""
+    module = fresh(Net)
+    total = [torch.zeros_like(p, dtype=torch.float64) for p in module.parameters()]
     for rank in range(size):
-        module = Net()
-        module(batch(rank, step)).backward()
-        mine = [p.grad.double() for p in module.parameters() if p.grad is not None]
-        total = mine if total is None else [a + b for a, b in zip(total, mine, strict=True)]
-    assert total is not None
-    return [t / size for t in total]
+        for step in steps:
+            module.zero_grad()
+            module(batch(rank, step)).backward()
+            total = [a + p.grad.double() for a, p in zip(total, module.parameters(), strict=True)]
+    return total
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "size"),
-    [
-        *((AllReduce(bucket_mb=0.01), size) for size in SIZES),
-        *((AllReduce(collective=Direct(), bucket_mb=0.01), size) for size in (2, 5)),
-        *((AllReduce(collective=Native()), size) for size in (3, 4)),
-        *((AllReduce(Cast("bf16")), size) for size in (2, 3)),
-        *((AllReduce(Toy(), bucket_mb=0.01), size) for size in (3, 8)),
-        *((AllReduce(Toy(), Direct()), size) for size in (2, 5)),
-    ],
-    ids=str,
-)
-def test_replicas_stay_identical_and_near_the_mean(ranks: Pool, size: int, algorithm: AllReduce) -> None:
-    results = ranks(size, train, algorithm, 3)
+def mean_in_float64(size: int, step: int) -> list[Tensor]:
+    return [total / size for total in sum_in_float64(size, [step])]
+
+
+ALGORITHMS = {
+    AllReduce(bucket_mb=0.01): 1e-6,  # and how far the worst element may be from the mean, relative to the largest
+    AllReduce(collective=Direct(), bucket_mb=0.01): 1e-6,
+    AllReduce(collective=Native()): 1e-6,
+    AllReduce(Cast("bf16")): 2e-2,
+    AllReduce(Toy(), bucket_mb=0.01): 2.0,
+    AllReduce(Toy(), Direct()): 2.0,
+}
+
+
+def _check_replicas(results: list[tuple[list[Tensor], list[list[Tensor]], Stats]], algorithm: AllReduce) -> None:
     parameters, history, stats = results[0]
     for others, other_history, _ in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(parameters, others, strict=True))
-        assert all(
-            torch.equal(a, b) for s, t in zip(history, other_history, strict=True) for a, b in zip(s, t, strict=True)
-        )
-    exact = mean_in_float64(size, 0)
+        assert all(map(torch.equal, parameters, others))
+        assert all(map(torch.equal, chain(*history), chain(*other_history)))
+    exact = mean_in_float64(len(results), 0)
     largest = max(e.abs().max() for e in exact if e.numel())
     error = max((a - e).abs().max() / largest for a, e in zip(history[0], exact, strict=True) if e.numel())
-    bound = {Identity(): 1e-6, Cast("bf16"): 2e-2, Toy(): 2.0}[algorithm.codec]
-    assert error < bound
+    assert error < ALGORITHMS[algorithm]
+    assert error > 0 or algorithm.codec == Identity()
     assert stats.steps == 3
     assert stats.values_averaged == 3 * sum(p.numel() for p in parameters)
-    if isinstance(algorithm.collective, Native):
-        assert stats.bytes_sent is None
-    else:
-        assert stats.bytes_sent is not None
-        assert stats.bytes_sent > 0
+    assert stats.bytes_sent is None if isinstance(algorithm.collective, Native) else stats.bytes_sent > 0
+
+
+@pairs(algorithm=ALGORITHMS, size=[2, 3, 5])
+def test_replicas_stay_identical_and_near_the_mean(algorithm: AllReduce, size: int) -> None:
+    _check_replicas(on_all_ranks(size, lambda peers: train(peers, algorithm, 3)), algorithm)
 
 
 def test_two_ranks_equal_ddp_bit_for_bit(ranks: Pool) -> None:
-    ours, our_history, _ = ranks(2, train, AllReduce(), 5)[0]
-    theirs, their_history = ranks(2, train_ddp, 5)[0]
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert all(
-        torch.equal(a, b) for s, t in zip(our_history, their_history, strict=True) for a, b in zip(s, t, strict=True)
+    ours, our_history, _ = ranks(2, _really_train, AllReduce(), 5)[0]
+    theirs, their_history = ranks(2, _train_ddp, 5)[0]
+    assert all(map(torch.equal, ours, theirs))
+    assert all(map(torch.equal, chain(*our_history), chain(*their_history)))
+
+
+def test_zeroed_gradients_give_the_same() -> None:
+    zeroed, dropped = (
+        on_all_ranks(3, lambda peers, drop=drop: train(peers, AllReduce(), 4, set_to_none=drop)[0])
+        for drop in (False, True)
     )
+    assert all(map(torch.equal, zeroed[0], dropped[0]))
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zeroed_gradients_stay_views_or_become_them_again(ranks: Pool, set_to_none: bool) -> None:
-    parameters = ranks(3, _train_and_watch, set_to_none)
-    expected = ranks(3, train, AllReduce(), 4)
-    assert all(torch.equal(a, b) for a, b in zip(parameters[0], expected[0][0], strict=True))
-
-
-def _train_and_watch(set_to_none: bool) -> list[Tensor]:
-    return train(AllReduce(), 4, set_to_none=set_to_none)[0]
-
-
-def _feedback_sum(feedback: bool) -> tuple[Tensor, Tensor]:
-    """Mean gradients over many steps, delivered and exact."""
-    algorithm = AllReduce(Toy(), error_feedback=feedback)
-    weight = nn.Parameter(torch.zeros(203))
-    module = nn.ParameterDict({"weight": weight})
-    peers, _ = start(algorithm, module)
-    delivered, local = torch.zeros(203), torch.zeros(203)
-    direction = torch.randn(203, generator=torch.Generator().manual_seed(peers.rank))
-    for _ in range(50):
-        weight.grad = None
-        backward(algorithm, (weight * direction).sum())
-        assert weight.grad is not None
-        delivered += weight.grad / 50
-        algorithm.after_step({weight})
-        local = direction
-    algorithm.close()
-    peers.close()
-    return delivered, local
-
-
-def test_feedback_is_kept_between_steps(ranks: Pool) -> None:
-    errors = []
-    for feedback in (False, True):
-        results = ranks(4, _feedback_sum, feedback)
-        exact = torch.stack([local for _, local in results]).mean(0)
-        errors.append((results[0][0] - exact).norm())
-    assert 0 < errors[1] < 0.2 * errors[0]
+def _setup(peers: FakePeers, algorithm: AllReduce, module: Any, **how: Any) -> AllReduce:
+    """A copy, which averages the gradients of the module, or of parameters by name."""
+    algorithm = copy.deepcopy(algorithm)
+    algorithm.setup(module if isinstance(module, dict) else dict(module.named_parameters()), peers, **how)
+    return algorithm
 
 
 # Order of launches
 
 
-def _launches() -> tuple[list[str], list[str]]:
-    """Ranks run their branches in different orders, so gradients get ready in different orders."""
-    module = Branches()
-    algorithm = AllReduce(bucket_mb=1e-6)
-    peers, _ = start(algorithm, module)
-    submit, launched, ready = peers.submit, [], []
-    peers.submit = lambda work, where: (launched.append(where), submit(work, where))[1]
-    for name, parameter in module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
-    order = [0, 1, 2, 3, 4] if peers.rank == 0 else [4, 2, 0, 1, 3]
-    x = torch.ones(1, 3)
-    for branch in order:
-        x = module.branches[branch](x).sum() * torch.ones(1, 3)
-    backward(algorithm, x.sum())
-    algorithm.close()
-    peers.close()
-    return [where for where in launched if "in bucket" in where], ready
+def _noting_launches(peers: FakePeers) -> list[str]:
+    """Those of buckets, from now on."""
+    submit, launched = peers.submit, list[str]()
+
+    def noting(work: Callable[[], None], where: str) -> Any:
+        if "in bucket" in where:
+            launched.append(where)
+        return submit(work, where)
+
+    peers.submit = noting  # type: ignore[method-assign]
+    return launched
 
 
-def test_buckets_launch_in_index_order_not_in_order_of_readiness(ranks: Pool) -> None:
-    (first, first_ready), (second, second_ready) = ranks(2, _launches)
+def test_buckets_launch_in_index_order_not_in_order_of_readiness() -> None:
+    def launches(peers: FakePeers) -> tuple[list[str], list[str]]:
+        module, launched, ready = fresh(Branches), _noting_launches(peers), list[str]()
+        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), module)
+        for name, parameter in module.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
+        x = torch.ones(1, 3)
+        for branch in [0, 1, 2, 3, 4] if peers.rank == 0 else [4, 2, 0, 1, 3]:
+            x = module.branches[branch](x).sum() * torch.ones(1, 3)
+        backward(algorithm, x.sum())
+        return launched, ready
+
+    (first, first_ready), (second, second_ready) = on_all_ranks(2, launches)
     assert first_ready != second_ready
     assert first == second == [f"at step 0, in bucket {index} of 10" for index in range(10)]
 
 
-def _riding(rides: bool) -> tuple[list[str], list[Tensor]]:
-    """Three steps: the launches of each, the last mean gradients and residuals."""
-    shapes = {"a": (100, 40), "bias": (10,), "norm": (11,), "z": (200, 40)}
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()})
-    algorithm = AllReduce(SmallExact(BlockInt(8)), error_feedback=True, bucket_mb=0.03)
-    peers, _ = start(algorithm, module)
-    submit, launched = peers.submit, []
-    peers.submit = lambda work, where: (launched.append(where), submit(work, where))[1]
-    with pytest.MonkeyPatch.context() as patch:
-        if not rides:
-            patch.setattr(DenseBucket, "rider", lambda *_: None)
-        for step in range(3):
-            module.zero_grad()
-            generator = torch.Generator().manual_seed(10 * step + peers.rank)
-            weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-            backward(algorithm, sum((weights[name] * p).sum() for name, p in module.items()))
-            algorithm.after_step(set(module.parameters()))
-    mean = weights["bias"].clone()
-    dist.all_reduce(mean)
-    assert module["bias"].grad is not None
-    assert torch.allclose(module["bias"].grad, mean / peers.size, atol=1e-6)
-    kept = [p.grad.clone() for p in module.values() if p.grad is not None] + [
-        left.clone() for _, left in algorithm.residuals()
-    ]
-    assert any(left.any() for _, left in algorithm.residuals())
-    algorithm.close()
-    peers.close()
-    return [where for where in launched if "in bucket" in where], kept
+def test_hooks_of_several_devices_launch_in_index_order() -> None:
+    """Which fire in several threads: here while the first bucket is being packed."""
+
+    def launches(peers: FakePeers) -> list[str]:
+        parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
+        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), parameters)
+        launched = _noting_launches(peers)
+        first, second = algorithm._buckets
+        first.rider = lambda *_: None  # type: ignore[method-assign]
+        algorithm.before_backward()
+        other = threading.Thread(target=algorithm._on_gradient, args=(second.slots[0].parameter,))
+        pack = first.pack
+
+        def slowly(*how: Any) -> None:
+            other.start()
+            other.join(0.2)  # longer than it takes, unless it waits for this one
+            pack(*how)
+
+        first.pack = slowly  # type: ignore[method-assign]
+        for parameter in parameters.values():
+            parameter.grad = torch.full((10,), float(peers.rank))
+        algorithm._on_gradient(first.slots[0].parameter)
+        other.join()
+        algorithm.after_backward()
+        assert all(parameter.grad[0] == 0.5 for parameter in parameters.values() if parameter.grad is not None)
+        return launched
+
+    expected = [f"at step 0, in bucket {index} of 2" for index in range(2)]
+    assert on_all_ranks(2, launches) == [expected, expected]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_small_bucket_travels_in_the_messages_of_the_next_with_the_same_outcome(ranks: Pool, size: int) -> None:
-    for together, apart in zip(ranks(size, _riding, True), ranks(size, _riding, False), strict=True):
-        assert together[0] == [
-            f"at step {step}, in {which} of 3" for step in range(3) for which in ("bucket 0", "buckets 1, 2")
-        ]
-        assert len(apart[0]) == 9
-        assert len(together[1]) == 6
-        assert all(torch.equal(one, other) for one, other in zip(together[1], apart[1], strict=True))
-
-
-def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: bool) -> tuple[list[Any], int]:
-    """Eight steps with frozen, unused and dropped gradients and a loss scale that moves; how often a bucket rode."""
+def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: bool) -> tuple[list[Any], list[str]]:
+    """Eight steps with frozen, unused and dropped gradients and a loss scale that moves; and the launches."""
     generator = torch.Generator().manual_seed(peers.rank)
     shapes = {"a": (100, 40), "bias": (10,), "norm": (11,), "z": (200, 40)}
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
@@ -294,10 +298,10 @@ def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: b
 
     algorithm = AllReduce(codec_of, collective, error_feedback=True, bucket_mb=0.03)
     algorithm.setup(parameters, peers)
+    launched = _noting_launches(peers)
     for bucket in algorithm._buckets if not rides else ():
         bucket.rider = lambda *_: None  # type: ignore[method-assign]
     outcome: list[Any] = []
-    rode = 0
     for step in range(8):
         used = dict(parameters)
         for parameter in parameters.values():
@@ -314,25 +318,26 @@ def _every_way_to_ride(peers: FakePeers, collective: Collective | None, rides: b
         scale = torch.tensor(2.0 ** (step % 3))
         loss = sum((torch.randn(shapes[name], generator=generator) * p).sum() for name, p in used.items())
         algorithm.before_backward(loss, scale=scale)
-        assert algorithm._pass is not None
-        exchange = algorithm._pass
         (loss * scale).backward()  # type: ignore[operator]
         algorithm.after_backward()
-        rode += len(exchange.active) - len(exchange._tickets)
         outcome += [None if p.grad is None else p.grad.clone() for p in parameters.values()]
         if step != 6:
             algorithm.after_step(set(parameters.values()))
         outcome += [residual.clone() for _, residual in algorithm.residuals()]
     algorithm.close()
-    return outcome, rode
+    return outcome, launched
 
 
 @pytest.mark.parametrize("collective", [None, Ring(), Direct(), Hierarchical()], ids=str)
-def test_riding_changes_no_gradient_and_no_residual(collective: Collective | None) -> None:
+def test_a_small_bucket_travels_in_the_messages_of_the_next_with_the_same_outcome(
+    collective: Collective | None,
+) -> None:
     together = on_all_ranks(3, lambda peers: _every_way_to_ride(peers, collective, True))
     apart = on_all_ranks(3, lambda peers: _every_way_to_ride(peers, collective, False))
-    for (ours, rode), (expected, never) in zip(together, apart, strict=True):
-        assert (rode, never) == (7, 0), "at step 4 the small bucket is frozen"
+    for (ours, riding), (expected, never) in zip(together, apart, strict=True):
+        assert riding[:2] == ["at step 0, in bucket 0 of 3", "at step 0, in buckets 1, 2 of 3"]
+        assert sum("buckets 1, 2" in where for where in riding) == 7, "at step 4 the small bucket is frozen"
+        assert not any("buckets" in where for where in never)
         for one, other in zip(ours, expected, strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
@@ -341,72 +346,25 @@ def test_riding_changes_no_gradient_and_no_residual(collective: Collective | Non
 # Accumulation and repeated backwards
 
 
-def _accumulate() -> tuple[list[int], Tensor, Tensor]:
-    algorithm, module = AllReduce(), Net()
-    peers, stats = start(algorithm, module)
-    sent = []
-    for micro in range(3):
-        before = stats.bytes_sent or 0
-        backward(algorithm, module(batch(peers.rank, micro)) / 3, sync=micro == 2)
-        sent.append((stats.bytes_sent or 0) - before)
-    accumulated = module.wide.weight.grad
-    assert accumulated is not None
-    accumulated = accumulated.clone()
-    alone, mean = Net(), torch.zeros(())
-    for rank in range(peers.size):
-        for micro in range(3):
-            (alone(batch(rank, micro)) / (3 * peers.size)).backward()
-    assert alone.wide.weight.grad is not None
-    mean = alone.wide.weight.grad
-    algorithm.close()
-    peers.close()
-    return sent, accumulated, mean
+@pytest.mark.parametrize("syncs", [(False, False, True), (True, True), (True, False, True)], ids=str)
+def test_what_accumulates_is_sent_at_the_end_and_averaged_once(syncs: tuple[bool, ...]) -> None:
+    def accumulate(peers: FakePeers) -> tuple[list[bool], list[Tensor]]:
+        module, sends = fresh(Net), []
+        algorithm = _setup(peers, AllReduce(), module)
+        for micro, sync in enumerate(syncs):
+            before = peers.stats.bytes_sent or 0
+            backward(algorithm, module(batch(peers.rank, micro)), sync=sync)
+            sends.append((peers.stats.bytes_sent or 0) > before)
+        return sends, there(module)
 
-
-def test_accumulation_sends_nothing_until_the_last_micro_batch(ranks: Pool) -> None:
-    for sent, accumulated, mean in ranks(3, _accumulate):
-        assert sent[:2] == [0, 0]
-        assert sent[2] > 0
-        assert torch.allclose(accumulated, mean, atol=1e-6)
-
-
-def _twice() -> tuple[Tensor, Tensor]:
-    algorithm, module = AllReduce(), Net()
-    peers, _ = start(algorithm, module)
-    backward(algorithm, module(batch(peers.rank, 0)))
-    backward(algorithm, module(batch(peers.rank, 1)))
-    assert module.wide.weight.grad is not None
-    result = module.wide.weight.grad.clone()
-    exact = torch.zeros_like(result)
-    for step in (0, 1):
-        for rank in range(peers.size):
-            alone = Net()
-            alone(batch(rank, step)).backward()
-            assert alone.wide.weight.grad is not None
-            exact += alone.wide.weight.grad / peers.size
-    algorithm.close()
-    peers.close()
-    return result, exact
-
-
-def test_a_second_backward_averages_the_sum(ranks: Pool) -> None:
-    for result, exact in ranks(4, _twice):
-        assert torch.allclose(result, exact, atol=1e-6)
+    exact = sum_in_float64(3, range(len(syncs)))
+    for sends, accumulated in on_all_ranks(3, accumulate):
+        assert sends == [*syncs]
+        for mine, total in zip(accumulated, exact, strict=True):
+            assert torch.allclose(mine.double(), total / 3, atol=1e-6)
 
 
 # Unused, frozen, local, sparse
-
-
-class Branches(nn.Module):
-    """Uses the branches that it is told to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.branches = nn.ModuleList(nn.Linear(3, 2) for _ in range(5))
-
-    def forward(self, x: Tensor, which: list[int]) -> Tensor:
-        return torch.stack([self.branches[i](x).pow(2).sum() for i in which]).sum()
 
 
 def which(rank: int, step: int) -> list[int]:
@@ -415,564 +373,444 @@ def which(rank: int, step: int) -> list[int]:
     return [*used, 3] if rank == 1 and step % 2 else used
 
 
-def _unused(ours: bool, find: bool) -> list[dict[str, Tensor | None]]:
-    module = Branches()
-    history = []
-    if ours:
-        algorithm = AllReduce(bucket_mb=2e-5, find_unused_parameters=find)
-        peers, _ = start(algorithm, module)
-        rank = peers.rank
-    else:
-        dist.init_process_group("gloo", timeout=MINUTE)
-        wrapped = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
-        rank = dist.get_rank()
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        if ours:
-            backward(algorithm, module(x, which(rank, step)))
-        else:
-            wrapped(x, which(rank, step)).backward()
-        history.append(gradients(module))
-        optimizer.step()
-    history.append({name: p.detach().clone() for name, p in module.named_parameters()})
-    if ours:
-        algorithm.close()
-        peers.close()
-    return history
+def test_unused_parameters_count_zeros_or_have_no_gradient() -> None:
+    """As under DDP; whether the graph is walked for them or not."""
+
+    def unused(peers: FakePeers, find: bool) -> list[dict[str, Tensor | None]]:
+        module, history = fresh(Branches), []
+        algorithm = _setup(peers, AllReduce(bucket_mb=2e-5, find_unused_parameters=find), module)
+        for step in range(4):
+            module.zero_grad()
+            backward(algorithm, module(_inputs(peers.rank, step), which(peers.rank, step)))
+            history.append(gradients(module))
+        return history
+
+    for find in (False, True):
+        for history in on_all_ranks(2, lambda peers, find=find: unused(peers, find)):
+            for step, means in enumerate(history):
+                alone = fresh(Branches)
+                for rank in range(2):
+                    (alone(_inputs(rank, step), which(rank, step)) / 2).backward()
+                for name, exact in gradients(alone).items():
+                    assert (means[name] is None) == (exact is None), name
+                    assert exact is None or torch.equal(means[name], exact), name  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("find", [False, True])
-def test_unused_parameters_as_under_ddp(ranks: Pool, find: bool) -> None:
-    ours, theirs = ranks(2, _unused, True, find), ranks(2, _unused, False, find)
-    assert ours[0][0]["branches.4.weight"] is None
-    assert ours[0][0]["branches.3.weight"] is None
-    assert ours[0][1]["branches.3.weight"] is not None
-    for mine, reference in zip(ours, theirs, strict=True):
-        for step, expected in zip(mine, reference, strict=True):
-            for name, value in expected.items():
-                assert (value is None) == (step[name] is None), name
-                assert value is None or torch.equal(value, step[name]), name
+def _inputs(rank: int, step: int) -> Tensor:
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def _unfreeze() -> tuple[list[Tensor], list[int]]:
-    algorithm, module = AllReduce(bucket_mb=0.01), Net()
-    module.wide.requires_grad_(False)
-    peers, _ = start(algorithm, module)
-    plans = [len(algorithm._buckets)]
-    backward(algorithm, module(batch(peers.rank, 0)))
-    assert module.wide.weight.grad is None
-    buffers = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
-    module.wide.requires_grad_(True)
-    module.zero_grad()
-    backward(algorithm, module(batch(peers.rank, 1)))
-    plans.append(len(algorithm._buckets))
-    assert [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets][: len(buffers)] == buffers
-    result = [g for g in gradients(module).values() if g is not None]
-    algorithm.close()
-    peers.close()
-    return result, plans
+def test_parameters_that_unfreeze_append_buckets() -> None:
+    def unfreeze(peers: FakePeers) -> list[Tensor]:
+        module = fresh(Net)
+        module.wide.requires_grad_(False)
+        algorithm = _setup(peers, AllReduce(bucket_mb=0.01), module)
+        backward(algorithm, module(batch(peers.rank, 0)))
+        assert module.wide.weight.grad is None
+        before = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
+        module.wide.requires_grad_(True)
+        module.zero_grad()
+        backward(algorithm, module(batch(peers.rank, 1)))
+        after = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
+        assert len(after) > len(before)
+        assert after[: len(before)] == before
+        return there(module)
 
-
-def test_parameters_that_unfreeze_append_buckets(ranks: Pool) -> None:
-    for result, (before, after) in ranks(3, _unfreeze):
-        assert after > before
-        for mine, exact in zip(result, mean_in_float64(3, 1), strict=True):
+    for means in on_all_ranks(3, unfreeze):
+        for mine, exact in zip(means, mean_in_float64(3, 1), strict=True):
             assert torch.allclose(mine.double(), exact, atol=1e-6)
 
 
-def _unfreeze_on_one_rank() -> str:
-    algorithm, module = AllReduce(), Net()
-    module.wide.requires_grad_(False)
-    peers, _ = start(algorithm, module)
-    backward(algorithm, module(batch(peers.rank, 0)))
-    if peers.rank == 1:
-        module.wide.requires_grad_(True)
-    with pytest.raises(PlanMismatchError) as caught:
-        backward(algorithm, module(batch(peers.rank, 1)))
-    algorithm.close()
-    peers.close()
-    return str(caught.value)
+@pytest.mark.parametrize("freezes", [True, False])
+def test_freezing_and_unfreezing_on_one_rank_is_an_error_on_all(freezes: bool) -> None:
+    def one_changes(peers: FakePeers) -> str:
+        module = fresh(Net)
+        module.wide.requires_grad_(freezes)
+        algorithm = _setup(peers, AllReduce(), module)
+        backward(algorithm, module(batch(peers.rank, 0)))
+        if peers.rank == 1:
+            module.wide.requires_grad_(not freezes)
+        with pytest.raises(PlanMismatchError) as caught:
+            backward(algorithm, module(batch(peers.rank, 1)))
+        return str(caught.value)
+
+    messages = _though_messages_are_left(3, one_changes)
+    assert len(set(messages)) == 1
+    assert "rank 1 has" in messages[0]
+    assert not freezes or "wide.bias: frozen at step 1" in messages[0]
 
 
-def test_unfreezing_on_one_rank_is_an_error_on_all(ranks: Pool) -> None:
-    for message in ranks(3, _unfreeze_on_one_rank):
-        assert "rank 1 has" in message
+def _though_messages_are_left(size: int, function: Callable[[FakePeers], Any]) -> list[Any]:
+    """An exchange that ends in an error leaves sends behind, of which the network would complain."""
+    with mock.patch("fakes.Network.check"):
+        return on_all_ranks(size, function)
 
 
-def _toggle() -> dict[str, Tensor | None]:
-    """As a GAN: a gradient kept from a first backward must survive a second one in which its parameter is frozen."""
-    algorithm, module = AllReduce(), Branches()
-    peers, _ = start(algorithm, module)
-    x = torch.full((1, 3), 1.0 + peers.rank)
-    module.branches[1].requires_grad_(False)
-    backward(algorithm, module(x, [0]))
-    kept = gradients(module)["branches.0.weight"]
-    assert kept is not None
-    module.branches[0].requires_grad_(False)
-    module.branches[1].requires_grad_(True)
-    backward(algorithm, module(x, [1]))
-    after = gradients(module)
-    assert after["branches.0.weight"] is not None
-    assert torch.equal(kept, after["branches.0.weight"])
-    algorithm.close()
-    peers.close()
-    return after
+@pytest.mark.parametrize("collective", [None, Ring(), Native()], ids=str)
+def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> None:
+    """As a GAN: a gradient kept from a first backward survives a second one in which its parameter is frozen.
 
+    Some collectives carry beside the last bucket who used what, others do not.
+    """
 
-def test_toggling_keeps_the_other_gradients(ranks: Pool) -> None:
-    results = ranks(3, _toggle)
-    for name, value in results[0].items():
-        assert all((value is None and r[name] is None) or torch.equal(value, r[name]) for r in results)
-    assert results[0]["branches.1.weight"] is not None
-    assert results[0]["branches.2.weight"] is None
+    def toggle(peers: FakePeers) -> dict[str, Tensor | None]:
+        module = fresh(Branches)
+        algorithm = _setup(peers, AllReduce(collective=collective), module)
+        x = torch.full((1, 3), 1.0 + peers.rank)
+        module.branches[1].requires_grad_(False)
+        backward(algorithm, module(x, [0]))
+        kept = gradients(module)["branches.0.weight"]
+        module.branches[0].requires_grad_(False)
+        module.branches[1].requires_grad_(True)
+        backward(algorithm, module(x, [1, 3] if peers.rank == 2 else [1]))
+        after = gradients(module)
+        assert torch.equal(kept, after["branches.0.weight"])  # type: ignore[arg-type]
+        return after
 
-
-def _shared_memory(peers: FakePeers, dtype: torch.dtype) -> list[Tensor]:
-    """Autograd gives `a` and `b` one memory for their gradients, if nothing else does with it."""
-    a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
-    generator = torch.Generator().manual_seed(peers.rank)
-    algorithm = AllReduce(BlockInt(4, block=24), Direct())
-    algorithm.setup({"a": a, "b": b}, peers)
-    loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
-    algorithm.before_backward(loss)
-    loss.backward()
-    assert a.grad is not None
-    assert b.grad is not None
-    assert a.grad.data_ptr() == b.grad.data_ptr(), "or this tests nothing"
-    algorithm.after_backward()
-    views = [slot.view for bucket in algorithm._buckets for slot in bucket.slots]
-    gradients = [slot.parameter.grad for bucket in algorithm._buckets for slot in bucket.slots]
-    algorithm.close()
-    for view, gradient in zip(views, gradients, strict=True):
-        assert torch.equal(view.to(dtype), gradient)  # type: ignore[arg-type]
-    return [gradient.view(-1) for gradient in gradients if gradient is not None]
+    results = on_all_ranks(3, toggle)
+    for after in results:
+        for name, value in after.items():
+            assert (value is None) == (name[9] not in "013"), name
+            assert value is None or torch.equal(value, results[0][name]), name  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> None:
-    every_rank = on_all_ranks(3, lambda peers: _shared_memory(peers, dtype))
+    """Autograd gives `a` and `b` one memory for their gradients, if nothing else does with it."""
+
+    def shared(peers: FakePeers) -> list[Tensor]:
+        a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
+        generator = torch.Generator().manual_seed(peers.rank)
+        algorithm = _setup(peers, AllReduce(BlockInt(4, block=24), Direct()), {"a": a, "b": b})
+        loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
+        algorithm.before_backward(loss)
+        loss.backward()
+        assert a.grad.data_ptr() == b.grad.data_ptr(), "or this tests nothing"  # type: ignore[union-attr]
+        algorithm.after_backward()
+        slots = [slot for bucket in algorithm._buckets for slot in bucket.slots]
+        assert all(torch.equal(slot.view.to(dtype), slot.parameter.grad) for slot in slots)  # type: ignore[arg-type]
+        return [slot.parameter.grad.view(-1) for slot in slots]  # type: ignore[union-attr]
+
+    every_rank = on_all_ranks(3, shared)
     for first, second in every_rank:
         assert not torch.equal(first, second), "blocks lie elsewhere in each, so the means differ"
         assert torch.equal(first, every_rank[0][0])
         assert torch.equal(second, every_rank[0][1])
 
 
-def _local(by_attribute: bool) -> tuple[Tensor, Tensor]:
-    module = Net()
-    if by_attribute:
-        module.wide.weight.ring_local = True  # type: ignore[attr-defined]
-    algorithm = AllReduce(local=None if by_attribute else lambda name, parameter: name == "wide.weight")
-    peers, _ = start(algorithm, module)
-    backward(algorithm, module(batch(peers.rank, 0)))
-    algorithm.close()
-    peers.close()
-    assert module.wide.weight.grad is not None
-    assert module.back.weight.grad is not None
-    return module.wide.weight.grad, module.back.weight.grad
-
-
 @pytest.mark.parametrize("by_attribute", [True, False])
-def test_local_parameters_are_never_averaged(ranks: Pool, by_attribute: bool) -> None:
-    results = ranks(2, _local, by_attribute)
+def test_local_parameters_are_never_averaged_and_refuse_what_looks_at_all_gradients(by_attribute: bool) -> None:
+    def local(peers: FakePeers) -> tuple[Tensor, Tensor]:
+        module = fresh(Net)
+        if by_attribute:
+            module.wide.weight.ring_local = True
+        by_name = AllReduce(local=None if by_attribute else lambda name, parameter: name == "wide.weight")
+        algorithm = _setup(peers, by_name, module)
+        algorithm.check(scaled_loss=False, clips_by_norm=False)
+        for looks in ({"scaled_loss": True, "clips_by_norm": False}, {"scaled_loss": False, "clips_by_norm": True}):
+            with pytest.raises(ValueError, match=r"wide\.weight"):
+                algorithm.check(**looks)
+        backward(algorithm, module(batch(peers.rank, 0)))
+        return module.wide.weight.grad, module.back.weight.grad
+
+    results = on_all_ranks(2, local)
     assert torch.equal(results[0][1], results[1][1])
     for rank, (own, _) in enumerate(results):
-        alone = Net()
+        alone = fresh(Net)
         alone(batch(rank, 0)).backward()
         assert torch.equal(own, alone.wide.weight.grad)
 
 
-def _clamped_by_a_hook() -> list[Tensor]:
-    """A user's own post-accumulate hook changes gradients; it must be done before they are sent."""
-    parameters = [nn.Parameter(torch.ones(50)) for _ in range(30)]
-    module = nn.ParameterList(parameters)
-    algorithm = AllReduce(bucket_mb=1e-4)
-    peers, _ = start(algorithm, module)
+def test_hooks_of_the_user_come_before_the_exchange() -> None:
+    def clamped(peers: FakePeers) -> list[Tensor]:
+        def clamp(parameter: Tensor) -> None:
+            parameter.grad.clamp_(-1, 1)  # type: ignore[union-attr]
 
-    def clamp(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-1, 1)
+        module = nn.ParameterList(nn.Parameter(torch.ones(50)) for _ in range(30))
+        algorithm = _setup(peers, AllReduce(bucket_mb=1e-4), module)
+        for parameter in module:
+            parameter.register_post_accumulate_grad_hook(clamp)
+        for _ in range(3):
+            module.zero_grad()
+            backward(algorithm, sum((7.0 if peers.rank == 0 else 0.5) * p.sum() for p in module))  # type: ignore[arg-type]
+        return there(module)
 
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(clamp)
-    for _ in range(3):
-        module.zero_grad()
-        backward(algorithm, sum((7.0 if peers.rank == 0 else 0.5) * p.sum() for p in parameters))  # type: ignore[arg-type]
-    algorithm.close()
-    peers.close()
-    return [p.grad for p in parameters if p.grad is not None]
+    for means in on_all_ranks(2, clamped):
+        assert len(means) == 30
+        assert all(torch.equal(mean, torch.full((50,), 0.75)) for mean in means)
 
 
-def test_hooks_of_the_user_come_before_the_exchange(ranks: Pool) -> None:
-    for gradients_ in ranks(2, _clamped_by_a_hook):
-        assert len(gradients_) == 30
-        assert all(torch.equal(g, torch.full((50,), 0.75)) for g in gradients_)
-
-
-def _sparse_sixteen() -> Tensor:
-    module = nn.Sequential(nn.Embedding(3, 2, sparse=True, dtype=torch.bfloat16))
-    algorithm = AllReduce()
-    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
-    scale = 1.0 if peers.rank == 0 else 2.0**-8
-    backward(algorithm, module(torch.tensor([1])).sum() * scale)
-    algorithm.close()
-    peers.close()
-    assert module[0].weight.grad is not None
-    assert module[0].weight.grad.dtype == torch.bfloat16
-    return module[0].weight.grad.to_dense()
-
-
-def test_sparse_sums_are_not_taken_in_16_bits(ranks: Pool) -> None:
-    exact = torch.tensor((1 + 7 * 2.0**-8) / 8).bfloat16()
-    for mean in ranks(8, _sparse_sixteen):
-        assert torch.equal(mean[1], torch.stack([exact, exact]))
-
-
-def _sparse(codec: Codec) -> tuple[list[Tensor], bool]:
+def _embedding() -> nn.Sequential:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
-    algorithm = AllReduce(codec)
-    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
-    means = []
-    for step in range(3):
-        module.zero_grad()
-        # rank 2 has no rows at all in step 1, and other ranks have different numbers of them
-        rows = torch.arange(0 if (peers.rank, step) == (2, 1) else 2 + peers.rank) * (step + 1)
-        backward(algorithm, module(rows).pow(2).sum() + 0 * module[1].weight.sum())
-        assert module[0].weight.grad is not None
-        means.append(module[0].weight.grad.clone())
-        module[0].weight.grad.mul_(1)  # in place, as clipping does
-    algorithm.close()
-    peers.close()
-    return [m.to_dense() for m in means], all(m.is_sparse and m.is_coalesced() for m in means)
+    return nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
+
+
+def _rows(rank: int, step: int) -> Tensor:
+    """Rank 2 has no rows at all in step 1, and other ranks have different numbers of them."""
+    return torch.arange(0 if (rank, step) == (2, 1) else 2 + rank) * (step + 1)
 
 
 @pytest.mark.parametrize("codec", [Identity(), Cast("fp16")], ids=str)
-def test_sparse_gradients_stay_sparse_and_exact(ranks: Pool, codec: Codec) -> None:
-    results = ranks(3, _sparse, codec)
-    torch.manual_seed(0)
-    alone = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 3))
+def test_sparse_gradients_stay_sparse_and_exact(codec: Codec) -> None:
+    def sparse(peers: FakePeers) -> list[Tensor]:
+        module, means = fresh(_embedding), []
+        algorithm = _setup(peers, AllReduce(codec), module, sparse=frozenset({"0.weight"}))
+        for step in range(3):
+            module.zero_grad()
+            backward(algorithm, module(_rows(peers.rank, step)).pow(2).sum() + 0 * module[1].weight.sum())
+            means.append(module[0].weight.grad.clone())
+            module[0].weight.grad.mul_(1)  # in place, as clipping does
+        assert all(mean.is_sparse and mean.is_coalesced() for mean in means)
+        return [mean.to_dense() for mean in means]
+
+    results, alone = on_all_ranks(3, sparse), fresh(_embedding)
     for step in range(3):
         alone.zero_grad()
         for rank in range(3):
-            rows = torch.arange(0 if (rank, step) == (2, 1) else 2 + rank) * (step + 1)
-            (alone(rows).pow(2).sum() / 3).backward()
-        for means, sparse in results:
-            assert sparse
-            assert torch.equal(means[step], results[0][0][step])
-            assert torch.allclose(means[step], alone[0].weight.grad, atol=1e-6)
+            (alone(_rows(rank, step)).pow(2).sum() / 3).backward()
+        for means in results:
+            assert torch.equal(means[step], results[0][step])
+            assert torch.allclose(means[step], alone[0].weight.grad.to_dense(), atol=1e-6)
 
 
-def _mixed_dtypes(codec: Codec) -> list[Tensor]:
-    module = nn.ParameterDict(
-        {
-            "sixteen": nn.Parameter(torch.ones(5, dtype=torch.bfloat16)),
-            "thirty_two": nn.Parameter(torch.ones(5)),
-            "sixty_four": nn.Parameter(torch.ones(5, dtype=torch.float64)),
-        }
-    )
-    algorithm = AllReduce(codec)
-    peers, _ = start(algorithm, module)
-    weight = torch.arange(5.0) + 1.0001 * peers.rank
-    for _ in range(2):
-        module.zero_grad()
-        backward(algorithm, sum((p * weight.to(p.dtype)).sum().double() for p in module.values()))  # type: ignore[arg-type]
-    algorithm.close()
-    peers.close()
-    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in module.values())
-    return [module[name].grad for name in ("sixteen", "thirty_two", "sixty_four")]
+def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> None:
+    def mixed(peers: FakePeers) -> dict[str, Tensor]:
+        dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
+        named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
+        named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
+        algorithm = _setup(peers, AllReduce(Identity()), named, sparse=frozenset({"rows"}))
+        for _ in range(2):
+            for parameter in named.values():
+                parameter.grad = None
+            weight = torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (peers.rank > 0))
+            row = nn.functional.embedding(torch.tensor([1]), named["rows"], sparse=True)
+            losses = [(row * weight.bfloat16()).sum().double()]
+            losses += [(named[name] * weight.to(dtype)).sum().double() for name, dtype in dtypes.items()]
+            backward(algorithm, torch.stack(losses).sum())
+        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())
+        return {name: p.grad.to_dense() for name, p in named.items()}  # type: ignore[union-attr]
+
+    weights = [torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (rank > 0)) for rank in range(8)]
+    half = torch.stack([weight.bfloat16().float() / 8 for weight in weights]).sum(0).bfloat16()
+    assert not torch.equal(half, sum(weight.bfloat16() / 8 for weight in weights)), "or this tests nothing"
+    for found in on_all_ranks(8, mixed):
+        assert torch.equal(found["sixteen"], half)
+        assert torch.equal(found["rows"][1], half)
+        assert torch.allclose(found["thirty_two"], torch.stack(weights).mean(0), rtol=1e-6)
+        assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
 
 
-def test_mixed_dtypes(ranks: Pool) -> None:
-    results = ranks(3, _mixed_dtypes, Identity())
-    weights = [torch.arange(5.0) + 1.0001 * rank for rank in range(3)]
-    for half, single, double in results:
-        assert torch.equal(half, torch.stack([w.bfloat16().float() / 3 for w in weights]).sum(0).bfloat16())
-        assert torch.allclose(single, torch.stack(weights).mean(0), rtol=1e-6)
-        assert torch.allclose(double, torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
+# Feedback
+
+_DIRECTIONS = torch.randn(12, 3, 203, generator=torch.Generator().manual_seed(5))
 
 
-def _in_segments(collective: Collective) -> Tensor:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    peers = connect(torch.device("cpu"), MINUTE)
-    values = torch.randn(4 << 20, generator=torch.Generator().manual_seed(peers.rank)) / peers.size
-    mean_(values, peers, collective, BlockInt(8))
-    peers.close()
-    return values
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("make", [lambda: AllReduce(Toy()), lambda: PowerSGD(1)], ids=["codec", "low rank"])
+def test_what_was_stepped_and_what_is_left_are_what_there_was(make: Callable[[], Synchronous], scaled: bool) -> None:
+    """Whatever a user does with a mean: step it, drop it, step half of it; or a loss scaler skips the step."""
+
+    def work(peers: FakePeers) -> tuple[Tensor, Tensor, Tensor]:
+        weight, algorithm = nn.Parameter(torch.zeros(29, 7)), make()
+        algorithm.setup({"weight": weight}, peers)
+        stepped, lossless = torch.zeros(203), torch.zeros(203)
+        for step, directions in enumerate(_DIRECTIONS[:, peers.rank]):
+            scale = torch.tensor(2.0 ** (step % 3)) if scaled else torch.tensor(1.0)
+            weight.grad = None
+            algorithm.before_backward(None, scale=scale if scaled else None)
+            ((weight.view(-1) * directions).sum() * scale).backward()
+            algorithm.after_backward()
+            assert weight.grad is not None
+            weight.grad /= scale
+            part = {1: None, 2: 0.0, 4: 0.5}.get(step % 6, 1.0)
+            if part:
+                weight.grad *= part
+                stepped += weight.grad.view(-1)
+                lossless += part * directions
+            if part is not None:
+                algorithm.after_step({weight}, stepped=part > 0)
+        [(_, left)] = algorithm.residuals()
+        left = left.reshape(-1).clone()
+        return stepped, left, lossless
+
+    stepped, left, lossless = map(torch.stack, zip(*on_all_ranks(3, work), strict=True))
+    assert torch.equal(stepped[0], stepped[1])
+    assert not torch.equal(left[0], left[1])
+    assert 0.1 < left.abs().max() < 4, "something is left, but no more at each step"
+    torch.testing.assert_close(stepped[0] + left.sum(0), lossless.mean(0), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
-def test_large_buckets_travel_in_several_segments(ranks: Pool, collective: Collective) -> None:
-    assert 2 * SMALLEST_SEGMENT <= (4 << 20) * 4 / 2
-    first, second = ranks(2, _in_segments, collective)
-    assert torch.equal(first, second)
-    inputs = [torch.randn(4 << 20, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
-    assert torch.allclose(first, (inputs[0] + inputs[1]) / 2, atol=0.05)
-
-
-# Seeds
-
-STEPS, NUMELS = 4, {"first": 40, "second": 9, "third": 70}
-SEEN: list[tuple[str, str, int, range]] = []  # on this rank: which method, for which bucket, its seed, the places
-Seeds = dict[tuple[int, str], int]  # by step and bucket
-
-
-@dataclass(frozen=True)
-class Spy(Codec):
-    """The values' own bytes, though it calls itself lossy; notes the seeds it is given."""
-
-    bucket: str
-    shares_seed: bool = False
-
-    def nbytes(self, numel: int, dtype: torch.dtype) -> int:
-        return numel * dtype.itemsize
-
-    def note(self, method: str, seed: int, begin: int = 0, numel: int = 0) -> None:
-        SEEN.append((method, self.bucket, seed, range(begin, begin + numel)))
-
-    def encode(
-        self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
-    ) -> None:
-        self.note("encode", seed, offset, values.numel())
-        wire.copy_(values.view(torch.uint8))
-        if lost is not None:
-            lost.zero_()
-
-    def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        out.add_(wire.view(out.dtype)) if add else out.copy_(wire.view(out.dtype))
-
-    def reduce(self, wires: Sequence[Tensor], *tensors: Tensor, seed: int = 0, **options: Any) -> None:
-        self.note("reduce", seed)
-        super().reduce(wires, *tensors, seed=seed, **options)
-
-    def prepare_(self, values: Tensor, seed: int) -> None:
-        self.note("prepare_", seed)
-
-    def restore_(self, values: Tensor, seed: int) -> None:
-        self.note("restore_", seed)
-
-
-def _seeds(collective: Collective, shared: bool, stops: tuple[int, ...] = ()) -> tuple[Seeds, Seeds]:
-    """Of encodes, and of `prepare_`; after each of the steps `stops` the run ends, and one from its state goes on."""
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(numel)) for name, numel in NUMELS.items()})
-    encoding: Seeds = {}
-    preparing: Seeds = {}
-    state: dict[str, Any] = {}
-    for begin, end in pairwise([0, *stops, STEPS]):
-        algorithm = AllReduce(lambda name, parameter: Spy(name, shared), collective, error_feedback=True)
-        peers, stats = start(algorithm, module)
-        assert len(algorithm._buckets) == len(NUMELS)
-        if begin:
-            algorithm.load_state_dict(state)
-        for step in range(begin, end):
-            SEEN.clear()
+def test_a_parameter_that_no_rank_uses_keeps_its_residual_bit_for_bit() -> None:
+    def work(peers: FakePeers) -> list[Tensor]:
+        module, found = fresh(Branches), []
+        algorithm = _setup(peers, AllReduce(Toy()), module)
+        for branches in ([0, 1], [0], [0], [0, 1]):
             module.zero_grad()
-            backward(algorithm, sum(((peers.rank + step) * p).sum() for p in module.values()))  # type: ignore[arg-type]
-            for bucket, numel in NUMELS.items():
-                seen = [(method, seed, places) for method, name, seed, places in SEEN if name == bucket]
-                methods = {method for method, _, _ in seen}
-                assert methods >= {"encode", "reduce", "prepare_"}
-                # one seed, and under it each place once
-                [encoding[step, bucket]] = {s for method, s, _ in seen if method in ("encode", "reduce")}
-                [preparing[step, bucket]] = {s for method, s, _ in seen if method in ("prepare_", "restore_")}
-                encoded = chain.from_iterable(places for method, _, places in seen if method == "encode")
-                assert sorted(encoded) == list(range(numel))
-        assert stats.bytes_sent
-        state = copy.deepcopy(algorithm.state_dict())
-        algorithm.close()
-        peers.close()
-    return encoding, preparing
+            x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * len(found) + peers.rank))
+            backward(algorithm, module(x, branches))
+            algorithm.after_step(set(module.parameters()))
+            found.append(dict(algorithm.residuals())["branches.1.weight"].clone())
+        return found
+
+    for used, unused, still, again in on_all_ranks(3, work):
+        assert used.any()
+        assert torch.equal(used, unused)
+        assert torch.equal(used, still)
+        assert not torch.equal(used, again)
 
 
-def check_shared(every_rank: list[Seeds]) -> None:
-    """The same on all ranks, another one for each step and bucket."""
-    assert all(seeds == every_rank[0] for seeds in every_rank)
-    assert len({*every_rank[0].values()}) == len(every_rank[0]) == STEPS * len(NUMELS)
+# Noise
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
-def test_seeds_follow_from_rank_step_and_bucket_alone(ranks: Pool, collective: Collective, size: int) -> None:
-    seeds = ranks(size, _seeds, collective, False)
-    own = [seed for encoding, _ in seeds for seed in encoding.values()]
-    assert len({*own}) == len(own) == size * STEPS * len(NUMELS)
-    check_shared([preparing for _, preparing in seeds])
-    assert ranks(size, _seeds, collective, False) == seeds
-    assert ranks(size, _seeds, collective, False, (1, 3)) == seeds
+def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
+    """All ranks round the same gradient, at each step and in each bucket: what they lose shows what they drew."""
 
+    def lost(peers: FakePeers, stops: tuple[int, ...]) -> list[Tensor]:
+        named = {name: nn.Parameter(torch.zeros(256)) for name in ("one", "two")}
+        original, found = AllReduce(BlockInt(2, 64, rounding="stochastic"), Direct(), True, bucket_mb=1e-4), []
+        algorithm = _setup(peers, original, named)
+        for step in range(4):
+            if step in stops:  # the run ends, and one from its state goes on
+                state = copy.deepcopy(algorithm.state_dict())
+                algorithm.close()
+                algorithm = _setup(peers, original, named)
+                algorithm.load_state_dict(state)
+            for parameter in named.values():
+                parameter.grad = None
+            algorithm.load_residuals({name: torch.zeros(256) for name in named})
+            backward(algorithm, sum((torch.linspace(-1, 1, 256) * p).sum() for p in named.values()))  # type: ignore[arg-type]
+            algorithm.after_step(set(named.values()))
+            found += [residual.clone() for _, residual in algorithm.residuals()]
+        assert len(algorithm._buckets) == 2
+        return found
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("collective", [Ring(), Direct()], ids=str)
-def test_a_codec_that_shares_its_seed_has_one_on_all_ranks(ranks: Pool, collective: Collective, size: int) -> None:
-    seeds = ranks(size, _seeds, collective, True)
-    check_shared([encoding for encoding, _ in seeds])
-    check_shared([preparing for _, preparing in seeds])
+    through, resumed = (on_all_ranks(3, lambda peers, at=at: lost(peers, at)) for at in ((), (1, 3)))
+    drawn = [residual for found in through for residual in found]
+    assert all(map(torch.equal, drawn, chain(*resumed)))
+    assert len({tuple(residual.tolist()) for residual in drawn}) == len(drawn) == 3 * 4 * 2
 
 
 # Errors
 
 
-def _differing(what: str) -> str:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    odd = dist.get_rank() == 2
-    module: nn.Module = Net()
-    algorithm = AllReduce()
-    if odd and what == "model":
-        module.back = nn.Linear(513, 7)
-    if odd and what == "codec":
-        algorithm = AllReduce(Cast("fp16"))
-    if odd and what == "collective":
-        algorithm = AllReduce(collective=Ring(3))
-    if odd and what == "shape":
-        module.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(PlanMismatchError) as caught:
-        start(algorithm, module)
-    return str(caught.value)
+def _other_model() -> nn.Module:
+    module = fresh(Net)
+    module.back = nn.Linear(513, 7)
+    return module
 
 
-@pytest.mark.parametrize("what", ["model", "codec", "collective", "shape"])
-def test_ranks_that_differ_are_named_on_every_rank(ranks: Pool, what: str) -> None:
-    messages = ranks(4, _differing, what)
+def _other_shape() -> nn.Module:
+    module = fresh(Net)
+    module.scale = nn.Parameter(torch.ones(1))
+    return module
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "module"),
+    [
+        (AllReduce(), _other_model),
+        (AllReduce(), _other_shape),
+        (AllReduce(Cast("fp16")), lambda: fresh(Net)),
+        (AllReduce(collective=Ring(3)), lambda: fresh(Net)),
+    ],
+    ids=["model", "shape", "codec", "collective"],
+)
+def test_ranks_that_differ_are_named_on_every_rank(algorithm: AllReduce, module: Callable[[], nn.Module]) -> None:
+    def differ(peers: FakePeers) -> str:
+        mine = (algorithm, module()) if peers.rank == 2 else (AllReduce(), fresh(Net))
+        with pytest.raises(PlanMismatchError) as caught:
+            _setup(peers, *mine)
+        return str(caught.value)
+
+    messages = on_all_ranks(4, differ)
     assert len(set(messages)) == 1
     assert "rank 2 has" in messages[0]
     assert "rank 1" not in messages[0]
 
 
-def _unmanaged_backward() -> str:
-    module, algorithm = Net(), AllReduce()
-    peers, _ = start(algorithm, module)
-    module(batch(0, 0)).backward()
-    with pytest.raises(RuntimeError) as caught:
-        algorithm.before_step(set(module.parameters()))
-    for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
-        drop()
-        algorithm.before_step(set(module.parameters()))
-        module(batch(0, 0)).backward()
-    backward(algorithm, module(batch(peers.rank, 1)))  # averages what was there too
-    algorithm.before_step(set(module.parameters()))
-    peers.close()
-    return str(caught.value)
+def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
+    def unmanaged(peers: FakePeers) -> None:
+        module = fresh(Net)
+        algorithm, everything = _setup(peers, AllReduce(), module), set(module.parameters())
+
+        def refuses(cure: str) -> None:
+            with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
+                algorithm.before_step(everything)
+
+        for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
+            module(batch(0, 0)).backward()
+            refuses("manual_backward")
+            algorithm.before_step({module.empty}), "another optimizer's"
+            drop()
+            algorithm.before_step(everything)
+        backward(algorithm, module(batch(0, 0)), sync=False)
+        refuses("block_backward_sync")
+        backward(algorithm, module(batch(peers.rank, 1)))  # averages what was there too
+        algorithm.before_step(everything)
+
+    on_all_ranks(2, unmanaged)
 
 
-def test_stepping_what_a_backward_behind_our_back_made_is_an_error(ranks: Pool) -> None:
-    assert all("manual_backward" in message for message in ranks(2, _unmanaged_backward))
+def test_a_backward_after_one_that_failed_is_an_error() -> None:
+    def swallowed(peers: FakePeers) -> None:
+        module = fresh(Net)
+        algorithm = _setup(peers, AllReduce(), module)
+        algorithm.before_backward(module(batch(peers.rank, 0)))  # and then backward raised, and somebody caught it
+        with pytest.raises(RuntimeError, match="half-way"):
+            backward(algorithm, module(batch(peers.rank, 1)))
 
-
-def _swallowed() -> str:
-    module = Net()
-    algorithm = AllReduce()
-    peers, _ = start(algorithm, module)
-    algorithm.before_backward(module(batch(peers.rank, 0)))  # and then backward raised, and somebody caught it
-    with pytest.raises(RuntimeError) as caught:
-        backward(algorithm, module(batch(peers.rank, 1)))
-    peers.abort("test")
-    algorithm.close()
-    peers.close()
-    return str(caught.value)
-
-
-def test_a_backward_after_one_that_failed_is_an_error(ranks: Pool) -> None:
-    assert all("half-way" in message for message in ranks(2, _swallowed))
-
-
-def _broken_rows(rows: list[int]) -> str:
-    module = nn.Sequential(nn.Embedding(5, 2, sparse=True))
-    algorithm = AllReduce()
-    peers, _ = start(algorithm, module, sparse=frozenset({"0.weight"}))
-    gather = SparseBucket.gather
-
-    def sends(self: SparseBucket, divisor: float) -> None:
-        gather(self, divisor)
-        if peers.rank == 1:
-            self._indices, self._values = torch.tensor([rows]), torch.ones(len(rows), 2)
-
-    with mock.patch.object(SparseBucket, "gather", sends), pytest.raises(ValueError, match=r"of 0\.weight") as caught:
-        backward(algorithm, module(torch.tensor([1, 2])).sum())
-    peers.abort("test")
-    algorithm.close()
-    peers.close()
-    return str(caught.value)
+    _though_messages_are_left(2, swallowed)
 
 
 @pytest.mark.parametrize(
     ("rows", "said"),
     [([1, 5], "row 5"), ([-1, 2], "row -1"), ([10**12], "row 1000000000000"), ([0, 1, 2, 3, 4, 4], "6 rows")],
 )
-def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(ranks: Pool, rows: list[int], said: str) -> None:
+def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(rows: list[int], said: str) -> None:
     """An optimizer would write outside of the parameter."""
-    for message in ranks(2, _broken_rows, rows):
-        assert message.startswith(f"rank 1 sent {said} of")
-        assert "which has 5 rows" in message
+    gather = SparseBucket.gather
+
+    def sends(self: SparseBucket, divisor: float) -> None:
+        gather(self, divisor)
+        if self.slots[0].parameter.grad.is_coalesced():  # type: ignore[union-attr]
+            self._indices, self._values = torch.tensor([rows]), torch.ones(len(rows), 2)
+
+    def broken(peers: FakePeers) -> str:
+        weight = nn.Parameter(torch.zeros(5, 2))
+        algorithm = _setup(peers, AllReduce(), {"weight": weight}, sparse=frozenset({"weight"}))
+        algorithm.before_backward()
+        gradient = torch.sparse_coo_tensor(torch.tensor([[1, 2]]), torch.ones(2, 2), (5, 2), check_invariants=True)
+        weight.grad = gradient.coalesce() if peers.rank == 1 else gradient
+        with pytest.raises(ValueError, match="of weight") as caught:
+            algorithm.after_backward()
+        return str(caught.value)
+
+    with mock.patch.object(SparseBucket, "gather", sends):
+        for message in _though_messages_are_left(2, broken):
+            assert message.startswith(f"rank 1 sent {said} of")
+            assert "which has 5 rows" in message
 
 
-def _stepwise_loss() -> None:
-    module = nn.Sequential(nn.Embedding(5, 2, sparse=True))
-    algorithm = AllReduce()
-    peers, _ = start(algorithm, module)
-    with pytest.raises(TypeError, match="sparse=True"):
-        backward(algorithm, module(torch.tensor([1])).sum())
-    peers.abort("test")
-    algorithm.close()
-    peers.close()
+def test_undeclared_sparse_gradients_are_not_densified() -> None:
+    def undeclared(peers: FakePeers) -> None:
+        module = fresh(_embedding)
+        algorithm = _setup(peers, AllReduce(), module)
+        with pytest.raises(TypeError, match="sparse=True"):
+            backward(algorithm, module(torch.tensor([1])).sum())
+
+    _though_messages_are_left(2, undeclared)
 
 
-def test_undeclared_sparse_gradients_are_not_densified(ranks: Pool) -> None:
-    ranks(2, _stepwise_loss)
+def test_a_codec_that_cannot_carry_a_dtype_says_so() -> None:
+    def work(peers: FakePeers) -> None:
+        named = {"z": nn.Parameter(torch.ones(3, dtype=torch.complex64))}
+        with pytest.raises(TypeError, match=r"Identity\(\)"):
+            _setup(peers, AllReduce(Cast("fp16")), named)
+        algorithm = _setup(peers, AllReduce(), named)
+        backward(algorithm, (named["z"] * (1 + peers.rank)).abs().sum())
+        torch.testing.assert_close(named["z"].grad, torch.full((3,), 1.5 + 0j))
 
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "cure"),
-    [
-        ({"codec": "int8"}, TypeError, "Identity"),
-        ({"codec": Identity}, TypeError, "Identity"),
-        ({"collective": "ring"}, TypeError, "Ring"),
-        ({"error_feedback": "yes"}, TypeError, "None"),
-        ({"bucket_mb": 0}, ValueError, "> 0"),
-        ({"bucket_mb": "25"}, ValueError, "> 0"),
-        ({"local": "wide"}, TypeError, "function"),
-        ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
-    ],
-)
-def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
-    with pytest.raises(error, match=cure):
-        AllReduce(**arguments)
-
-
-@pytest.mark.parametrize(("scaled_loss", "clips_by_norm"), [(True, False), (False, True)])
-def test_local_parameters_refuse_what_looks_at_all_gradients(
-    ranks: Pool, scaled_loss: bool, clips_by_norm: bool
-) -> None:
-    ranks(2, _local_with_what_looks_at_all, scaled_loss, clips_by_norm)
-
-
-def _local_with_what_looks_at_all(scaled_loss: bool, clips_by_norm: bool) -> None:
-    module = Net()
-    module.scale.ring_local = True  # type: ignore[attr-defined]
-    algorithm = AllReduce(Toy())
-    peers, _ = start(algorithm, module)
-    algorithm.check(scaled_loss=False, clips_by_norm=False)
-    with pytest.raises(ValueError, match="scale"):
-        algorithm.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
-    algorithm.close()
-    peers.close()
-
-
-def _complex() -> None:
-    module = nn.ParameterDict({"z": nn.Parameter(torch.ones(3, dtype=torch.complex64))})
-    with pytest.raises(TypeError, match=r"Identity\(\)"):
-        start(AllReduce(Cast("fp16")), module)
-    algorithm = AllReduce()
-    peers, _ = start(algorithm, module)
-    backward(algorithm, (module["z"] * (1 + peers.rank)).abs().sum())
-    assert module["z"].grad is not None
-    assert torch.allclose(module["z"].grad, torch.tensor(1.5 + 0j))
-    algorithm.close()
-    peers.close()
-
-
-def test_a_codec_that_cannot_carry_a_dtype_says_so(ranks: Pool) -> None:
-    ranks(2, _complex)
+    on_all_ranks(2, work)
 
 
 def test_how_many_cores_encode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -981,14 +819,27 @@ def test_how_many_cores_encode(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def set_up(peers: FakePeers) -> None:
         algorithm = AllReduce(BlockInt(8), codec_threads=[None, 1, 3][peers.rank])  # ranks may differ
-        algorithm.setup(dict(torch.nn.Linear(3, 2).named_parameters()), peers)
-        algorithm.close()
+        algorithm.setup({"weight": nn.Parameter(torch.zeros(3))}, peers)
 
     on_all_ranks(3, set_up)
     assert sorted(asked) == [1, 3]
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "2"])
-def test_a_bad_number_of_cores_is_refused(bad: Any) -> None:
-    with pytest.raises(ValueError, match="codec_threads is how many cores"):
-        AllReduce(codec_threads=bad)
+@pytest.mark.parametrize(
+    ("arguments", "error", "cure"),
+    [
+        ({"codec": "int8"}, TypeError, "Identity"),
+        ({"codec": Identity}, TypeError, "Identity"),
+        ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
+        ({"collective": "ring"}, TypeError, "Ring"),
+        ({"error_feedback": "yes"}, TypeError, "None"),
+        *[({"bucket_mb": bad}, ValueError, "> 0") for bad in (0, "25", True)],
+        ({"local": "wide"}, TypeError, "function"),
+        ({"residual_dtype": "fp16"}, ValueError, "bfloat16"),
+        *[({"codec_threads": bad}, ValueError, "how many cores") for bad in (0, 1.5, True)],
+        ({"uneven": "wait"}, ValueError, "'error'.*'join'.*got 'wait'"),
+    ],
+)
+def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
+    with pytest.raises(error, match=cure):
+        AllReduce(**arguments)

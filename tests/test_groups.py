@@ -45,6 +45,7 @@ def _in_groups() -> dict[str, torch.Tensor]:
                 total = torch.ones(3)
                 dist.all_reduce(total, group=group)  # its connections are still open
                 assert total.tolist() == [2, 2, 2]
+    dist.barrier()  # rank 0 has the store
     return found
 
 
@@ -64,7 +65,7 @@ def _in_pairs() -> list[torch.Tensor]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
     pairs = [dist.new_group(pair, backend="gloo") for pair in ([0, 1], [2, 3])]
     found = []
-    for _ in range(8):
+    for _ in range(3):
         peers = connect(CPU, TIMEOUT, group=pairs[dist.get_rank() // 2])
         found.append(_mean(peers))
         peers.close()
@@ -94,6 +95,7 @@ def _beside_its_own_collectives() -> list[torch.Tensor]:
         ticket.wait()
         found += [values, total]
     peers.close()
+    dist.barrier()
     return found
 
 
