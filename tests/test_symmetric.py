@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import LIMIT, FakePeers
-from test_collectives import data
 from test_nccl import THREAD, Calls, _of_thread, calls, current, loss_of, net, on_all_gpus
+from test_windows import data
 from torch import Tensor
 
-from ringstrategy import AllReduce, BlockInt, Collective, Direct, Hierarchical, TwoShot
+from ringstrategy import AllReduce, BlockInt, Collective, Hierarchical, TwoShot
 from ringstrategy.collectives import mean_
 from ringstrategy.transport import symmetric
 from ringstrategy.transport.nccl import NcclPeers
@@ -317,8 +317,3 @@ def test_after_an_abort_memory_is_kept_since_to_free_it_waits_for_the_device(fab
     on_gpus(2, one, "aa")
     assert fabric.living() == 2
     assert fabric.destroyed.count((0, 1)) == 2
-
-
-def test_what_no_gpu_shares_is_not_asked_for(fabric: Fabric) -> None:
-    on_gpus(2, lambda peers: within(peers, lambda: means(peers, Direct(), [900])), "aa")
-    assert not fabric.groups
