@@ -106,25 +106,16 @@ def test_what_arrives_and_what_was_lost_are_what_was_there(codec: Codec) -> None
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_same_arguments_give_the_same_bytes(codec: Codec) -> None:
-    values = data(3001)
+def test_the_same_arguments_give_the_same_bytes_however_values_are_cut(codec: Codec) -> None:
+    values = data(20 * codec.block + 5)
     assert torch.equal(encoded(codec, values), encoded(codec, values))
     twin = pickle.loads(pickle.dumps(copy.deepcopy(codec)))
-    assert twin == codec
-    assert (
-        eval(repr(codec), {name: getattr(ringstrategy, name) for name in ringstrategy.__all__} | {"torch": torch})
-        == codec
-    )
+    known = {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}
+    assert codec == twin == eval(repr(codec), known | {"torch": torch})
     assert torch.equal(encoded(twin, values), encoded(codec, values))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_cutting_into_segments_changes_nothing(codec: Codec) -> None:
-    values = data(20 * codec.block + 5)
-    whole = round_trip(codec, values)
     cuts = [0, codec.block, 4 * codec.block, 17 * codec.block, values.numel()]
     parts = [round_trip(codec, values[a:b], offset=a) for a, b in pairwise(cuts)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), round_trip(codec, values))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -496,7 +487,8 @@ def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec) -> None
     values = data(max(codec.block, 256) * 3 + 1) * 1e-7
 
     def all_of_it() -> tuple[Tensor, Tensor]:
-        turned, wire = values.clone(), torch.zeros(codec.nbytes(values.numel(), torch.float32), dtype=torch.uint8)
+        nbytes = codec.nbytes(values.numel(), torch.float32)
+        turned, wire = values.clone(), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         codec.prepare_(turned, 1)
         codec.encode(turned, wire, seed=3)
         codec.decode(wire, turned)
@@ -510,10 +502,10 @@ def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec) -> None
         torch.set_default_dtype(default)
         try:
             with torch.device("meta"):
-                codec.prepare_(values.clone(), 1)
-            assert all(map(torch.equal, all_of_it(), expected)), default
+                found = all_of_it()
         finally:
             torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, found, expected)), default
 
 
 def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -527,11 +519,3 @@ def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
             codec.prepare_(rotated, 1)
             wires.append(encoded(codec, rotated))
     assert torch.equal(*wires)
-
-
-def test_a_hostile_random_k_header_decodes_to_something() -> None:
-    for word in (2**63 - 1, -(2**63), -1):
-        codec = RandomK(1, 8)
-        wire = encoded(codec, data(16))
-        wire[:16].view(torch.int64).fill_(word)
-        decoded(codec, wire, 16)

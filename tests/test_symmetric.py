@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -37,7 +36,6 @@ class Fabric:
         groups: of each rank the groups that it made.
         met: how many ranks came to a rendezvous.
         fails: `fails(rank, step)` may raise, before what torch is asked to do.
-        late: seconds that a rank sleeps after a barrier.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -48,7 +46,6 @@ class Fabric:
         self.alive: list[weakref.ref[Tensor]] = []
         self.met = 0
         self.fails: Callable[[int, str], None] = lambda rank, step: None
-        self.late: Callable[[int], float] = lambda rank: 0.0
         self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
         self._tables: defaultdict[tuple[int, ...], dict[int, Tensor]] = defaultdict(dict)
         self._said: dict[int, Any] = {}
@@ -94,7 +91,6 @@ class Fabric:
         self._calls.note()
         assert current().priority == -1
         self._barriers[group].wait(LIMIT)
-        time.sleep(self.late(_of_thread.rank))
 
     def living(self) -> int:
         gc.collect()
@@ -201,22 +197,6 @@ def test_all_is_allocated_at_setup_and_no_step_allocates(fabric: Fabric, calls: 
     assert same(ours, on_gpus(3, train, "aaa"))
     assert all(posted[3:])
     assert all(torch.equal(a, b) for made in ours for a, b in zip(made, ours[0], strict=True))
-
-
-@pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize("collective", [TwoShot(), Hierarchical()], ids=str)
-def test_a_late_rank_reads_what_was_written_for_it(fabric: Fabric, collective: Collective, culprit: int) -> None:
-    lengths = [9000, 20_000, 19_000, 700, 20_000, 20_000, 5000, 1, 9001]
-
-    def one(peers: NcclPeers) -> list[Tensor]:
-        made: list[Tensor] = within(peers, lambda: means(peers, collective, lengths))
-        return made
-
-    fabric.late = lambda rank: 0.01 if rank == culprit else 0.0
-    ours = on_gpus(3, one, "aaa")
-    assert fabric.made[0]
-    refuse(fabric, 0, "empty", RuntimeError("none today"))
-    assert same(ours, on_gpus(3, one, "aaa"))
 
 
 def test_calls_alternate_between_two_windows_and_grow_together(fabric: Fabric) -> None:

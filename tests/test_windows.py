@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -134,19 +133,3 @@ def test_where_no_memory_is_shared_it_is_direct_and_rank_0_says_so_once(
     [said] = [record.getMessage() for record in caplog.records]
     assert "as Direct() does" in said
     assert why in said
-
-
-def _offers(peers: FakePeers, whose: int, change: bool) -> None:
-    windows = peers.windows(64)
-    assert windows is not None
-    mine = windows.memory[(peers.rank + whose) % 2][:16]
-    windows.barrier([mine], [])
-    if change:
-        mine.fill_(1)
-        windows.barrier([], [])
-
-
-@pytest.mark.parametrize(("how", "why"), [((0, True), "others could read"), ((1, False), "not its own")])
-def test_the_fake_refuses_what_a_slow_reader_would_see(how: Any, why: str) -> None:
-    with pytest.raises(AssertionError, match=why):
-        on_all_ranks(2, lambda peers: _offers(peers, *how), "aa", shared=True)
