@@ -316,6 +316,7 @@ def test_noise_is_uniform_and_independent_from_place_to_place() -> None:
     correlation = normalized.T @ normalized / seeds
     assert (correlation - torch.eye(300)).abs().max() < 6 / math.sqrt(seeds)
     assert drawn.mean(0).abs().max() < 5 / math.sqrt(12 * seeds)
+    assert not torch.equal(noise(1, 5, 300), noise(1, 2**19 + 5, 300)), "each period has keys of its own"
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
