@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fakes import FakePeers, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -11,7 +12,9 @@ from torch import nn
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan_buckets, small
+from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
+from ringstrategy.collectives import Direct
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 
@@ -107,6 +110,8 @@ def test_a_bucket_ends_with_a_whole_block(codec: Codec) -> None:
     """A short block would not be rotated, and few levels without a rotation are wrong the same way at each step."""
     parameters = {"a": nn.Parameter(torch.zeros(300)), "b": nn.Parameter(torch.zeros(7, 11))}
     [bucket] = plan_buckets(parameters, frozenset(), lambda name, parameter: codec, lambda codec: True, 1 << 20, 0)
+    assert bucket.residuals.lost is not None
+    bucket.residuals.lost.fill_(5.0)
     assert isinstance(bucket, DenseBucket)
     assert bucket.numel == 377
     assert bucket.buffer.numel() == 512
@@ -116,6 +121,9 @@ def test_a_bucket_ends_with_a_whole_block(codec: Codec) -> None:
     bucket.pack(4)
     assert bucket.buffer[377:].eq(0).all()
     assert bucket.buffer[:377].eq(0.25).all()
+    assert bucket.residuals.given is not None
+    assert bucket.residuals.given[377:].eq(0).all(), "in no checkpoint, so it must not bear on what is sent"
+    assert bucket.residuals.given[:377].eq(5).all()
 
 
 def test_an_empty_parameter_hides_nobody_who_keeps_a_gradient() -> None:
@@ -130,3 +138,50 @@ def test_an_empty_parameter_hides_nobody_who_keeps_a_gradient() -> None:
         if round_ == 0:
             kept = parameters["full"].grad
     assert kept.tolist() == [1] * 4
+
+
+def test_gradients_that_somebody_keeps_are_left_to_them() -> None:
+    parameters = {name: nn.Parameter(torch.ones(numel)) for name, numel in (("a", 4), ("b", 5), ("nobody's", 3))}
+    (bucket,) = planned(parameters, 1000)
+    a, b, unused = parameters.values()
+    a.grad, b.grad = torch.full((4,), 2.0), torch.full((5,), 3.0)
+    kept = a.grad
+    bucket.pack(2)
+    bucket.unpack(lambda slot: slot.name != "nobody's")
+    assert unused.grad is None
+    assert a.grad is kept, "it gets the mean where it is"
+    assert kept.tolist() == [1] * 4
+    slots = {slot.name: slot for slot in bucket.slots}
+    assert not slots["a"].holds_gradient()
+    assert slots["b"].holds_gradient()
+    kept = b.grad
+    a.grad, b.grad = torch.full((4,), 4.0), torch.full((5,), 6.0)
+    bucket.pack(2)
+    bucket.unpack(lambda slot: slot.name != "nobody's")
+    assert kept.tolist() == [1.5] * 5, "the bucket takes new memory"
+    assert (a.grad.tolist(), b.grad.tolist()) == ([2.0] * 4, [3.0] * 5)
+
+
+class _Agreed:
+    def wait(self) -> None:
+        return
+
+
+@pytest.mark.parametrize(("row", "broken"), [(0, False), (9, False), (10, True), (-1, True)])
+def test_rows_that_a_parameter_has_not_are_refused(row: int, broken: bool) -> None:
+    def one(peers: FakePeers) -> None:
+        parameter = nn.Parameter(torch.zeros(10, 2))
+        bucket = SparseBucket(0, "rows", parameter)
+        parameter.grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (10, 2), check_invariants=True)
+        bucket.gather(2)
+        if peers.rank == 1:
+            bucket._indices[0, 0] = row
+        if broken:
+            with pytest.raises(ValueError, match=f"rank 1 sent row {row} of the gradient of rows"):
+                bucket.launch(peers, Direct(), _Agreed(), 0, "")
+        else:
+            bucket.launch(peers, Direct(), _Agreed(), 0, "").wait()
+            bucket.scatter(lambda slot: True)
+            assert parameter.grad.to_dense()[:, 0].nonzero().view(-1).tolist() == sorted([3, row])
+
+    on_all_ranks(2, one)

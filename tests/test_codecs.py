@@ -7,7 +7,6 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,8 +14,6 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import ringstrategy
@@ -36,7 +33,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.codecs.blocked import Blocked
+from ringstrategy.codecs import derive_seed
 from ringstrategy.codecs.noise import _hashes, noise
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import reference
@@ -47,6 +44,7 @@ YAMLS = sorted((Path(__file__).parents[1] / "configs" / "codec").glob("*.yaml"))
 with initialize_config_module("ringstrategy.configs", version_base="1.3"):
     BUILT = [instantiate(compose(f"codec/{path.stem}").codec) for path in YAMLS]
 FROM_YAML: list[Codec] = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others choose one by parameter
+assert len(FROM_YAML) >= 10
 MINMAX = [BlockInt(bits, block, scale="minmax") for bits, block in ((2, 64), (5, 256), (8, 256))]
 STOCHASTIC = [BlockInt(4, 64, rounding="stochastic"), BlockInt(5, rounding="stochastic", scale="minmax")]
 CODECS: list[Codec] = [  # of formats that tests/test_kernels_cpu.py has too: they are compiled once
@@ -62,7 +60,6 @@ CODECS: list[Codec] = [  # of formats that tests/test_kernels_cpu.py has too: th
 CODECS.reverse()  # that file begins at the other end: if both run at once, neither compiles what the other does
 LOSSY = [codec for codec in CODECS if not codec.lossless]
 BLOCKED = [codec for codec in LOSSY if codec.block > 1]
-SIZES = [0, 1, 7, 8, 9, 255, 256, 257, 1000, 20_001]
 
 
 def data(numel: int, seed: int = 0) -> Tensor:
@@ -89,13 +86,9 @@ def round_trip(codec: Codec, values: Tensor, **kwargs: int) -> Tensor:
     return decoded(codec, encoded(codec, values, **kwargs), values.numel(), values.dtype)
 
 
-def test_all_yamls_are_met() -> None:
-    assert len(FROM_YAML) >= 10
-
-
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_what_arrives_and_what_was_lost_are_what_was_there(codec: Codec) -> None:
-    for numel in SIZES:
+    for numel in (0, 1, 7, 8, 9, 255, 256, 257, 1000, 20_001):
         values = data(numel)
         before = values.clone()
         lost = torch.full_like(values, 3e33)
@@ -113,25 +106,16 @@ def test_what_arrives_and_what_was_lost_are_what_was_there(codec: Codec) -> None
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_same_arguments_give_the_same_bytes(codec: Codec) -> None:
-    values = data(3001)
+def test_the_same_arguments_give_the_same_bytes_however_values_are_cut(codec: Codec) -> None:
+    values = data(20 * codec.block + 5)
     assert torch.equal(encoded(codec, values), encoded(codec, values))
     twin = pickle.loads(pickle.dumps(copy.deepcopy(codec)))
-    assert twin == codec
-    assert (
-        eval(repr(codec), {name: getattr(ringstrategy, name) for name in ringstrategy.__all__} | {"torch": torch})
-        == codec
-    )
+    known = {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}
+    assert codec == twin == eval(repr(codec), known | {"torch": torch})
     assert torch.equal(encoded(twin, values), encoded(codec, values))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_cutting_into_segments_changes_nothing(codec: Codec) -> None:
-    values = data(20 * codec.block + 5)
-    whole = round_trip(codec, values)
     cuts = [0, codec.block, 4 * codec.block, 17 * codec.block, values.numel()]
     parts = [round_trip(codec, values[a:b], offset=a) for a, b in pairwise(cuts)]
-    assert torch.equal(torch.cat(parts), whole)
+    assert torch.equal(torch.cat(parts), round_trip(codec, values))
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -154,16 +138,21 @@ def test_adding_relaying_and_reducing_are_decoding_and_encoding(codec: Codec) ->
         assert torch.equal(lost, expected_lost)
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_a_non_finite_block_arrives_as_such_and_loses_nothing(codec: Codec, poison: float) -> None:
+def test_a_non_finite_block_arrives_as_such_and_loses_nothing(codec: Codec) -> None:
     block = max(codec.block, 8)
     numel = 3 * block + 5
-    for at in (block + 1, numel - 1):
-        values = data(numel)
+    for at, poison, dtype in (
+        (block + 1, math.nan, torch.float32),
+        (numel - 1, math.inf, torch.float32),
+        (numel - 1, -math.inf, torch.float64),
+        (block + 1, math.nan, torch.float16),
+        (block + 1, math.inf, torch.bfloat16),
+    ):
+        values = data(numel).to(dtype)
         values[at] = poison
         lost = torch.full_like(values, 0.25)
-        arrived = decoded(codec, encoded(codec, values, lost), numel)
+        arrived = decoded(codec, encoded(codec, values, lost), numel, dtype)
         inside = torch.arange(numel) // codec.block == at // codec.block
         assert not arrived[inside].isfinite().all()
         assert arrived[~inside].isfinite().all()
@@ -171,7 +160,7 @@ def test_a_non_finite_block_arrives_as_such_and_loses_nothing(codec: Codec, pois
         assert not lost[~inside].eq(0.25).any()
         if not isinstance(codec, Cast | TopK | RandomK):
             assert not arrived[at].isfinite()
-        total = torch.zeros(numel)
+        total = torch.zeros(numel, dtype=dtype)
         codec.decode(encoded(codec, values), total, add=True)
         assert torch.equal(total.isfinite(), arrived.isfinite())
 
@@ -206,42 +195,51 @@ def test_extreme_blocks(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@settings(max_examples=15, deadline=None)
-@given(numel=st.integers(0, 700), seed=st.integers(0, 2**32))
-def test_a_peers_bytes_are_never_trusted(codec: Codec, numel: int, seed: int) -> None:
-    size = codec.nbytes(numel, torch.float32)
-    wire = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    memory = torch.full((numel + 64,), 7.0)
-    codec.decode(wire, memory[32 : 32 + numel])
-    assert memory[:32].eq(7).all()
-    assert memory[32 + numel :].eq(7).all()
-    codec.decode(wire, memory[32 : 32 + numel], add=True)
-    for wrong in (wire.new_zeros(size + 1), wire.new_zeros(abs(size - 1)), wire.new_zeros(1, size)):
-        with pytest.raises(ValueError, match=r"flat, contiguous uint8 tensor of \d+ bytes for \d+ values"):
-            codec.decode(wrong, memory[32 : 32 + numel])
-        with pytest.raises(ValueError, match="nbytes"):
-            codec.encode(memory[32 : 32 + numel], wrong)
+def test_a_peers_bytes_are_never_trusted(codec: Codec) -> None:
+    for numel in (0, 1, 8, 255, 257, 700):
+        size = codec.nbytes(numel, torch.float32)
+        wire = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(numel))
+        memory = torch.full((numel + 64,), 7.0)
+        codec.decode(wire, memory[32 : 32 + numel])
+        codec.decode(wire, memory[32 : 32 + numel], add=True)
+        assert memory[:32].eq(7).all()
+        assert memory[32 + numel :].eq(7).all()
+        for wrong in (wire.new_zeros(size + 1), wire.new_zeros(abs(size - 1)), wire.new_zeros(1, size)):
+            with pytest.raises(ValueError, match=r"flat, contiguous uint8 tensor of \d+ bytes for \d+ values"):
+                codec.decode(wrong, memory[32 : 32 + numel])
+            with pytest.raises(ValueError, match="nbytes"):
+                codec.encode(memory[32 : 32 + numel], wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("codec", BLOCKED, ids=str)
-def test_other_floating_point_inputs(codec: Codec, dtype: torch.dtype) -> None:
-    values = (data(2 * codec.block + 9) * 100).to(dtype)
-    lost = torch.empty_like(values)
-    arrived = decoded(codec, encoded(codec, values, lost), values.numel(), dtype)
-    rounding = 8 * torch.finfo(dtype).eps if dtype != torch.float64 else 2.0**-22
-    total = arrived.double() + lost.double()
-    assert (total - values.double()).abs().max() <= rounding * max(arrived.abs().max(), values.abs().max())
+def test_other_floating_point_inputs(codec: Codec) -> None:
+    for dtype in (torch.float64, torch.float16, torch.bfloat16):
+        values = (data(2 * codec.block + 9) * 100).to(dtype)
+        lost = torch.empty_like(values)
+        arrived = decoded(codec, encoded(codec, values, lost), values.numel(), dtype)
+        rounding = 8 * torch.finfo(dtype).eps if dtype != torch.float64 else 2.0**-22
+        total = arrived.double() + lost.double()
+        assert (total - values.double()).abs().max() <= rounding * max(arrived.abs().max(), values.abs().max())
 
 
-@pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_integers_and_complex_numbers_are_refused(codec: Codec) -> None:
-    for dtype in (torch.int32, torch.complex64):
-        with pytest.raises(TypeError, match="Identity"):
-            codec.check(dtype)
-        with pytest.raises(TypeError, match="Identity"):
-            codec.encode(torch.zeros(8, dtype=dtype), torch.empty(codec.nbytes(8, dtype), dtype=torch.uint8))
-    codec.check(torch.float32)
+def test_integers_and_complex_numbers_are_refused() -> None:
+    for codec in LOSSY:
+        for dtype in (torch.int32, torch.complex64):
+            with pytest.raises(TypeError, match="Identity"):
+                codec.check(dtype)
+            with pytest.raises(TypeError, match="Identity"):
+                codec.encode(torch.zeros(8, dtype=dtype), torch.empty(codec.nbytes(8, dtype), dtype=torch.uint8))
+        codec.check(torch.float32)
+
+
+def test_each_rank_has_a_seed_of_its_own_unless_all_choose_alike() -> None:
+    for codec in CODECS:
+        seeds = {codec.own_seed(9, rank) for rank in range(8)}
+        assert len(seeds) == (1 if isinstance(codec, RandomK) else 8), codec
+    indices = [(), (0,), (1,), (0, 1), (1, 0)]
+    derived = {derive_seed(seed, *each) for seed in (2**20, 2**40, 2**62) for each in indices}
+    assert len(derived) == 15
+    assert all(0 <= seed < 2**63 for seed in derived)
 
 
 # What each promises beyond that.
@@ -272,14 +270,19 @@ def test_minmax_spans_from_least_to_greatest(codec: BlockInt) -> None:
     assert arrived.unique().numel() <= 2**bits
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_codes_are_packed_without_waste(bits: int) -> None:
-    codec: Codec = BlockInt(bits) if bits > 1 else Sign()
-    assert codec.nbytes(256 * 40, torch.float32) == 40 * (2 + 32 * bits)
-    assert codec.nbytes(256 + 9, torch.float32) == 2 * 2 + 32 * bits + 2 * bits
-    if bits > 1:
-        values = torch.arange(256) % (2**bits - 1) - (2 ** (bits - 1) - 1.0)
-        assert torch.equal(round_trip(codec, values), values)  # every code survives
+def test_bytes_are_few() -> None:
+    for bits in range(1, 9):
+        codec: Codec = BlockInt(bits) if bits > 1 else Sign()
+        assert codec.nbytes(256 * 40, torch.float32) == 40 * (2 + 32 * bits)
+        assert codec.nbytes(256 + 9, torch.float32) == 2 * 2 + 32 * bits + 2 * bits
+        if bits > 1:
+            values = torch.arange(256) % (2**bits - 1) - (2 ** (bits - 1) - 1.0)
+            assert torch.equal(round_trip(codec, values), values), "every code survives"
+    assert BlockInt(4, scale="minmax").nbytes(512, torch.float32) == 2 * (6 + 128)
+    assert TopK(8, 256).nbytes(512, torch.float32) == 2 * 8 * 3
+    assert TopK(8, 257).nbytes(514, torch.float32) == 2 * 8 * 4
+    assert RandomK(8, 256).nbytes(513, torch.float32) == 16 + 3 * 8 * 2
+    assert Cast("bf16").nbytes(7, torch.float64) == 14
 
 
 def test_packing_is_as_documented() -> None:
@@ -313,14 +316,7 @@ def test_noise_is_uniform_and_independent_from_place_to_place() -> None:
     correlation = normalized.T @ normalized / seeds
     assert (correlation - torch.eye(300)).abs().max() < 6 / math.sqrt(seeds)
     assert drawn.mean(0).abs().max() < 5 / math.sqrt(12 * seeds)
-
-
-def test_noise_does_not_depend_on_where_a_period_ends() -> None:
-    codec, numel = STOCHASTIC[0], 3 * 2**18
-    values = data(numel)
-    whole = round_trip(codec, values)
-    parts = [round_trip(codec, part, offset=i * 2**16) for i, part in enumerate(values.split(2**16))]
-    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(noise(1, 5, 300), noise(1, 2**19 + 5, 300)), "each period has keys of its own"
 
 
 @pytest.mark.parametrize("format", ["e4m3", "e5m2"])
@@ -358,6 +354,7 @@ def test_rotation_is_the_orthonormal_hadamard_matrix() -> None:
     Rotated().restore_(rotated, 77)
     assert (rotated.double() - values).abs().max() < 1e-6 * values.abs().max()
     assert 90 < (flips(signs(77)) > 0).sum() < 166
+    assert len(set(signs(77))) == 8, "each word is drawn"
     assert signs(77) != signs(78)
 
 
@@ -383,19 +380,6 @@ def test_what_was_decoded_rotates_back_with_the_same_bits_in_any_order(inner: Co
         assert torch.equal(turned.double(), exact)
 
 
-@pytest.mark.parametrize("rotate_", [reference.rotate_, Compiled().rotate_], ids=["reference", "compiled"])
-def test_lower_matmul_precision_does_not_reach_the_rotation(rotate_: Callable[[Tensor, Tensor], None]) -> None:
-    values = data(256 * 8)
-    plain, guarded = values.clone(), values.clone()
-    rotate_(plain, signs(1))
-    torch.set_float32_matmul_precision("medium")
-    try:
-        rotate_(guarded, signs(1))
-    finally:
-        torch.set_float32_matmul_precision("highest")
-    assert (plain - guarded).abs().max() <= 1e-6 * values.abs().max()
-
-
 def test_the_rotation_stays_exact_whatever_a_user_lets_matrix_products_do() -> None:
     script = """
 import torch
@@ -414,21 +398,11 @@ for place, precision in ((backends, "tf32"), (backends.cuda.matmul, "tf32"), (ba
     place.fp32_precision = before
     assert (plain - guarded).abs().max() <= 1e-6 * values.abs().max()
     assert (plain - in_torch).abs().max() <= 1e-6 * values.abs().max()
+torch.set_float32_matmul_precision("medium")
+Rotated().prepare_(values, 1)
+assert (plain - values).abs().max() <= 1e-6 * values.abs().max()
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_a_users_default_device_is_none_of_ours(codec: Codec) -> None:
-    values, wire = data(512), torch.empty(codec.nbytes(512, torch.float32), dtype=torch.uint8)
-    for cached in (_hashes, flips):
-        cached.cache_clear()
-    with torch.device("meta"):
-        codec.prepare_(values, 1)
-        codec.encode(values, wire, seed=3)
-        codec.decode(wire, values)
-        codec.restore_(values, 1)
-    assert values.device.type == "cpu"
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_a_fresh_rotation_each_step_averages_the_error_out() -> None:
@@ -509,38 +483,30 @@ def test_bad_arguments_are_refused_at_construction(build, error, words) -> None:
     assert AllReduce(TopK(), Direct()).codec == TopK()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_a_non_finite_block_of_another_dtype(codec: Codec, dtype: torch.dtype) -> None:
-    values = data(2 * max(codec.block, 8)).to(dtype)
-    values[1] = math.nan
-    lost = torch.full_like(values, 0.25)
-    encoded(codec, values, lost)
-    assert lost.isfinite().all()
-    assert lost[1] == 0.25
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec) -> None:
+    values = data(max(codec.block, 256) * 3 + 1) * 1e-7
 
+    def all_of_it() -> tuple[Tensor, Tensor]:
+        nbytes = codec.nbytes(values.numel(), torch.float32)
+        turned, wire = values.clone(), torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        codec.prepare_(turned, 1)
+        codec.encode(turned, wire, seed=3)
+        codec.decode(wire, turned)
+        codec.restore_(turned, 1)
+        return wire, turned
 
-@pytest.mark.parametrize(
-    "codec", [c for c in BLOCKED if isinstance(c, BlockInt | BlockFloat8 | Sign | Gaussian)], ids=str
-)
-def test_a_non_finite_block_has_the_documented_bytes(codec: Blocked) -> None:
-    values = data(40 * codec.block)  # many, so that vector instructions write them
-    values[::7] = math.nan
-    heads = 40 * codec.arithmetic.header_bytes
-    scales = encoded(codec, values)[heads - 80 : heads].view(torch.int16)
-    assert scales.eq(0x7FC0).all()
-
-
-@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("codec", BLOCKED, ids=str)
-def test_the_process_default_dtype_changes_no_byte(codec: Codec, default: torch.dtype) -> None:
-    values = data(3 * codec.block + 1) * 1e-7
-    expected = encoded(codec, values)
-    torch.set_default_dtype(default)
-    try:
-        assert torch.equal(encoded(codec, values), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    expected = all_of_it()
+    for default in (torch.float16, torch.float64):
+        for cached in (_hashes, flips):
+            cached.cache_clear()
+        torch.set_default_dtype(default)
+        try:
+            with torch.device("meta"):
+                found = all_of_it()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert all(map(torch.equal, found, expected)), default
 
 
 def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
@@ -554,11 +520,3 @@ def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
             codec.prepare_(rotated, 1)
             wires.append(encoded(codec, rotated))
     assert torch.equal(*wires)
-
-
-def test_a_hostile_random_k_header_decodes_to_something() -> None:
-    for word in (2**63 - 1, -(2**63), -1):
-        codec = RandomK(1, 8)
-        wire = encoded(codec, data(16))
-        wire[:16].view(torch.int64).fill_(word)
-        decoded(codec, wire, 16)

@@ -176,13 +176,6 @@ def test_sparse_codecs_never_wait_for_the_device(launches: Launches, codec: Code
     assert launches.operators
 
 
-def test_waits_would_be_noticed(launches: Launches) -> None:
-    values = torch.empty(3, device=META)
-    for wait in (lambda: values.copy_(torch.ones(3)), lambda: torch.ones(3).to(META), lambda: torch.ones(1).item()):
-        with pytest.raises(AssertionError, match="waits"), launches:
-            wait()
-
-
 def test_a_block_too_large_for_the_kernels_is_refused_when_buckets_are_made(launches: Launches) -> None:
     members = [("weight", Linear(300, 300, device=META).weight)]
     for codec in (BlockInt(8, block=16384), Rotated(Gaussian(4, block=16384)), Sign(block=8200)):

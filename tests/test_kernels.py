@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
@@ -66,6 +64,13 @@ ALL = EXACT + SUMMED
 SOME = [BlockInt(4), BlockInt(7, block=24), BlockInt(8, scale="minmax"), BlockFloat8("e4m3"), Sign(), Gaussian(3)]
 STOCHASTIC = [BlockInt(4, rounding="stochastic"), BlockInt(3, 64, "stochastic", "minmax")]
 HALVES = [torch.float16, torch.bfloat16]
+# in the interpreter one dtype a codec, by turns
+DTYPED = [
+    (codec, dtype)
+    for i, codec in enumerate(SOME)
+    for k, dtype in enumerate([torch.float32, *HALVES])
+    if DEVICE.type == "cuda" or k == i % 3
+]
 
 # numpy, of NaN and overflow, which are tested
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -221,8 +226,13 @@ def test_summed_scales_agree_to_rounding(codec):
         assert torch.equal(decoded.isnan(), decoded_.isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("codec", SOME, ids=str)
+def test_scales_are_rounded_to_the_nearest_halves_to_even():
+    for quarter in range(8):  # of a unit of the last place of a bfloat16; these sums are exact
+        values = torch.tensor([1.0, -1.0] * 128, device=DEVICE) * (1 + quarter * 2.0**-9)
+        assert_same(by_kernel(Sign(), values)[0], by_codec(Sign(), values)[0])
+
+
+@pytest.mark.parametrize(("codec", "dtype"), DTYPED, ids=str)
 def test_sent_and_lost_are_the_values(codec, dtype):
     values = awkward(codec.block, dtype)
     _, lost, decoded = by_kernel(codec, values)
@@ -238,18 +248,6 @@ def test_sent_and_lost_are_the_values(codec, dtype):
     assert (lost[~dead] != 0).any()
 
 
-@pytest.mark.parametrize("codec", SOME, ids=str)
-def test_lost_may_be_absent_or_the_values_themselves(codec):
-    values = heavy_tailed(2 * codec.block + 3)
-    wire, lost, _ = by_kernel(codec, values)
-    again = message(codec, values.numel())
-    encode(values, (), again, formats.of(codec.arithmetic))
-    assert_same(again, wire)
-    encode(values, (), again, formats.of(codec.arithmetic), lost=values)
-    assert_same(again, wire)
-    assert_same(values, lost)
-
-
 @pytest.mark.parametrize("codec", ALL, ids=str)
 def test_any_bytes_decode_as_by_the_codec(codec):
     numel = 5 * codec.block + 13
@@ -260,8 +258,7 @@ def test_any_bytes_decode_as_by_the_codec(codec):
     assert_same(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("codec", SOME, ids=str)
+@pytest.mark.parametrize(("codec", "dtype"), DTYPED, ids=str)
 def test_decode_writes_and_adds(codec, dtype):
     values = heavy_tailed(2 * codec.block + 3, dtype=dtype)
     wire, _, _ = by_kernel(codec, values)
@@ -275,32 +272,16 @@ def test_decode_writes_and_adds(codec, dtype):
     assert_same(out, decoded.to(dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("codec", SOME, ids=str)
-def test_a_relay_is_a_decode_and_an_encode(codec, dtype):
-    fmt = formats.of(codec.arithmetic)
-    for numel in (codec.block + 1, sizes(codec.block)[-1]) if dtype == torch.float32 else (3 * codec.block + 5,):
-        values, wire_in = heavy_tailed(numel, 1, dtype), by_kernel(codec, heavy_tailed(numel, 2))[0].to(DEVICE)
-        if numel == codec.block + 1:
-            wire_in = random_message(codec, numel, seed=3)
-        before, wire, lost = values.clone(), message(codec, numel), torch.full_like(values, 77.0)
-        encode(values, [wire_in], wire, fmt, lost=lost)
-        assert_same(values, before)
-        decode(wire_in, values, fmt, add=True)
-        wire_, lost_, _ = by_kernel(codec, values)
-        assert_same(wire, wire_)
-        assert_same(lost, lost_)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("codec", SOME, ids=str)
+@pytest.mark.parametrize(("codec", "dtype"), DTYPED, ids=str)
 def test_a_reduce_adds_in_order(codec, dtype):
     fmt = formats.of(codec.arithmetic)
     numel = 2 * codec.block + 3
     values = heavy_tailed(numel, 1, dtype)
     wires = [by_kernel(codec, heavy_tailed(numel, seed) * 10.0 ** (seed - 3))[0].to(DEVICE) for seed in range(2, 5)]
-    wire, lost = message(codec, numel), torch.full_like(values, 77.0)
+    wires.append(random_message(codec, numel, seed=3))
+    wire, lost, before = message(codec, numel), torch.full_like(values, 77.0), values.clone()
     encode(values, wires, wire, fmt, lost=lost)
+    assert_same(values, before)
     for payload in wires:
         decode(payload, values, fmt, add=True)
     wire_, lost_, _ = by_kernel(codec, values)
@@ -327,14 +308,14 @@ def test_stochastic_rounding(codec):
     assert_same(values.cpu() - torch.cat(segments).cpu(), lost)
 
     scales = parts(codec, wire, numel)[0].repeat_interleave(codec.block)[:numel]
-    errors = torch.empty(32, numel)
+    errors = torch.empty(16, numel)
     for seed, row in enumerate(errors):
         lost = torch.empty_like(values)
         encode(values, (), wire.to(DEVICE), fmt, lost=lost, seed=seed)
         row.copy_(lost.cpu() / scales)
     assert errors.abs().max() < 1 + 1e-5
     assert errors.abs().max() > 0.9, "nearest rounding would stay below 1/2"
-    assert errors.mean(0).abs().max() < 5 * 0.5 / 32**0.5
+    assert errors.mean(0).abs().max() < 5 * 0.5 / 16**0.5
     assert abs(errors.mean().item()) < 5 * 0.5 / errors.numel() ** 0.5
     # neighbours' noise is their own
     a, b = errors[:, :-1].flatten(), errors[:, 1:].flatten()
@@ -377,20 +358,6 @@ def test_a_rotation_is_a_dense_hadamard_matrix(numel, dtype):
     reference.rotate_(as_torch, signs(7), inverse=True)
     assert_same(values, as_torch)
     assert ((values - before).cpu().double()[:whole].abs() <= 4 * eps * length).all()
-
-
-@pytest.mark.parametrize("codec", [Gaussian(4), Sign(), BlockInt(8)], ids=str)
-def test_decoded_values_turn_back_exactly(codec):
-    values = heavy_tailed(256 * 9 + 5)
-    rotate_(values, signs(3))
-    decoded = by_kernel(codec, values)[2]
-    expected = decoded[: 9 * 256].view(-1, 256).double() @ dense_hadamard() * flips(signs(3)) * 16
-    turned = decoded.to(DEVICE)
-    rotate_(turned, signs(3), inverse=True)
-    assert_same(turned[: 9 * 256], expected.float().view(-1))
-    assert (expected.float() == expected).all(), "no sum was rounded"
-    Rotated(codec).restore_(decoded, 3)
-    assert_same(turned, decoded)
 
 
 ROTATABLE = [
@@ -478,22 +445,6 @@ def test_residual_rotation_sum_and_what_is_lost_in_one_pass(codec, turn, residua
             if turn is not None:
                 reference.rotate_(expected, turn, inverse=True)
             assert_same(out, expected + values.cpu() if add else expected)
-
-
-def test_another_seed_is_another_rotation_and_each_sign_counts():
-    codec, values = BlockInt(8), heavy_tailed(256)
-    fmt, wire = formats.of(codec.arithmetic), message(codec, 256)
-    sent = set()
-    for word in range(8):
-        for bit in (0, 13, 31):
-            turn = list(signs(5))
-            turn[word] ^= -(1 << 31) if bit == 31 else 1 << bit
-            encode(values, (), wire, fmt, signs=tuple(turn))
-            expected = values.cpu().clone()
-            reference.rotate_(expected, tuple(turn))
-            assert_same(wire, by_codec(codec, expected)[0])
-            sent.add(bytes(wire.tolist()))
-    assert len(sent) == 24
 
 
 @pytest.mark.parametrize(
@@ -609,8 +560,12 @@ def gradients_of_all_kinds(case):
     return [(f"p{i}", parameter) for i, parameter in enumerate(parameters)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["plain", "missing", "frozen", "strides", "transposed", "views"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(kind, torch.bfloat16) for kind in ("plain", "missing", "strides")]
+    + [(kind, torch.float32) for kind in ("frozen", "strides", "transposed", "views")],
+    ids=str,
+)
 def test_a_bucket_gathers_and_scatters_by_one_launch_what_it_copies_one_by_one(monkeypatch, kind, dtype):
     results = []
     for kernels in (True, False):
@@ -998,7 +953,6 @@ def _share(device, algorithm, backend):
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "algorithm",
@@ -1012,17 +966,10 @@ def _share(device, algorithm, backend):
 )
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_processes_that_share_one_gpu_stay_identical(ranks, algorithm, size, backend):
-    for world, sent, error in ranks(size, _share, "cuda:0", algorithm, backend, limit=120):
+    for world, sent, error in ranks(size, _share, "cuda:0", algorithm, backend):
         assert world == size
         assert sent > 0
         assert 0 < error < 0.15
-
-
-def test_the_package_imports_neither_torch_nor_triton():
-    file = ringstrategy.kernels.triton.__file__
-    code = f"import runpy, sys; runpy.run_path({file!r}); print({{'torch', 'triton'}} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 def some_gradients(seed):
@@ -1051,9 +998,15 @@ def test_samples_are_the_references():
     assert sampled[3].count_nonzero() > 500
 
 
-@pytest.mark.parametrize("stepped", [True, torch.tensor(True), torch.tensor(False)], ids=str)
-@pytest.mark.parametrize("scale", [None, 1024.0])
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(
+    ("looks", "scale", "stepped"),
+    [
+        (False, 1024.0, True),
+        (False, None, torch.tensor(True)),
+        (False, 1024.0, torch.tensor(False)),
+        (True, None, True),
+    ],
+)
 def test_parts_are_the_references(stepped, scale, looks):
     then = on_gpus.sample(some_gradients(3))
     factors = [1.0, 1.0, 0.0, 0.3, 0.3, 2.0, -1.0, 1.0, 1.0, 0.5]

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,16 +167,18 @@ def gathered(run: int, tiles: int) -> Counter[int]:
     return found
 
 
-def long(variant: Variant) -> bool:
-    """It has the most parts, of which each is compiled in a quicker test too."""
-    return variant.rotated or (variant.kernel == "relay" and variant.residual == F32 and variant.codec not in MAIN)
+def marked(case: tuple[str, Variant], met: dict[Any, Variant]) -> Any:
+    """Of each kernel on each kind of GPU the first variant is compiled each time, all others at night."""
+    gpu, variant = case
+    kind = gpu, variant.kernel, variant.parts, variant.gathered
+    first = met.setdefault(kind, variant) is variant and not variant.rotated and gpu in ("sm_90", "gfx942")
+    return pytest.param(*case, marks=[] if first else [pytest.mark.nightly], id=named(case))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "variant"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * long(case[1])) for case in CASES],
-    ids=named,
-)
+MET: dict[Any, Variant] = {}
+
+
+@pytest.mark.parametrize(("gpu", "variant"), [marked(case, MET) for case in CASES])
 def test_it_compiles_without_spills(gpu, variant):
     if variant.gathered and not GATHERS:
         pytest.skip("this compiler fails, so gradients are packed first")
@@ -222,15 +225,16 @@ def test_the_table_has_every_row():
     assert told == [[name, gpu] for name in ROWS for gpu in GPUS], "python -m benchmarks sass --write docs/gpu.md"
 
 
-def long_row(name: str) -> bool:
-    row = ROWS[name]
-    return row.rotated and (row.gathered or (row.kernel != "decode" and row.codec == Gaussian(1)))
+KERNELS = [row.kernel for row in ROWS.values()]
 
 
 @pytest.mark.parametrize(
     ("name", "gpu"),
     [
-        pytest.param(name, GPUS[place % len(GPUS)], marks=[pytest.mark.slow] * long_row(name))  # one GPU each: seconds
+        # of each kernel one row on one GPU, and all others at night
+        pytest.param(
+            name, GPUS[place % len(GPUS)], marks=[pytest.mark.nightly] * (KERNELS.index(ROWS[name].kernel) != place)
+        )
         for place, name in enumerate(ROWS)
     ],
 )
@@ -263,11 +267,3 @@ def test_no_seed_and_no_length_is_a_reason_to_compile_again(kernel, monkeypatch)
         monkeypatch.setattr(sass, "_TURN", turn)
         compiled(Variant(kernel, GAUSSIAN, rotated=True, numel=n), "sm_90")
     assert len(keys) == 1
-
-
-def test_a_page_without_a_place_for_the_table_is_refused(tmp_path, capsys):
-    page = tmp_path / "page.md"
-    page.write_text("<!-- python -m benchmarks launches -->\nold\n<!-- end -->\n")
-    with pytest.raises(ValueError, match=r"no line '<!-- python -m benchmarks sass -->'"):
-        table_on(page.read_text(), "sass")
-    assert table_on(page.read_text(), "launches") == "old\n"

@@ -10,8 +10,7 @@ from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Id
 from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
 from ringstrategy.collectives.base import Summand
 
-RINGS: list[Collective] = [Ring(1), Ring(3), BySize(below=3000)]
-BY_HOPS: dict[Codec, float] = {  # worst element, of the largest
+BOUNDS: dict[Codec, float] = {  # worst element, of the largest
     Identity(): 1e-6,
     Cast("float16"): 2e-3,
     BlockInt(8): 0.03,
@@ -21,8 +20,9 @@ BY_HOPS: dict[Codec, float] = {  # worst element, of the largest
     Toy(): 1.0,
 }
 PAIRS = [
-    *((collective, codec) for collective in RINGS for codec in BY_HOPS),
-    *((Direct(segments), codec) for segments in (1, 3) for codec in (*BY_HOPS, Rotated(Sign()), TopK(64))),
+    *((collective, codec) for collective in (Ring(3), BySize(below=3000)) for codec in BOUNDS),
+    *((Direct(3), codec) for codec in (*BOUNDS, Rotated(Sign()), TopK(64))),
+    *((Ring(1), BlockInt(8)), (Direct(1), BlockInt(8))),
 ]
 
 
@@ -38,73 +38,50 @@ def data(rank: int, numel: int) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(1000 + rank))
 
 
-def exact(size: int, numel: int) -> torch.Tensor:
-    return torch.stack([data(rank, numel).double() for rank in range(size)]).sum(0)
-
-
-@pytest.mark.parametrize("shard", [1, 3, 255, 257, 6001])
 @pytest.mark.parametrize(("collective", "codec"), PAIRS, ids=str)
-def test_each_rank_gets_its_chunk_of_the_sum(collective: Collective, codec: Codec, shard: int) -> None:
-    for size in (1, 2, 3, 5):
+def test_each_rank_gets_its_chunk_of_the_sum_and_nothing_is_lost(collective: Collective, codec: Codec) -> None:
+    for size, shard in ((1, 255), (2, 6001), (3, 1), (5, 3), (5, 257), (3, 1000)):
         numel = size * shard
 
         def one(peers: FakePeers, numel: int = numel) -> tuple[torch.Tensor, torch.Tensor]:
-            values, lost = data(peers.rank, numel), torch.full((numel,), 1e9)
-            collective.scatter_(Summand(values, codec, lost=lost, seed=5), peers)
+            values, residual = data(peers.rank, numel), data(peers.rank + 50, numel) / 10
+            lost = residual if numel == 3000 else torch.full((numel,), 1e9)
+            collective.scatter_(Summand(values, codec, residual=residual, lost=lost, seed=5), peers)
             return values, lost
 
         found = on_all_ranks(size, one)
-        true = exact(size, numel)
+        mine = [data(rank, numel).double() + data(rank + 50, numel).double() / 10 for rank in range(size)]
+        true = torch.stack(mine).sum(0)
         own = torch.cat([values[rank * shard : (rank + 1) * shard] for rank, (values, _) in enumerate(found)])
         if size == 1 or codec.lossless:
-            assert (own - true).abs().max() < 1e-5
+            assert (own - (true if size > 1 else data(0, numel))).abs().max() < 1e-5, (size, shard)
             continue
-        bound = BY_HOPS.get(codec, 3.0)
-        assert (own - true).abs().max() <= bound * size * max(data(rank, numel).abs().max() for rank in range(size))
-        assert shard < 6001 or (own - true).abs().max() > 1e-4
-        assert (own + sum(lost.double() for _, lost in found) - true).abs().max() < 3e-5
+        assert (own - true).abs().max() <= BOUNDS.get(codec, 3.0) * size * max(each.abs().max() for each in mine)
+        assert shard < 1000 or (own - true).abs().max() > 1e-4
+        assert (own + sum(lost.double() for _, lost in found) - true).abs().max() < 3e-5, (size, shard)
         for rank, (_, lost) in enumerate(found):
             assert not lost[rank * shard : (rank + 1) * shard].any(), "what a rank keeps is not encoded"
 
 
-@pytest.mark.parametrize(("collective", "codec"), PAIRS, ids=str)
-def test_residuals_count(collective: Collective, codec: Codec) -> None:
-    size, shard = 3, 1000
-    numel = size * shard
-
-    def one(peers: FakePeers) -> tuple[torch.Tensor, torch.Tensor]:
-        values, residual = data(peers.rank, numel), data(peers.rank + 50, numel)
-        collective.scatter_(Summand(values, codec, residual=residual, lost=residual, seed=5), peers)
-        return values, residual
-
-    found = on_all_ranks(size, one)
-    own = torch.cat([values[rank * shard : (rank + 1) * shard] for rank, (values, _) in enumerate(found)]).double()
-    if not codec.lossless:  # as for a sum, `mean_` clears what a lossless codec has delivered
-        own += sum(residual.double() for _, residual in found)
-    residuals = torch.stack([data(rank + 50, numel).double() for rank in range(size)]).sum(0)
-    assert (own - exact(size, numel) - residuals).abs().max() < 3e-5
-
-
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
 @pytest.mark.parametrize("codec", [BlockInt(8), Rotated(Gaussian(4))], ids=str)
-def test_no_rank_sends_more_than_the_first_phase(codec: Codec, size: int) -> None:
+def test_no_rank_sends_more_than_the_first_phase(codec: Codec) -> None:
     shard = 2560
 
     def one(peers: FakePeers, collective: Collective) -> int:
-        collective.scatter_(Summand(data(peers.rank, size * shard), codec), peers)
+        collective.scatter_(Summand(data(peers.rank, peers.size * shard), codec), peers)
         return peers.stats.bytes_sent
 
-    for collective in (Ring(), Direct()):
-        sent = on_all_ranks(size, lambda peers, c=collective: one(peers, c))
-        assert sent == [(size - 1) * codec.nbytes(shard, torch.float32)] * size
+    for size in (2, 3, 8):
+        for collective in (Ring(), Direct()):
+            sent = on_all_ranks(size, lambda peers, c=collective: one(peers, c))
+            assert sent == [(size - 1) * codec.nbytes(shard, torch.float32)] * size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8])
-@pytest.mark.parametrize("shard", [0, 1, 7, 9003])
-def test_all_ranks_get_every_chunk_bit_for_bit(shard: int, dtype: torch.dtype) -> None:
-    for size in (1, 2, 3, 5):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_all_ranks_get_every_chunk_bit_for_bit(dtype: torch.dtype) -> None:
+    for size, shard in ((1, 7), (2, 0), (3, 1), (5, 9003)):
 
-        def one(peers: FakePeers, size: int = size) -> torch.Tensor:
+        def one(peers: FakePeers, size: int = size, shard: int = shard) -> torch.Tensor:
             values = torch.zeros(size * shard, dtype=dtype)
             values[peers.rank * shard : (peers.rank + 1) * shard] = (data(peers.rank, shard) * 9).to(dtype)
             Ring().gather_(values, peers)
@@ -112,7 +89,7 @@ def test_all_ranks_get_every_chunk_bit_for_bit(shard: int, dtype: torch.dtype) -
             return values
 
         true = torch.cat([(data(rank, shard) * 9).to(dtype) for rank in range(size)])
-        assert all(torch.equal(found, true) for found in on_all_ranks(size, one))
+        assert all(torch.equal(found, true) for found in on_all_ranks(size, one)), (size, shard)
 
 
 @pytest.mark.parametrize("collective", [Native(), Hierarchical(), TwoShot()], ids=str)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
@@ -17,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import LIMIT, FakePeers
-from test_collectives import data
 from test_nccl import THREAD, Calls, _of_thread, calls, current, loss_of, net, on_all_gpus
+from test_windows import data
 from torch import Tensor
 
-from ringstrategy import AllReduce, BlockInt, Collective, Direct, Hierarchical, TwoShot
+from ringstrategy import AllReduce, BlockInt, Collective, Hierarchical, TwoShot
 from ringstrategy.collectives import mean_
 from ringstrategy.transport import symmetric
 from ringstrategy.transport.nccl import NcclPeers
@@ -37,7 +36,6 @@ class Fabric:
         groups: of each rank the groups that it made.
         met: how many ranks came to a rendezvous.
         fails: `fails(rank, step)` may raise, before what torch is asked to do.
-        late: seconds that a rank sleeps after a barrier.
     """
 
     def __init__(self, calls: Calls) -> None:
@@ -48,7 +46,6 @@ class Fabric:
         self.alive: list[weakref.ref[Tensor]] = []
         self.met = 0
         self.fails: Callable[[int, str], None] = lambda rank, step: None
-        self.late: Callable[[int], float] = lambda rank: 0.0
         self._barriers: dict[tuple[int, ...], threading.Barrier] = {}
         self._tables: defaultdict[tuple[int, ...], dict[int, Tensor]] = defaultdict(dict)
         self._said: dict[int, Any] = {}
@@ -94,7 +91,6 @@ class Fabric:
         self._calls.note()
         assert current().priority == -1
         self._barriers[group].wait(LIMIT)
-        time.sleep(self.late(_of_thread.rank))
 
     def living(self) -> int:
         gc.collect()
@@ -203,22 +199,6 @@ def test_all_is_allocated_at_setup_and_no_step_allocates(fabric: Fabric, calls: 
     assert all(torch.equal(a, b) for made in ours for a, b in zip(made, ours[0], strict=True))
 
 
-@pytest.mark.parametrize("culprit", [0, 2])
-@pytest.mark.parametrize("collective", [TwoShot(), Hierarchical()], ids=str)
-def test_a_late_rank_reads_what_was_written_for_it(fabric: Fabric, collective: Collective, culprit: int) -> None:
-    lengths = [9000, 20_000, 19_000, 700, 20_000, 20_000, 5000, 1, 9001]
-
-    def one(peers: NcclPeers) -> list[Tensor]:
-        made: list[Tensor] = within(peers, lambda: means(peers, collective, lengths))
-        return made
-
-    fabric.late = lambda rank: 0.01 if rank == culprit else 0.0
-    ours = on_gpus(3, one, "aaa")
-    assert fabric.made[0]
-    refuse(fabric, 0, "empty", RuntimeError("none today"))
-    assert same(ours, on_gpus(3, one, "aaa"))
-
-
 def test_calls_alternate_between_two_windows_and_grow_together(fabric: Fabric) -> None:
     def one(peers: NcclPeers) -> None:
         def work() -> None:
@@ -317,8 +297,3 @@ def test_after_an_abort_memory_is_kept_since_to_free_it_waits_for_the_device(fab
     on_gpus(2, one, "aa")
     assert fabric.living() == 2
     assert fabric.destroyed.count((0, 1)) == 2
-
-
-def test_what_no_gpu_shares_is_not_asked_for(fabric: Fabric) -> None:
-    on_gpus(2, lambda peers: within(peers, lambda: means(peers, Direct(), [900])), "aa")
-    assert not fabric.groups

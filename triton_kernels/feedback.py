@@ -63,6 +63,8 @@ def _part_kernel(tensors, sums, late, scale, stepped, parts, count, FADES: tl.co
     there = tl.load(tensors + 2 * at + 1, mask=there, other=-1) >= 0
     both = tl.load(sums + 2 * at, mask=there, other=0.0)
     norm = tl.load(sums + 2 * at + 1, mask=there, other=0.0)
+    if scale is not None:
+        both *= tl.load(scale).to(tl.float64)
     total, along = tl.sum(norm, 0), tl.sum(both, 0)
     of_all = tl.where(total == 0, 1.0, along / tl.where(total == 0, 1.0, total))
     part = tl.where(norm == 0, of_all, both / tl.where(norm == 0, 1.0, norm))
@@ -70,8 +72,6 @@ def _part_kernel(tensors, sums, late, scale, stepped, parts, count, FADES: tl.co
     if late is None:
         part = tl.where(part < 1, part, 1.0)
     else:
-        if scale is not None:
-            part *= tl.load(scale).to(tl.float64)
         if stepped is not None:
             part = tl.where(tl.load(stepped).to(tl.int32) != 0, part, 0.0)
         before = tl.load(late + at, mask=there, other=0.0)

@@ -29,6 +29,8 @@ def stepped_parts(
     """See `Engine.stepped_parts`."""
     there = torch.tensor([tensor is not None for tensor in tensors], device="cpu")
     both, norm = ((values * then).sum(1).mul_(there) for values in (sample(tensors), then))
+    if scale is not None:
+        both.mul_(scale)
     total = norm.sum()
     # a gradient that was zero at all sampled places follows the others
     of_all = torch.where(total == 0, 1.0, both.sum() / total)
@@ -36,8 +38,6 @@ def stepped_parts(
     if late is None:
         parts.clamp_(max=1)
     else:
-        if scale is not None:
-            parts *= scale
         parts = torch.where(torch.as_tensor(stepped, device="cpu"), parts, 0.0)
         before = late.clone()
         late.copy_(torch.where(there & (parts > 0), torch.maximum(parts, FADES * before), before))
