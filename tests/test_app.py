@@ -68,7 +68,7 @@ def test_every_part_is_one_and_can_be_exchanged():
         "algorithm=powersgd": "ringstrategy.PowerSGD",
         "codec=rotated": "ringstrategy.Rotated",
         "collective=two_shot": "ringstrategy.TwoShot",
-        "outer=mean": "ringstrategy.Mean",
+        "outer=mean": "ringstrategy.Nesterov",
         "topology=star": "ringstrategy.topologies.Star",
     }.items():
         part = override.split("=")[0]
