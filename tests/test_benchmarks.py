@@ -433,20 +433,6 @@ def test_a_run_without_a_target_and_one_that_diverges_end(ranks, tmp_path):
         on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, "--target", "9")
 
 
-@pytest.mark.nightly
-def test_torchft_ends_where_our_diloco_does(ranks, tmp_path):
-    pytest.importorskip("torchft", reason="a peer, which only this needs")
-    cases = ("torchft diloco every 16", "diloco every 16", "torchft streaming every 16")
-    arguments = ["--no-target", "--most-steps", "32", "--cases", ",".join(f"={case}" for case in cases)]
-    rows = accuracy_rows_of(ranks, tmp_path / "rows.jsonl", *arguments)
-    theirs, ours, streaming = (rows[case]["curve"]["losses"] for case in cases)
-    assert theirs == pytest.approx(ours, rel=1e-4)
-    assert ours[1] < ours[0]
-    assert streaming[1] < streaming[0]
-    assert streaming != pytest.approx(theirs, rel=1e-4)
-    assert all(rows[case]["ranks_identical"] for case in cases)
-
-
 @pytest.mark.slow
 def test_others_run_ahead_of_a_slow_rank_only_so_far(ranks, tmp_path):
     arguments = ["--steps", "8"]

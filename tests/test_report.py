@@ -48,7 +48,7 @@ class Manual(Line):
         self.optimizers().step()
 
 
-def fit(folder, module, *callbacks, ckpt_path=None, **options):
+def fit(folder, module, *callbacks, **options):
     from ringstrategy.app.report import RunReport
 
     folder.mkdir(exist_ok=True)
@@ -64,7 +64,7 @@ def fit(folder, module, *callbacks, ckpt_path=None, **options):
         **options,
     )
     rows = torch.utils.data.DataLoader(torch.zeros(10, 1))
-    trainer.fit(module, rows, rows, ckpt_path=ckpt_path)
+    trainer.fit(module, rows, rows)
     return trainer
 
 
@@ -214,12 +214,6 @@ def test_a_run_writes_every_step(tmp_path, capsys, monkeypatch):
     assert "measuring" not in printed
     report.print_summary({**summary, "probe_seconds": 0.814, "probe_bytes_sent": 280_000})
     assert re.search(r"measuring, choosing\W+0\.81 s, 280 kB", capsys.readouterr().out)
-
-
-def test_a_resumed_run_counts_on(tmp_path):
-    trainer = fit(tmp_path / "first", Line(), enable_checkpointing=True)
-    fit(tmp_path / "second", Line(), max_steps=6, ckpt_path=trainer.checkpoint_callback.best_model_path)
-    assert read_curves(tmp_path / "second").steps == [5, 6]
 
 
 def test_what_nobody_measures_is_an_empty_cell(tmp_path):
@@ -448,18 +442,6 @@ def test_a_bar_is_as_long_as_a_step(sweep):
     assert [trace["x"][0] for trace in bars[1:3]] == [3, 2]
 
 
-def test_what_is_left_out_is_said(sweep):
-    (sweep / "2" / "steps.csv").unlink()
-    notes = page_of(sweep).texts["figcaption"]
-    missing, failed = "gossip seed=2 (has no steps.csv)", "ring seed=9 (failed)"
-    assert notes.count(f"Left out: {missing}; {failed}.") == 2
-    assert (
-        f"Left out: ddp seed=1 (its bytes are not counted); {missing}; {failed}; gossip seed=10 (sent nothing)."
-        in notes
-    )
-    assert f"nobody counts their communication: ddp seed=1. Left out: {failed}." in notes
-
-
 def test_one_run_and_another_file(sweep, tmp_path, capsys):
     out = tmp_path / "elsewhere.html"
     main([str(sweep / "2"), "--out", str(out)])
@@ -484,9 +466,3 @@ def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
             main([str(argument) for argument in arguments])
         assert ended.value.code == 2
         assert words in capsys.readouterr().err
-
-
-def test_missing_packages_are_named(sweep, monkeypatch):
-    monkeypatch.setattr("ringstrategy.extras.find_spec", lambda name: None if name == "plotly" else object())
-    with pytest.raises(SystemExit, match=r"needs plotly: in a clone .* pip install '\.\[app\]'"):
-        main([str(sweep)])
