@@ -472,29 +472,22 @@ def test_a_long_race_is_beside_the_fastest_that_is_not_ours(tmp_path: Path, caps
     assert "| 0.600 | 2.5 |" in printed(CURVES, [step("diloco", "10mbit", 0.6)])["diloco"], "nobody else, no ratio"
 
 
-@pytest.mark.parametrize(
-    ("curves", "timed", "after", "words"),
-    [
+def test_curves_and_steps_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def sized(size: str) -> list[Row]:
+        return [step("ddp", "100mbit", 1.0, size=size)]
+
+    for curves, timed, after, words in (
         (STEPS, STEPS, 200, "--curves"),
         (CURVES, CURVES, 200, "--steps"),
         (CURVES, STEPS, 150, "--after 150"),
         (CURVES[4:], STEPS, 200, "ddp is not there"),
-        (CURVES, [step("ddp", "100mbit", 1.0, size="byte GPT of 10.9 M parameters")], 200, "--optimizer adamw"),
+        (CURVES, sized("byte GPT of 10.9 M parameters"), 200, "--optimizer adamw"),
         ([*CURVES, replace(CURVES[0], seed=2, learning_rate=1.0)], STEPS, 200, "one learning rate"),
         (CURVES, [step("ddp", "100mbit", 1.0, hosts=8)], 200, "on 4 ranks and 10.9 M parameters on 8"),
-        (CURVES, [step("ddp", "100mbit", 1.0, size="MLP of 24.1 M parameters, AdamW")], 200, "24.1 M"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_curves_and_steps_that_do_not_fit_are_refused(
-    curves: list[Row],
-    timed: list[Row],
-    after: int,
-    words: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    append(curves, tmp_path / "curves.jsonl")
-    append(timed, tmp_path / "steps.jsonl")
-    files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl")]
-    assert words in " ".join(refusal(["long_race", *files, f"--after={after}"], capsys).split())
+        (CURVES, sized("MLP of 24.1 M parameters, AdamW"), 200, "24.1 M"),
+    ):
+        files = [tmp_path / words / name for name in ("curves.jsonl", "steps.jsonl")]
+        for rows, file in zip((curves, timed), files, strict=True):
+            append(rows, file)
+        said = refusal(["long_race", f"--curves={files[0]}", f"--steps={files[1]}", f"--after={after}"], capsys)
+        assert words in " ".join(said.split())
