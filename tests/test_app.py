@@ -166,6 +166,7 @@ def gradient_descent(x, y, epochs, lr):
     return weights
 
 
+@pytest.mark.slow
 def test_regression_on_four_ranks_is_gradient_descent(ranks, tmp_path):
     from ringstrategy.app.data.regression import COEFFICIENTS, Regression
 
