@@ -160,7 +160,7 @@ def test_nobody_claims_a_limit_that_was_not_measured(monkeypatch):
     assert harness.throughput() is harness.wire_seconds(1e6) is None, "whatever --rate says"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_training_step_with_every_name(ranks, tmp_path):
     rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--steps", "4")
     del rows["printed"]
@@ -312,6 +312,7 @@ def test_exchanges_alone(ranks, tmp_path):
 def test_sums_on_loopback(tmp_path):
     """Started by hand: the driver starts a process a rank."""
     arguments = ["--hosts", "2", "--rate", "loopback", "--mb", "1", "--rounds", "2"]
+    arguments += ["--cases", "=ring identity,=direct identity,=ring fp16,=ring bf16,=native identity"]
     rows = checked(lines_of("collectives", tmp_path / "deep" / "rows.jsonl", *arguments))
     for name, row in rows.items():
         assert row["limit_seconds"] is None, "loopback has no limit"
@@ -400,7 +401,7 @@ def test_time_to_an_easy_target(ranks, tmp_path):
             assert row["curve"]["losses"][1] != rows["ddp"]["curve"]["losses"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_target_that_is_missed_one_that_there_is_not_and_a_run_that_diverges(ranks, tmp_path):
     arguments = ["--target", "0.1", "--most-steps", "32", "--cases", "=ring,=gossip_exponential"]
     rows = accuracy_rows_of(ranks, tmp_path / "missed.jsonl", *arguments)
@@ -545,7 +546,7 @@ def test_accuracy_trains_skips_what_is_done_and_keeps_what_fails(tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["deep"], "Hydra leaves nothing behind"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_accuracy_of_gossip_and_of_few_meetings_is_beside_ddp(tmp_path: Path) -> None:
     ways = "wires=[ddp,gossip]", "seeds=[0]", "gossip.digits.skews=[1.0]"
     rows = sweep(tmp_path / "gossip.jsonl", "stage=gossip", *ways)
