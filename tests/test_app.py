@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from importlib.resources import files
-from inspect import signature
 from pathlib import Path
 
 import lightning as L
@@ -18,19 +17,14 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
-from hydra.errors import ConfigCompositionException, MissingConfigException
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
-from test_data_models import gradient_descent
 
-import ringstrategy
-from ringstrategy.app.data.regression import Regression
-from ringstrategy.app.overrides import lengthened
+from ringstrategy.app.overrides import PARTS, lengthened
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
-REPORT = PROGRAM.with_name("ringstrategy-report")
 OWN_MODULE = """
 import lightning as L, torch
 
@@ -66,94 +60,43 @@ def app(folder, *overrides):
     return subprocess.run([PROGRAM, *overrides], cwd=folder, env=environment(), capture_output=True, text=True)
 
 
-def each_value(override):
-    key, values = override.split("=", 1)
-    return [f"{key}={value}" for value in values.split(",")]
+# --- what a run is made of
 
 
-def table_lines(printed):
-    return [line for line in printed.splitlines() if re.match(r"\d+ ", line)]
+def test_every_part_is_one_and_can_be_exchanged():
+    for override, target in {
+        "algorithm=powersgd": "ringstrategy.PowerSGD",
+        "codec=rotated": "ringstrategy.Rotated",
+        "collective=two_shot": "ringstrategy.TwoShot",
+        "outer=mean": "ringstrategy.Nesterov",
+        "topology=star": "ringstrategy.topologies.Star",
+    }.items():
+        part = override.split("=")[0]
+        strategy = {"outer": "diloco", "topology": "gossip"}.get(part, "ring")
+        cfg = composed(f"strategy={strategy}", lengthened(override))
+        assert OmegaConf.select(cfg, PARTS[part])._target_ == target
+        assert repr(instantiate(cfg.strategy, _convert_="all").algorithm) != repr(
+            instantiate(composed(f"strategy={strategy}").strategy, _convert_="all").algorithm
+        ), override
+    for group in ("algorithm", "collective"):  # each codec and each topology has its contract
+        with initialize_config_module("ringstrategy.configs", version_base="1.3"):
+            made = {repr(instantiate(compose(f"{group}/{name}")[group], _convert_="all")) for name in names(group)}
+        assert len(made) == len(names(group))
 
 
-def check_files(summary):
-    assert summary["status"] == "finished"
-    for name in ("checkpoint", "csv", "curves"):
-        assert Path(summary[name]).stat().st_size > 0
-    assert list(Path(summary["tensorboard"]).glob("events.out.tfevents.*"))
-    assert Path(summary["curves"]).read_bytes().startswith(b"\x89PNG")
+def test_every_model_data_and_experiment_is_one():
+    for model, data in itertools.zip_longest(names("model"), names("data"), fillvalue="digits"):
+        if "own" in (model, data):
+            model, data = model.replace("own", "mlp"), data.replace("own", "digits")
+        cfg = composed(f"model={model}", f"data={data}")
+        made = instantiate(cfg.model, _convert_="all")
+        assert isinstance(made, L.LightningModule), model
+        assert isinstance(made.configure_optimizers(), torch.optim.Optimizer), model
+        assert isinstance(instantiate(cfg.data, _convert_="all"), L.LightningDataModule), data
+    for name in names("experiment"):
+        assert composed(f"experiment={name}").model._target_ != composed().model._target_, name
 
 
-def processes_naming(folder):
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            commands.append(path.read_text())
-        except OSError:  # it has just ended
-            continue
-    return [command for command in commands if f"--job\0{folder}" in command]
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("name", names("strategy"))
-def test_every_strategy_is_one(name):
-    strategy = instantiate(composed(f"strategy={name}").strategy, _convert_="all")
-    assert isinstance(strategy, L.pytorch.strategies.DDPStrategy)
-    assert isinstance(strategy, ringstrategy.RingStrategy) == (name != "ddp")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("group", "override"),
-    [
-        ("algorithm", "algorithm@strategy.algorithm"),
-        ("codec", "codec@strategy.algorithm.codec"),
-        ("collective", "collective@strategy.algorithm.collective"),
-        ("topology", "topology@strategy.algorithm.topology"),
-    ],
-)
-def test_every_part_can_be_exchanged(group, override):
-    # sparse codecs cannot go round a ring; only gossip has a topology; it and auto are given no collective
-    others = {"codec": ["collective@strategy.algorithm.collective=direct"], "topology": ["strategy=gossip"]}
-
-    def has_no_collective(name):
-        return (
-            group == "algorithm"
-            and "collective"
-            not in signature(get_class(composed(f"{override}={name}").strategy.algorithm._target_)).parameters
-        )
-
-    parts = [name for name in names(group) if not has_no_collective(name)]
-
-    def built(*overrides):
-        return repr(instantiate(composed(*others.get(group, []), *overrides).strategy, _convert_="all").algorithm)
-
-    default = built()
-    told = {built(f"{override}={name}") for name in parts}
-    assert default in told
-    assert len(told) == len(parts)
-
-
-@pytest.mark.timeout(60)
-def test_a_knob_deep_inside_is_an_override():
-    cfg = composed("strategy=ring_fp16", "strategy.algorithm.bucket_mb=5", "strategy.timeout.seconds=60")
-    assert instantiate(cfg.strategy, _convert_="all").algorithm.bucket_mb == 5
-    assert cfg.strategy.algorithm.codec.dtype == "float16"
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("group", ["model", "data", "experiment"])
-def test_every_model_data_and_experiment_is_one(group):
-    for name in names(group):
-        if name == "own":
-            continue
-        cfg = composed(f"{group}={name}")
-        model = instantiate(cfg.model, _convert_="all")
-        assert isinstance(model, L.LightningModule)
-        assert isinstance(model.configure_optimizers(), torch.optim.Optimizer)
-        assert isinstance(instantiate(cfg.data, _convert_="all"), L.LightningDataModule)
-
-
-@pytest.mark.timeout(60)
 def test_every_trainer_logger_and_callback_is_one(tmp_path):
     for name in names("trainer"):
         cfg = composed(f"trainer={name}", f"output_dir={tmp_path}")
@@ -167,152 +110,218 @@ def test_every_trainer_logger_and_callback_is_one(tmp_path):
             assert isinstance(instantiate(cfg.trainer), L.Trainer)
 
 
-@pytest.mark.timeout(60)
-def test_a_wrong_name_is_refused_with_the_right_ones():
-    with pytest.raises(MissingConfigException, match=r"(?s)Available options.*ring_fp16"):
-        composed("strategy=rong")
-    with pytest.raises(ConfigCompositionException, match=r"Could not override 'strategy.algorithm.bucket'"):
-        composed("strategy.algorithm.bucket=5")
+# --- the ranks of a job, in processes of the pool
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_run_of_somebody_elses_module(tmp_path):
+def _trained(folder, overrides):
+    """As a rank that Lightning starts; its seed and what rank 0 wrote."""
+    from ringstrategy.app.train import train
+
+    folder = Path(folder)
+    if os.environ["RANK"] == "0":
+        folder.mkdir()
+        cfg = composed(f"output_dir={folder}", "run.strategy=mine", "run.overrides=[some]", *overrides)
+        OmegaConf.save(cfg, folder / "draft", resolve=True)
+        (folder / "draft").rename(folder / "config.yaml")
+    while not (folder / "config.yaml").exists():
+        time.sleep(0.01)
+    train(folder)
+    return os.environ["PL_GLOBAL_SEED"]
+
+
+def test_ranks_train_what_was_asked_for(ranks, tmp_path, monkeypatch):
     (tmp_path / "somebody.py").write_text(OWN_MODULE)
-    done = app(tmp_path, "model=own", "model._target_=somebody.Net", "+model.width=16", "trainer.max_steps=4")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (path.parent for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra")
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"somebody.py", "outputs"}
-    assert len(list((tmp_path / "outputs").glob("*/*"))) == 1  # rank 1 made no folder of its own
-
-    summary = json.loads((folder / "summary.json").read_text())
-    check_files(summary)
+    monkeypatch.chdir(tmp_path)
+    own = ["model=own", "model._target_=somebody.Net", "+model.width=16", "seed=7", "trainer.enable_progress_bar=false"]
+    assert ranks(2, _trained, str(tmp_path / "first"), [*own, "trainer.max_steps=4"]) == ["7", "7"]
+    summary = json.loads((tmp_path / "first" / "summary.json").read_text())
+    assert (summary["status"], summary["strategy"], summary["overrides"]) == ("finished", "mine", ["some"])
+    assert (summary["processes"], summary["steps"], summary["metric"]) == (2, 4, "train_loss")
     parameters = 64 * 16 + 16 + 16 * 10 + 10
-    assert summary["processes"] == 2
-    assert summary["steps"] == 4
     # the ring over 2 ranks sends every gradient once a step; a message of its own says which were used
     assert 4 * parameters <= summary["bytes_sent_per_step"] < 4 * parameters + 100
     assert summary["exposed_ms_per_step"] > 0
-    assert summary["metric"] == "train_loss"
+    checkpoint = tmp_path / "first" / "checkpoints" / "epoch_0_step_4.ckpt"
+    assert summary["checkpoint"] == str(checkpoint)
+    assert checkpoint.stat().st_size > 0
+    assert Path(summary["curves"]).read_bytes().startswith(b"\x89PNG")
+    assert list(Path(summary["tensorboard"]).glob("events.out.tfevents.*"))
     with open(summary["csv"]) as file:
         assert len([row for row in csv.DictReader(file) if row["communication/bytes_sent"]]) == 4
-    for text in ("ring, 2 processes", "kB a step", "ms a step", summary["checkpoint"], summary["curves"]):
-        assert text in done.stdout
+
+    ranks(2, _trained, str(tmp_path / "second"), [*own, "trainer.max_steps=6", f"resume={checkpoint}"])
+    with open(tmp_path / "second" / "steps.csv") as file:
+        steps = list(csv.DictReader(file))
+    assert [step["step"] for step in steps] == ["5", "6"], "it goes on from the checkpoint"
+    for step in steps:
+        assert 0 < float(step["exposed_seconds"]) < float(step["seconds"])
+        assert int(step["bytes_sent"]) >= 4 * parameters
+
+
+def gradient_descent(x, y, epochs, lr):
+    """Plain gradient descent of the mean squared error, from zero: the slow twin of the whole machinery."""
+    weights = np.zeros(x.shape[1])
+    for _ in range(epochs):
+        weights -= lr * 2 / len(x) * x.T @ (x @ weights - y)
+    return weights
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_sweep(tmp_path):
-    done = app(tmp_path, "-m", "strategy=ring,ring_fp16", "trainer.max_steps=3", "trainer.enable_progress_bar=false")
-    assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (tmp_path / "multirun").glob("*/*")
-    assert sorted(path.name for path in folder.iterdir()) == ["0", "1", "multirun.yaml", "sweep.csv", "sweep.json"]
-    assert [path.name for path in tmp_path.iterdir()] == ["multirun"]
-    summaries = [json.loads((folder / job / "summary.json").read_text()) for job in "01"]
-    for job, summary in zip("01", summaries, strict=True):
-        check_files(summary)
-        with open(folder / job / "steps.csv") as file:
-            steps = list(csv.DictReader(file))
-        assert [step["step"] for step in steps] == ["1", "2", "3"]
-        assert sum(int(step["bytes_sent"]) for step in steps) == summary["bytes_sent"]
-        assert float(steps[-1]["total_seconds"]) == summary["seconds"]
-        for step in steps:
-            assert 0 < float(step["exposed_seconds"]) < float(step["seconds"])
-            assert float(step["loss"]) > 0
-            assert float(step["communication_seconds"]) > 0
-        with open(folder / job / "validation.csv") as file:
-            assert [row["step"] for row in csv.DictReader(file)] == ["3"]
-        assert summary["processes"] == 2
-        assert summary["metric"] == "val_accuracy"  # validated at the end, although 3 steps are no whole epoch
-    assert summaries[0]["bytes_sent"] == pytest.approx(2 * summaries[1]["bytes_sent"], rel=1e-3)
-    assert summaries[1]["bytes_sent"] > 0
+def test_regression_on_four_ranks_is_gradient_descent(ranks, tmp_path):
+    from ringstrategy.app.data.regression import COEFFICIENTS, Regression
 
-    table = json.loads((folder / "sweep.json").read_text())
-    assert [row["strategy"] for row in table] == ["ring", "ring_fp16"]
-    for row, summary in zip(table, summaries, strict=True):
-        for column in ("final_metric", "seconds_per_step", "bytes_sent_per_step", "exposed_ms_per_step"):
-            assert row[column] == summary[column]
-            assert row[column] > 0
+    few = ["trainer.max_epochs=100", "logger.tensorboard=null", "trainer.enable_progress_bar=false"]
+    ranks(4, _trained, str(tmp_path / "job"), ["experiment=regression", *few])
+    summary = json.loads((tmp_path / "job" / "summary.json").read_text())
+    assert (summary["processes"], summary["steps"]) == (4, 100)
+    assert summary["bytes_sent"] > 0
+    data = Regression()
+    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=100, lr=0.01)
+    weights = torch.load(summary["checkpoint"], weights_only=True)["state_dict"]["weights"]
+    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
+    assert 0.5 < np.abs(expected - COEFFICIENTS).max() < 4, "it moved, and had not yet arrived"
+
+
+# --- the program, without the processes of its jobs
+
+
+def _called(arguments, exit_codes):
+    """`ringstrategy-train` whose jobs end with these exit codes: its own, what it prints, and the jobs' folders."""
+    import contextlib
+    import io
+
+    from ringstrategy.app import train
+    from ringstrategy.app.report import write_summary
+
+    codes, jobs, printed = iter(exit_codes), [], io.StringIO()
+
+    def job(command):
+        program, flag, folder = command[-3:]
+        jobs.append((program, flag, Path(folder)))
+        if (code := next(codes)) == 0:
+            named = OmegaConf.load(Path(folder) / "config.yaml").run
+            summary = {"status": "finished", "strategy": named.strategy, "overrides": list(named.overrides)}
+            numbers = {"processes": 2, "metric": "val_loss", "final_metric": 0.5, "seconds_per_step": 0.25}
+            write_summary(Path(folder), summary | numbers)
+        return code
+
+    train._run_in_own_process_group = job
+    sys.argv = ["ringstrategy-train", *arguments]
+    os.environ["COLUMNS"] = "200"
+    code = 0
+    try:
+        with contextlib.redirect_stdout(printed):
+            train.main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        OmegaConf.clear_resolver("options_by_group")
+    return code, printed.getvalue(), jobs
+
+
+def test_a_job_is_what_was_asked_for_and_ends_as_its_process_does(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["strategy=push_sum", "topology=torus", "algorithm.interval=2", "trainer.max_steps=4"]
+    [(code, _, [(_, flag, folder)])] = ranks(1, _called, overrides, [0])
+    assert (code, flag) == (0, "--job")
+    assert folder.relative_to(tmp_path).parts[0] == "outputs"
+    cfg = OmegaConf.load(folder / "config.yaml")
+    assert cfg.strategy.algorithm.topology._target_ == "ringstrategy.topologies.Torus"
+    assert (cfg.strategy.algorithm.interval, cfg.trainer.max_steps) == (2, 4)
+    assert (cfg.run.strategy, list(cfg.run.overrides)) == ("push_sum", overrides)
+    [(code, _, [(_, _, folder)])] = ranks(1, _called, [f"hydra.run.dir={tmp_path / 'mine'}"], [7])
+    assert (code, folder) == (7, tmp_path / "mine")
+    failed = json.loads((folder / "summary.json").read_text())
+    assert failed == {"status": "failed", "exit_code": 7, "strategy": "ring", "overrides": []}
+
+
+def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    [(code, printed, jobs)] = ranks(1, _called, ["-m", "strategy=ddp,ring", "seed=0,1"], [0, 3, 0, 0])
+    assert code == 1
+    folder = jobs[0][2].parent
+    assert [job[2].name for job in jobs] == ["0", "1", "2", "3"]
+    assert sorted(path.name for path in folder.iterdir()) == [*"0123", "multirun.yaml", "sweep.csv", "sweep.json"]
+    rows = json.loads((folder / "sweep.json").read_text())
+    expected = [
+        ("ddp", "finished", 0.25),
+        ("ddp", "failed", None),
+        ("ring", "finished", 0.25),
+        ("ring", "finished", 0.25),
+    ]
+    assert [(row["strategy"], row["status"], row["seconds_per_step"]) for row in rows] == expected
     with open(folder / "sweep.csv") as file:
-        assert [row["strategy"] for row in csv.DictReader(file)] == ["ring", "ring_fp16"]
-    printed = done.stdout[done.stdout.index("jobs in") :]
-    table = table_lines(printed)
-    assert [line.split()[:2] for line in table] == [["0", "ring"], ["1", "ring_fp16"]]
+        assert [row["overrides"] for row in csv.DictReader(file)] == [" ".join(row["overrides"]) for row in rows]
+    lines = [line.split() for line in printed.splitlines() if re.match(r"\d ", line)]
+    assert [line[:4] for line in lines[:2]] == [["0", "ddp", "seed=0", "0.5"], ["1", "ddp", "seed=1", "FAILED"]]
     assert f"ringstrategy-report {folder.relative_to(tmp_path)}" in printed
 
-    command = [REPORT, folder.relative_to(tmp_path)]
-    reported = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert reported.returncode == 0, reported.stderr
-    assert table_lines(reported.stdout) == table
-    (plots,) = re.findall(
-        r'<script type="application/json" id="plots">(.*)</script>', (folder / "report.html").read_text()
-    )
-    by_bytes = {trace["name"]: trace for trace in json.loads(plots)[2]["data"] if trace["mode"] == "lines"}
-    assert list(by_bytes) == ["ring", "ring_fp16"]
-    assert by_bytes["ring"]["x"][-1] == pytest.approx(summaries[0]["bytes_sent"], rel=1e-5)
-
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_job_with_parts_in_their_short_form(tmp_path):
-    overrides = ["strategy=push_sum", "topology=torus", "algorithm.interval=2", "trainer.max_steps=4"]
-    done = app(tmp_path, *overrides, "trainer.enable_progress_bar=False")
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(next(tmp_path.rglob("summary.json")).read_text())
-    algorithm = OmegaConf.load(next(tmp_path.rglob("config.yaml"))).strategy.algorithm
-    assert algorithm.topology._target_ == "ringstrategy.topologies.Torus"
-    assert algorithm.interval == 2
-    assert summary["strategy"] == "push_sum"
-    assert summary["processes"] == 2
-    assert summary["bytes_sent"] > 0
-    assert summary["overrides"] == [*overrides, "trainer.enable_progress_bar=False"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(60)
-def test_the_help_fits_a_terminal_and_its_examples_compose(tmp_path):
+def test_the_help_fits_a_terminal_and_its_examples_compose(ranks, tmp_path, monkeypatch):
     (tmp_path / "mine" / "model").mkdir(parents=True)
     (tmp_path / "mine" / "model" / "my_net.yaml").write_text("_target_: my_module.Net")
-    done = app(tmp_path, "--config-dir", "mine", "--help")
-    assert done.returncode == 0, done.stderr
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    monkeypatch.chdir(tmp_path)
+    [(code, printed, jobs)] = ranks(1, _called, ["--config-dir", "mine", "--help"], [])
+    assert (code, jobs) == (0, [])
+    assert max(map(len, printed.splitlines())) <= 80
     options, name = {}, ""  # by group; a line without one goes on with the last
-    for group, rest in re.findall(r"^  (\w*) +(\w+(?:, \w+)*,?)$", done.stdout, re.MULTILINE):
+    for group, rest in re.findall(r"^  (\w*) +(\w+(?:, \w+)*,?)$", printed, re.MULTILINE):
         name = group or name
         options.setdefault(name, []).extend(re.findall(r"\w+", rest))
     for group in ("algorithm", "codec", "collective", "data", "experiment", "strategy", "topology", "trainer"):
         assert options[group] == names(group), group
     assert options["model"] == sorted([*names("model"), "my_net"])
 
-    examples = re.findall(r"^  ringstrategy-train (.*)", done.stdout, re.MULTILINE)
-    common = re.findall(r"^  ([\w.]+=\S+)", done.stdout, re.MULTILINE)
+    examples = re.findall(r"^  ringstrategy-train (.*)", printed, re.MULTILINE)
+    common = re.findall(r"^  ([\w.]+=\S+)", printed, re.MULTILINE)
     assert len(examples) > 5
     assert len(common) > 10
     with_part = {"algorithm.interval": "strategy=gossip", "codec.bits": "strategy=ring_int8"}
     commands = [example.split() for example in examples]
     commands += [[with_part.get(each.split("=")[0], "strategy=ring"), each] for each in common if "hydra." not in each]
     for command in commands:
-        overrides = [lengthened(each) for each in command if each != "-m"]
-        for job in itertools.product(*map(each_value, overrides)):
-            assert composed(*job).strategy._target_
+        pairs = [lengthened(each).split("=", 1) for each in command if each != "-m"]
+        for job in itertools.product(*([f"{key}={value}" for value in values.split(",")] for key, values in pairs)):
+            assert composed(*job).strategy._target_, job
+
+
+# --- the real program
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_failed_job_is_shown_and_the_others_go_on(tmp_path):
-    small = ["model=gpt", "data=stdlib_text", "data.max_bytes=100_000", "data.validation_bytes=4096"]
-    few = ["trainer.devices=1", "trainer.max_steps=1", "trainer.enable_progress_bar=false"]
-    done = app(tmp_path, "-m", "model.heads=3,4", *small, *few)
-    assert done.returncode == 1
-    assert "width must be a multiple of heads, got width=128 and heads=3" in done.stderr
-    table = json.loads(next(tmp_path.rglob("sweep.json")).read_text())
-    assert [row["status"] for row in table] == ["failed", "finished"]
-    assert table[1]["metric"] == "val_loss"
-    assert "FAILED" in done.stdout[done.stdout.index("jobs in") :]
+def test_the_program_trains_and_the_report_shows_it(tmp_path):
+    done = app(tmp_path, "trainer.max_steps=4", "trainer.enable_progress_bar=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder,) = (tmp_path / "outputs").glob("*/*")
+    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]  # rank 1 made no folder of its own
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["processes"], summary["steps"]) == (2, 4)
+    assert summary["bytes_sent"] > 0
+    for text in ("ring, 2 processes", "kB a step", "ms a step", summary["checkpoint"], summary["curves"]):
+        assert text in done.stdout, text
+    command = [PROGRAM.with_name("ringstrategy-report"), folder]
+    reported = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert reported.returncode == 0, reported.stderr
+    assert f"{summary['final_metric']:.4g}" in reported.stdout
+    (plots,) = re.findall(
+        r'<script type="application/json" id="plots">(.*)</script>', (folder / "report.html").read_text()
+    )
+    (by_bytes,) = (trace for trace in json.loads(plots)[2]["data"] if trace["mode"] == "lines")
+    assert by_bytes["x"][-1] == pytest.approx(summary["bytes_sent"], rel=1e-5)
+
+
+def processes_naming(folder):
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_text())
+        except OSError:  # it has just ended
+            continue
+    return [command for command in commands if f"--job\0{folder}" in command]
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_ctrl_c_ends_every_process(tmp_path):
     out = tmp_path / "out"
     command = [PROGRAM, f"hydra.run.dir={out}", "trainer.max_epochs=100000", "trainer.enable_progress_bar=false"]
@@ -324,26 +333,9 @@ def test_ctrl_c_ends_every_process(tmp_path):
                 time.sleep(0.2)
             assert len(processes_naming(out)) >= 2
             running.send_signal(signal.SIGINT)
-            assert running.wait(30) == 130
+            assert running.wait() == 130
         finally:
             running.terminate()
             running.wait()
-    deadline = time.monotonic() + 5
-    while processes_naming(out) and time.monotonic() < deadline:
+    while processes_naming(out):
         time.sleep(0.1)
-    assert processes_naming(out) == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_regression_on_four_ranks_is_gradient_descent(tmp_path):
-    done = app(tmp_path, "experiment=regression", "trainer.enable_progress_bar=false")
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads(next(tmp_path.rglob("summary.json")).read_text())
-    assert summary["processes"] == 4
-    assert summary["steps"] == 400
-    assert summary["bytes_sent"] > 0
-    data = Regression()
-    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=400, lr=0.01)
-    weights = torch.load(summary["checkpoint"], weights_only=True)["state_dict"]["weights"]
-    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)

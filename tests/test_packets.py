@@ -1,22 +1,17 @@
-"""What packets show: on packets made by hand, on connections that Nagle's algorithm stalls for certain, in the lab."""
+"""What packets show: on packets made by hand, and of training steps in the lab."""
 
 from __future__ import annotations
 
 import ipaddress
-import json
 import socket
 import struct
-import sys
 
 import pytest
-from scripts import ROOT, lines_of, refusal
+from scripts import lines_of, refusal
 
 from benchmarks import lab
-from benchmarks.capture import End, Packet, parsed, read
+from benchmarks.capture import End, Packet, parsed
 from benchmarks.packets import Connection, Seen, answers, seen, sockets, stalls, together
-
-pytestmark = pytest.mark.timeout(60)
-needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
 
 HERE, THERE = End("10.77.0.1", 4000), End("10.77.0.2", 5000)
 OURS = Connection(HERE, THERE)
@@ -52,25 +47,16 @@ def ipv6(segment: bytes, protocol: int = 6) -> bytes:
 ADDRESSES = [ipaddress.ip_address(end.address).packed for end in OURS]
 
 
-# Packets made by hand
-
-
-@pytest.mark.parametrize("payload", [0, 1, 48, 65160])
-@pytest.mark.parametrize("options", [b"", bytes(12), bytes(40)])
-def test_headers_are_read_however_long_they_are(payload, options):
-    expected = Packet(9, HERE, THERE, 2**32 - 1, payload, 7)
-    assert parsed(ipv4(tcp(payload, options=options))[:128], 9) == expected
-    assert parsed(ipv4(tcp(payload, options=options[:12]), options=bytes(8))[:128], 9) == expected
-    expected = expected._replace(source=End("fd00::1", 4000))
-    assert parsed(ipv6(tcp(payload, options=options))[:128], 9) == expected
-    assert expected.after == (payload - 1) % 2**32
-
-
-@pytest.mark.parametrize(
-    "frame", [ipv4(bytes(8), protocol=17), ipv6(bytes(8), protocol=58), bytes(12) + b"\x08\x06" + bytes(28)]
-)
-def test_what_is_not_tcp_is_no_packet(frame):
-    assert parsed(frame, 0) is None
+def test_headers_are_read_however_long_they_are():
+    for payload, options in ((0, b""), (1, bytes(12)), (48, bytes(40)), (65160, b"")):
+        expected = Packet(9, HERE, THERE, 2**32 - 1, payload, 7)
+        assert parsed(ipv4(tcp(payload, options=options))[:128], 9) == expected
+        assert parsed(ipv4(tcp(payload, options=options[:12]), options=bytes(8))[:128], 9) == expected
+        expected = expected._replace(source=End("fd00::1", 4000))
+        assert parsed(ipv6(tcp(payload, options=options))[:128], 9) == expected
+        assert expected.after == (payload - 1) % 2**32
+    for frame in (ipv4(bytes(8), protocol=17), ipv6(bytes(8), protocol=58), bytes(12) + b"\x08\x06" + bytes(28)):
+        assert parsed(frame, 0) is None, "not TCP"
 
 
 def test_an_ack_is_late_if_it_is_sent_long_after_the_data_came():
@@ -92,9 +78,7 @@ def test_one_late_ack_of_several_packets_is_one_and_as_late_as_the_first():
     assert (answer.packet, answer.delay_ns, answer.everything) == (line[3], 45 * MS, True)
     part = [came(0, 0, 10), came(20, 10, 10), sent(40, 0, 0, acknowledged=10)]
     assert [answer.everything for answer in answers(part, THERE)] == [False]
-
-
-def test_sequence_numbers_begin_again():
+    # sequence numbers begin again
     line = [came(0, 2**32 - 10, 48), sent(1, 0, 0, acknowledged=2**32 - 5), sent(50, 0, 0, acknowledged=38)]
     assert [answer.delay_ns for answer in answers(line, THERE)] == [50 * MS]
 
@@ -146,67 +130,8 @@ def test_sockets_of_this_process_and_whether_they_have_nodelay():
         assert not {Connection(*ends), Connection(*ends[::-1])} & sockets().keys()
 
 
-# Real packets
-
-TALK = """
-import json, os, pathlib, socket, sys, time
-from benchmarks.capture import Capture
-nodelay, folder = int(sys.argv[1]), pathlib.Path(sys.argv[2])
-rank, hosts = int(os.environ["RANK"]), ("10.77.0.1", "10.77.0.2")
-with Capture("eth0", folder / f"{rank}.pcap"):
-    if rank == 1:
-        server = socket.create_server((hosts[1], 5000))
-        (folder / "listens").touch()
-        one, _ = server.accept()
-        for _ in range(20):
-            asked = b""
-            while len(asked) < 20:
-                asked += one.recv(20 - len(asked))
-            one.sendall(b"answer")
-        one.recv(1)
-    else:
-        while not (folder / "listens").exists():
-            time.sleep(0.01)
-        one = socket.create_connection((hosts[1], 5000))
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, nodelay)
-        for _ in range(20):
-            one.sendall(bytes(10))
-            one.sendall(bytes(10))  # without TCP_NODELAY it waits for the ACK of the first half
-            left = 6
-            while left:
-                left -= len(one.recv(left))
-        (folder / "ends").write_text(json.dumps([one.getsockname(), one.getpeername()]))
-        one.close()
-"""
-
-
-@needs_namespaces
-@pytest.mark.parametrize("nodelay", [0, 1])
-def test_stalls_of_nagles_algorithm_are_found_where_there_are_some(nodelay, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with lab.Lab(2, "none") as net:
-        for rank in (0, 1):
-            net.popen(rank, [sys.executable, "-c", TALK, str(nodelay), str(tmp_path)])
-        assert net.wait() == [0, 0]
-    client, server = (End(*end) for end in json.loads((tmp_path / "ends").read_text()))
-    asks, answered = (read(tmp_path / f"{rank}.pcap") for rank in (0, 1))
-    at_client = seen(asks, [Connection(client, server)], client.address)
-    at_server = seen(answered, [Connection(server, client)], server.address)
-    # on a busy machine TCP may send something twice, and a process may stand still for as long as a late ACK takes
-    assert 400 <= at_client.payload_bytes < 500
-    assert 120 <= at_server.payload_bytes < 200
-    assert (at_client.other_messages, at_server.other_messages) == (0, 0)
-    if nodelay:
-        assert at_client.stalls <= 2
-    else:
-        assert 5 < at_client.stalls <= 20, "19 where nothing disturbs: the first ACK of a connection is never late"
-        assert 5 < at_server.late_acks <= 20
-        assert at_server.longest_ack_ns > 30 * MS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(240)
-@needs_namespaces
+@pytest.mark.nightly
+@pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
 def test_the_packets_of_a_training_step(tmp_path):
     arguments = ["--hosts", "2", "--rate", "100mbit", "--width", "16", "--steps", "5", "--rounds", "2"]
     arguments += ["--cases", "=ring,=ring_int8", "--pcap", str(tmp_path)]
@@ -235,6 +160,6 @@ def test_the_packets_of_a_training_step(tmp_path):
     assert {file.name for file in tmp_path.glob("*.pcap")} == {"host0-of-2.pcap", "host1-of-2.pcap"}
 
 
-@pytest.mark.parametrize("options", [["--rate", "loopback"], ["--processes", "2"], ["--hosts", "1"]])
-def test_without_a_network_between_hosts_it_refuses(options, capsys):
-    assert "packets are captured between hosts: not with --rate loopback" in refusal(["packets", *options], capsys)
+def test_without_a_network_between_hosts_it_refuses(capsys):
+    for options in (["--rate", "loopback"], ["--processes", "2"], ["--hosts", "1"]):
+        assert "packets are captured between hosts: not with --rate loopback" in refusal(["packets", *options], capsys)

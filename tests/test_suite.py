@@ -1,84 +1,165 @@
-"""The harness and the campaign; how fast anything is, is not tested."""
+"""Rows, the harness that makes them, and the campaign; how fast anything is, is not tested."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import contextlib
+import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes import on_all_ranks
-from scripts import ROOT, lines_of, on_ranks
+from scripts import ROOT
 
 from benchmarks import campaign, collectives, harness, lab, rows
+from benchmarks.rows import Row, append, read
 from ringstrategy import Direct, Hierarchical, Identity, Ring
 from ringstrategy.collectives.base import Summand
 from ringstrategy.names import STRATEGIES
 
 RESULTS = ROOT / "benchmarks" / "results"
 
-pytestmark = pytest.mark.timeout(120)
-needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no network namespaces: {lab.missing()}")
+
+# Rows
 
 
-# The harness: several ranks a host, several sizes, a throttle that holds
+def test_published_rows_can_be_read_and_are_of_the_campaign():
+    count = 0
+    for path in sorted(RESULTS.rglob("*.jsonl")):
+        if path.name == "accuracy.jsonl":
+            continue
+        found = read(path)
+        assert found, path
+        for row, line in zip(found, path.read_text().splitlines(), strict=True):
+            known = asdict(row)
+            assert all(known[name] == value for name, value in json.loads(line).items()), path
+        count += len(found)
+    assert len(list(rows.campaign(RESULTS))) == count > 1000
 
 
-@pytest.mark.parametrize(("hosts", "processes"), [(2, 1), (2, 2), (4, 2), (3, 3)])
-@pytest.mark.parametrize("collective", [Ring(), Direct(), Hierarchical()], ids=repr)
-def test_what_must_cross_a_link_is_what_crosses_it(collective, hosts, processes):
-    names = [f"host{rank // processes}" for rank in range(hosts * processes)]
-    values = torch.ones(hosts * processes * processes * 32)
-
-    def crossing(peers):
-        collective.sum_(Summand(values.clone(), Identity()), peers)
-        return sum(count for other, count in peers.sent_to.items() if names[other] != names[peers.rank])
-
-    sent = on_all_ranks(len(names), crossing, names)
-    by_host = [sum(sent[first : first + processes]) for first in range(0, len(names), processes)]
-    assert max(by_host) == collectives.link_share(collective, hosts, processes) * values.nbytes
-
-
-def test_one_host_has_no_link():
-    assert collectives.link_share(Ring(), 1, 4) == collectives.link_share(Direct(), 1, 4) == 0
+def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    made = {"device": "cpu", "torch": "2.13", "commit": "abc"}
+    written = Row(**made, benchmark="training", case="ring", seconds=[1.0, 2.0], seconds_median=1.5, hosts=4, ratio=0.5)
+    append([written], path)
+    append([Row(**made, benchmark="codecs", codec="Sign()")], path)
+    assert repr(read(path)[0]) == repr(written)  # NaN is not equal to itself
+    assert [row.benchmark for row in read(path)] == ["training", "codecs"]
+    assert "predicted_seconds" not in path.read_text()
+    path.write_text('{"benchmark": "training", "device": "cpu", "torch": "2", "commit": "abc", "secs": 1}\n')
+    with pytest.raises(TypeError, match="secs"):
+        read(path)
 
 
-@pytest.mark.slow
-def test_sizes_and_layouts_in_one_run(ranks, tmp_path):
-    cases = "=ring identity,=direct int8,=hierarchical int8"
-    arguments = ["--mb", "0.015625,1", "--rounds", "2", "--cases", cases]
-    two_a_host = {"LOCAL_WORLD_SIZE": "2"}
-    rows, _ = on_ranks(ranks, 4, "collectives", tmp_path / "rows.jsonl", *arguments, environment=two_a_host)
-    names = ["gloo fp32", "ring identity", "direct int8", "hierarchical int8"]
-    assert [(row["size"], row["case"]) for row in rows] == [
-        (f"{size} MB of fp32", name) for size in ("0.015625", "1") for name in names
-    ]
-    for row in rows:
-        assert (row["hosts"], row["processes"], len(row["seconds"])) == (2, 2, 2)
-        assert row["ranks_identical"] is True
-        assert 0 < row["error"] < (0.05 if "int8" in row["case"] else 1e-6), "each run sums fresh values"
-    small, large = (row["bytes_sent"] for row in rows if row["case"] == "ring identity")
-    assert small == 2**14 * 3 // 2, "however often a run repeats it"
-    assert large == 2**20 * 3 // 2
+# The harness
 
 
-@pytest.mark.slow
-@needs_namespaces
-def test_a_host_link_carries_what_the_limit_says(tmp_path):
-    cases = "=ring identity,=direct identity,=hierarchical identity"
-    arguments = ["--hosts", "2", "--processes", "2", "--rate", "1gbit", "--mb", "4", "--rounds", "2"]
-    rows = lines_of("collectives", tmp_path / "rows.jsonl", *arguments, "--cases", cases)
-    carried = {row["case"]: row["bytes_at_interface"] / 2**22 for row in rows}
-    assert carried["ring identity"] == pytest.approx(1.5, rel=0.05)
-    assert carried["direct identity"] == pytest.approx(2, rel=0.05)
-    assert carried["hierarchical identity"] == pytest.approx(1, rel=0.05)
-    limits = {row["case"]: row["limit_seconds"] * row["throughput"] / 2**22 for row in rows}
-    assert limits == pytest.approx(
-        {"gloo fp32": 1, "ring identity": 1.5, "direct identity": 2, "hierarchical identity": 1}
-    )
+def _interleaved():
+    """Two cases on a clock that each run sets forward, on rank 1 twice as far."""
+    dist.init_process_group("gloo")
+    clock, share = SimpleNamespace(now=0.0, sent=0, waited=0.0), 1 + dist.get_rank()
+    order = []
+
+    def case(name, seconds, nbytes, steps):
+        def run():
+            order.append(name)
+            clock.now += seconds * share
+            clock.waited += seconds / share
+            clock.sent += nbytes * share
+
+        def result():
+            return [torch.full((3,), float(share if name == "b" else 1))]
+
+        counts = {"bytes_sent": lambda: clock.sent, "waited": lambda: clock.waited}
+        return harness.Case(name, run, result, **counts, steps=steps)
+
+    cases = [case("a", 1.0, 100, 1), case("b", 8.0, 600, 2)]
+    before, harness.time = harness.time, SimpleNamespace(perf_counter=lambda: clock.now)
+    try:
+        harness.interleave(cases, rounds=3, warmup=1)
+    finally:
+        harness.time = before
+    same = [harness.identical_on_all_ranks(case.result()) for case in cases]
+    return [(case.seconds, case.waits, case.sent) for case in cases], order, same
+
+
+def test_the_slowest_rank_of_each_counted_round_is_what_a_step_takes(ranks):
+    for found, order, same in ranks(2, _interleaved):
+        assert found[0] == ([2.0] * 3, [1.0] * 3, 200)
+        assert found[1] == ([8.0] * 3, [4.0] * 3, 600), "for one of its two steps"
+        assert "".join(order) == "abbaabba"
+        assert same == [True, False]
+
+
+def test_a_row_is_what_its_case_gave(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(harness.COMMIT, "abc-dirty")
+    monkeypatch.setenv("RINGSTRATEGY_BENCH_THROUGHPUT", "12e6")
+
+    def case(name, seconds, **gave):
+        made = harness.Case(name, run=print, result=list)
+        made.__dict__.update(seconds=seconds, **gave)
+        return made
+
+    gave = {"sent": 100, "at_interface": 110, "waits": [0.1, 0.3, 0.2], "error": 0.5, "identical": False, "steps": 7}
+    cases = [case("ddp", [4.0, 6.0, 5.0]), case("ring", [1.0, 3.0, 2.0], **gave, limit_seconds=0.5)]
+    options = argparse.Namespace(hosts=4, processes=2, rate="100mbit", out=tmp_path / "rows.jsonl")
+    harness.report("training", "MLP", cases, options, ["a note"], lambda case: {"cpu_seconds": {case.name: 1.0}})
+    ddp, ring = read(options.out)
+    expected = {"benchmark": "training", "case": "ring", "baseline": "ddp", "size": "MLP", "rate": "100mbit"}
+    expected |= {"hosts": 4, "processes": 2, "throughput": 12e6, "seconds": [1.0, 3.0, 2.0], "seconds_median": 2.0}
+    expected |= {"ratio": 2.5, "bytes_sent": 100, "bytes_at_interface": 110, "waited_seconds": 0.2, "steps": 7}
+    expected |= {"error": 0.5, "ranks_identical": False, "limit_seconds": 0.5, "cpu_seconds": {"ring": 1.0}}
+    expected |= {"device": "cpu", "torch": torch.__version__, "commit": "abc-dirty", "cores": os.cpu_count()}
+    assert {name: value for name, value in asdict(ring).items() if name in expected} == expected
+    assert (ddp.ratio, ddp.ranks_identical, ddp.bytes_sent, ddp.waited_seconds) == (1.0, True, None, None)
+    printed = capsys.readouterr().out
+    assert re.search(r"│ ring +│ 2.000 s", printed)
+    assert "a note" in printed
+
+
+def test_the_commit_says_whether_what_measures_was_changed(tmp_path, monkeypatch):
+    def git(*command):
+        made = ["git", "-c", "user.name=me", "-c", "user.email=me@here", *command]
+        return subprocess.run(made, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.delenv(harness.COMMIT, raising=False)
+    for name in ("GIT_DIR", "GIT_INDEX_FILE", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "benchmarks" / "harness.py"))
+    files = {
+        name: tmp_path / name for name in ("code.py", "docs/a.md", "benchmarks/results/a", "benchmarks/harness.py")
+    }
+    for file in files.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("first")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    head = git("rev-parse", "HEAD")
+    for name, changed in (("docs/a.md", False), ("benchmarks/results/a", False), ("code.py", True)):
+        files[name].write_text("second")
+        assert harness.commit() == head + "-dirty" * changed, name
+
+
+def test_a_rank_that_failed_is_named(monkeypatch):
+    monkeypatch.setenv(harness.COMMIT, "abc")
+    started = []
+
+    def popen(rank, command, told):
+        started.append((rank, command[1:], told[harness.COMMIT]))
+
+    made = SimpleNamespace(bits_per_second=None, hosts=2, world_size=2, popen=popen, wait=lambda: [0, 3])
+    with pytest.raises(SystemExit, match=r"^rank 1 ended with 3$"):
+        harness._in_lab(contextlib.nullcontext(made), ["training", "--steps=2"])
+    assert started == [(rank, ["-m", "benchmarks", "training", "--steps=2"], "abc") for rank in (0, 1)]
 
 
 def link(part: float) -> lab.Link:
@@ -104,46 +185,27 @@ def test_cases_are_chosen_by_part_or_exactly():
         chosen("ring,=ring_int")
 
 
-@pytest.mark.slow
-def test_growth_on_loopback(tmp_path):
-    arguments = ["--rate", "loopback", "--hosts", "2,3,4", "--mb", "0.125", "--rounds", "1"]
-    rows = lines_of("collectives", tmp_path / "rows.jsonl", "--growth", *arguments)
-    assert [row["hosts"] for row in rows] == [size for size in (2, 3, 4) for _ in range(5)]
-    for row in rows:
-        assert row["benchmark"] == "scaling"
-        assert row["ranks_identical"] is True
-        assert 0 < row["error"] < (0.05 if "int8" in row["case"] else 1e-6)
-    mixings = [row["bytes_sent"] for row in rows if row["case"] == "gossip, one mixing"]
-    nbytes = 2**17
-    assert mixings == [nbytes, 2 * nbytes, 2 * nbytes], "one neighbour, then two"
+def test_what_must_cross_a_link_is_what_crosses_it():
+    layouts = [(2, 1), (2, 2), (4, 2), (3, 3)]
+    for (hosts, processes), collective in itertools.product(layouts, [Ring(), Direct(), Hierarchical()]):
+        names = [f"host{rank // processes}" for rank in range(hosts * processes)]
+        values = torch.ones(hosts * processes * processes * 32)
+
+        def crossing(peers, names=names, values=values, collective=collective):
+            collective.sum_(Summand(values.clone(), Identity()), peers)
+            return sum(count for other, count in peers.sent_to.items() if names[other] != names[peers.rank])
+
+        sent = on_all_ranks(len(names), crossing, names)
+        by_host = [sum(sent[first : first + processes]) for first in range(0, len(names), processes)]
+        must = collectives.link_share(collective, hosts, processes) * values.nbytes
+        assert max(by_host) == must, (collective, hosts, processes)
+    assert collectives.link_share(Ring(), 1, 4) == collectives.link_share(Direct(), 1, 4) == 0
 
 
 # The campaign
 
 
 CAMPAIGN, SHORT, LOOPBACK = campaign.steps("campaign"), campaign.steps("short"), campaign.steps("short", "loopback")
-
-
-def test_every_step_is_another():
-    for plan in (CAMPAIGN, SHORT, LOOPBACK):
-        assert len({step.key for step in plan}) == len(plan)
-        assert len({step.command for step in plan}) == len(plan)
-
-
-def test_steps_use_options_that_their_benchmarks_have(monkeypatch):
-    def options_of(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
-        raise Parsed(parse(parser, [*given, "--out", "rows.jsonl"]))
-
-    class Parsed(Exception):
-        pass
-
-    parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", options_of)
-    for step in [*CAMPAIGN, *SHORT, *LOOPBACK]:
-        name, *arguments = shlex.split(step.arguments)
-        module = importlib.import_module(f"benchmarks.{name}")
-        with pytest.raises(Parsed):
-            module.main(arguments)
 
 
 def test_the_large_model_is_trained_with_every_name():
@@ -170,6 +232,8 @@ def test_records_of_when_benchmarks_were_scripts_are_understood(tmp_path):
 
 
 def test_the_short_form_is_short_and_needs_no_root():
+    for plan in (CAMPAIGN, SHORT, LOOPBACK):
+        assert len({step.key for step in plan}) == len({step.command for step in plan}) == len(plan)
     assert sum(step.minutes for step in SHORT) < 10
     assert {step.key.split("/")[0] for step in SHORT} == {step.key.split("/")[0] for step in CAMPAIGN}
     assert "--rate 100mbit" in SHORT[0].arguments
@@ -181,12 +245,12 @@ def test_the_short_form_is_short_and_needs_no_root():
 
 
 MAIN = """
-import pathlib, sys
+import os, pathlib, sys
 _, _, argument, _, out = sys.argv
 with (pathlib.Path(__file__).parent / "calls").open("a") as calls:
     calls.write(argument + "\\n")
 if argument != "silent":
-    pathlib.Path(out).write_text(argument + "\\n")
+    pathlib.Path(out).write_text(argument + "\\n" + os.environ["RINGSTRATEGY_BENCH_COMMIT"] * (argument == "commit"))
 sys.exit(argument == "bad")
 """
 
@@ -239,20 +303,21 @@ def test_what_is_done_is_not_done_again(measured, capsys):
 def test_rows_are_of_the_commit_that_the_run_began_with(measured, monkeypatch):
     commits = iter(["before", "after"])
     monkeypatch.setattr(harness, "commit", lambda: next(commits))
-    measured({"a/one": "1"})
+    measured({"a/one": "commit"})
     assert rows.steps(measured.results)["a/one"]["commit"] == "before"
+    assert (measured.results / "a" / "one.jsonl").read_text() == "commit\nbefore"
     assert campaign.code_changed(f"{'0' * 40}"), "nobody knows that commit"
     assert campaign.code_changed("HEAD-dirty"), "nobody knows what that was"
 
 
-@pytest.mark.parametrize("how", ["bad", "silent"])
-def test_a_step_that_fails_stops_the_campaign(measured, how):
+def test_a_step_that_fails_stops_the_campaign(measured):
     measured({"a/one": "1"})
-    with pytest.raises(SystemExit, match=f"a/one .*benchmark {how}"):
-        measured({"a/one": how, "b/two": "2"})
-    assert measured.calls == [how]
-    assert [path.name for path in (measured.results / "a").iterdir()] == ["one.jsonl"]
-    assert (measured.results / "a" / "one.jsonl").read_text() == "1\n", "the old rows stay"
+    for how in ("bad", "silent"):
+        with pytest.raises(SystemExit, match=f"a/one .*benchmark {how}"):
+            measured({"a/one": how, "b/two": "2"})
+        assert measured.calls == [how]
+        assert [path.name for path in (measured.results / "a").iterdir()] == ["one.jsonl"]
+        assert (measured.results / "a" / "one.jsonl").read_text() == "1\n", "the old rows stay"
     assert measured({"a/one": "1", "b/two": "2"}) == ["2"], "and are still those of their command"
 
 
@@ -263,9 +328,6 @@ def test_without_a_lab_the_short_form_says_so_and_the_campaign_refuses(measured,
     with pytest.raises(SystemExit):
         measured({"a/one": "1"})
     assert "the campaign needs the lab: network namespaces need root" in capsys.readouterr().err
-
-
-def test_an_unknown_pattern_is_refused(measured, capsys):
     with pytest.raises(SystemExit):
         measured({"a/one": "1"}, "--only", "c*")
     assert "a/one" in capsys.readouterr().err

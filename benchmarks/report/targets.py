@@ -77,7 +77,8 @@ def losses(rows: pd.DataFrame) -> pd.DataFrame:
             "small models": first.parameters < 5,
             "large tensors and models": True,
         }
-        strongest = peers[peers.index.str.startswith(("gloo", "ddp")) | race].ratio.astype(float).idxmax()
+        beside = peers[peers.index.str.startswith(("gloo", "ddp")) | race].ratio.astype(float)
+        strongest = beside.fillna(0.0).idxmax()  # of a race that all of them missed, there is no ratio
         worst, best = ours.ratio.astype(float).idxmin(), ours.beside_peer.astype(float).idxmax()
         lost, beaten = int((ours.ratio < 1).sum()), bool(ours.beside_peer[best] < 1)
         base = "DDP or fp16" if race else first.baseline

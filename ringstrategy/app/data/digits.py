@@ -4,7 +4,6 @@ import os
 
 import lightning as L
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
@@ -35,6 +34,8 @@ class Digits(L.LightningDataModule):
 
     def setup(self, stage: str) -> None:
         """Split once; the same images on every rank (Lightning's sampler then shares them out)."""
+        from sklearn.datasets import load_digits  # takes a second, and pandas with it
+
         digits = load_digits()
         images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
         labels = torch.tensor(digits.target)
