@@ -47,7 +47,7 @@ def on_ranks(
     ranks: Pool, size: int, name: str, out: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> tuple[list[dict[str, Any]], str]:
     """The rows that `size` ranks of a benchmark write, and what the first prints."""
-    printed = ranks(size, _be_a_rank, [name, *arguments, "--out", str(out)], dict(environment or {}), limit=120)
+    printed = ranks(size, _be_a_rank, [name, *arguments, "--out", str(out)], dict(environment or {}))
     return [asdict(row) for row in read(out)], printed[0]
 
 
