@@ -9,7 +9,6 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -61,26 +60,17 @@ NEEDS = {
 }
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture(scope="module")
-def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Ended], Path]:
-    """How each command ended in a process whose packages are ours without the extra, and the folder that it ran in."""
-    folder = tmp_path_factory.mktemp("folder")
-    packages = folder / "packages"
+@pytest.mark.slow
+def test_without_the_extra_what_draws_nothing_works_and_the_rest_says_so_in_one_line(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
     packages.mkdir()
     for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
         for entry in Path(installed).iterdir():
             if re.split(r"[-.]", entry.name)[0].replace("scikit_learn", "sklearn") not in (*APP, TRITON):
                 (packages / entry.name).symlink_to(entry)
-    commands = {**WORKS, **NEEDS}
     done = subprocess.run(  # -S: without the packages that Python would find by itself
-        [sys.executable, "-S", "-c", RUNNER, json.dumps(list(commands.values()))],
-        cwd=folder,
+        [sys.executable, "-S", "-c", RUNNER, json.dumps([*WORKS.values(), *NEEDS.values()])],
+        cwd=tmp_path,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         capture_output=True,
         text=True,
@@ -90,25 +80,15 @@ def without_app(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, End
     ended, imported = json.loads(done.stdout)
     assert not {*APP, TRITON} & set(imported)
     assert "torch" in imported
-    return {name: Ended(*how) for name, how in zip(commands, ended, strict=True)}, folder
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WORKS)
-def test_what_needs_no_drawing_works(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
-    ended = without_app[0][name]
-    assert ended.code == 0, ended
     words = {"topologies": "OnePeerExponential()", "simulator": "Choco, ring, int8", "plan": "Recommended"}
-    assert words.get(name, "usage:") in ended.out
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NEEDS)
-def test_what_needs_it_says_so_in_one_line(without_app: tuple[dict[str, Ended], Path], name: str) -> None:
-    ended, folder = without_app[0][name], without_app[1]
-    assert (ended.code, ended.out) == (1, "")
-    assert re.fullmatch(rf"\S.* needs (\w+, )*matplotlib.*: {re.escape(CURE)}\n", ended.err), ended.err
-    assert [path.name for path in folder.iterdir()] == ["packages"]
+    for name, (code, out, err) in zip([*WORKS, *NEEDS], ended, strict=True):
+        if name in WORKS:
+            assert code == 0, (name, out, err)
+            assert words.get(name, "usage:") in out, name
+        else:
+            assert (code, out) == (1, ""), name
+            assert re.fullmatch(rf"\S.* needs (\w+, )*matplotlib.*: {re.escape(CURE)}\n", err), (name, err)
+    assert [path.name for path in tmp_path.iterdir()] == ["packages"]
 
 
 def test_the_cure_is_an_extra_that_there_is() -> None:

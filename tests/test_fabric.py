@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,27 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.fabric.strategies import STRATEGY_REGISTRY
 from pool import Pool
+from test_strategy import alone, on, run_script
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ringstrategy import (
     AllReduce,
     BlockInt,
-    Choco,
     Direct,
     Gossip,
     LocalSGD,
     Nesterov,
     PeerLostError,
     PlanMismatchError,
-    PowerSGD,
-    PushSum,
     RingFabricStrategy,
     consensus,
     finish,
 )
 from ringstrategy.algorithms import Algorithm
-from ringstrategy.integrations.lightning.register import START_METHODS
-from ringstrategy.names import STRATEGIES
 
-pytestmark = pytest.mark.timeout(120)
 MINUTE = timedelta(minutes=1)
-LOSSY = ["ring_int8", "ring_int4", "ring_sign", "ring_powersgd", "ring_auto", "gossip", "gossip_int8"]
-MORE = ["ring_fp16", "ring_bf16", "ring_fp8", "ring_int2", "ring_topk", "gossip_exponential", "push_sum"]
 
 
 def net(seed: int = 0) -> nn.Sequential:
@@ -98,285 +89,329 @@ def everyones(flat: Tensor) -> list[Tensor]:
     return rows
 
 
-def train(
-    fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], *, every: int = 1
-) -> None:
-    """A step after `every` batches, clipped."""
-    for i, (inputs, targets) in enumerate(data):
-        steps = (i + 1) % every == 0
-        with fabric.no_backward_sync(model, enabled=not steps):
-            fabric.backward(F.mse_loss(model(inputs), targets) / every)
-        if steps:
-            fabric.clip_gradients(model, optimizer, max_norm=0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def _trained(strategy: Any, every: int) -> tuple[list[Tensor], int]:
-    with fabric_with(strategy) as fabric:
-        model = net(seed=dist.get_rank())
-        model, optimizer = fabric.setup(model, momentum(model))
-        train(fabric, model, optimizer, batches(6), every=every)
-        sent = getattr(fabric.strategy, "stats", None)
-        return values(model), 0 if sent is None else sent.bytes_sent
-
-
-@pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("size", [2, 3])
-def test_without_a_codec_it_is_ddp(ranks: Pool, size: int, every: int) -> None:
-    theirs = ranks(size, _trained, "ddp", every)
-    ours = ranks(size, _trained, "ring", every)
-    assert min(sent for _, sent in ours) > 0
-    for (mine, _), (ddp, _) in zip(ours, theirs, strict=True):
-        for value, other in zip(mine, ddp, strict=True):
-            if size == 2:
-                assert torch.equal(value, other)
-            else:
-                torch.testing.assert_close(value, other, rtol=1e-5, atol=1e-6)
-
-
-# By name
-
-
-@pytest.mark.parametrize("suffix", START_METHODS)
-@pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_each_name_is_fabrics_too(name: str, suffix: str) -> None:
-    strategy = STRATEGY_REGISTRY.get(name + suffix)
-    assert isinstance(strategy, RingFabricStrategy)
-    assert strategy._start_method == START_METHODS[suffix]
-    assert repr(strategy.algorithm) == repr(STRATEGIES[name]())
-
-
-# All ranks
-
-
-def _replicas(name: str | Algorithm) -> tuple[list[Tensor], Tensor, int, int]:
-    with fabric_with(name) as fabric:
-        model = net(seed=dist.get_rank())
-        model, optimizer = fabric.setup(model, momentum(model))
-        start = parameters(model)
-        train(fabric, model, optimizer, batches(6), every=2)
-        with consensus(model):
-            everyone = everyones(parameters(model))
-        strategy = fabric.strategy
-        assert isinstance(strategy, RingFabricStrategy)
-        return everyone, start, strategy.stats.bytes_sent or 0, strategy.stats.steps
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *LOSSY,
-        pytest.param(LocalSGD(1, Nesterov(), BlockInt(4), Direct()), id="local_sgd"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE),
-    ],
-)
-def test_all_ranks_see_the_same_bits(ranks: Pool, name: str | Algorithm) -> None:
-    outcomes = ranks(3, _replicas, name)
-    for everyone, start, sent, steps in outcomes:
-        assert all(torch.equal(each, everyone[0]) for each in everyone)
-        assert sent > 0
-        assert steps == 3
-        assert not torch.equal(everyone[0], start)
-
-
-# Accumulating
-
-
-def _accumulates() -> None:
-    with fabric_with("ring_int8") as fabric:
-        model = net()
-        model, optimizer = fabric.setup(model, momentum(model))
-        strategy = fabric.strategy
-        assert isinstance(strategy, RingFabricStrategy)
-        (one, two, three) = batches(3)
-        fabric.backward(F.mse_loss(model(one[0]), one[1]))
-        sent = strategy.stats.bytes_sent
-        optimizer.zero_grad()
-        with fabric.no_backward_sync(model):
-            fabric.backward(F.mse_loss(model(two[0]), two[1]))
-            with pytest.raises(RuntimeError, match="no_backward_sync"):
-                optimizer.step()
-        # the buffers before the forward travel over torch's own group
-        assert strategy.stats.bytes_sent == sent
-        fabric.backward(F.mse_loss(model(three[0]), three[1]))
-        assert strategy.stats.bytes_sent is not None
-        assert sent is not None
-        assert strategy.stats.bytes_sent > sent
+def train(fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]]) -> None:
+    """Clipped, and a scaler skips steps that are not finite."""
+    for inputs, targets in data:
+        output = model(inputs)
+        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
+        fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
         optimizer.step()
+        optimizer.zero_grad()
 
 
-def test_a_backward_that_accumulates_sends_nothing(ranks: Pool) -> None:
-    ranks(2, _accumulates)
-
-
-# Saving and resuming
-
-FAMILIES: dict[str, Callable[[], Algorithm]] = {
-    "feedback": lambda: AllReduce(BlockInt(4), error_feedback=True),
-    "powersgd": lambda: PowerSGD(),
-    "gossip": lambda: Gossip(interval=3, overlap=2),
-    "choco": lambda: Choco(interval=2),
-    "push_sum": lambda: PushSum(interval=2),
-    "local_sgd": lambda: LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1, error_feedback=True),
-    "eager": lambda: LocalSGD(3, Nesterov(), overlap=True, eager=True),
-}
-
-
-def _started(fabric: Fabric, seed: int) -> dict[str, Any]:
+def started(fabric: Fabric, seed: int) -> dict[str, Any]:
     model = net(seed)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
     return {"model": model, "optimizer": optimizer, "step": 0}
 
 
-def _resumes(family: str, folder: str, within: bool = False) -> None:
-    path = Path(folder) / "run.ckpt"
-    with fabric_with(FAMILIES[family]()) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(4))
-        state["step"] = 4
-        with consensus(state["model"]) if within else nullcontext():
-            fabric.save(path, state)
-        if isinstance(FAMILIES[family](), AllReduce):
-            fabric.save(path, state)  # its second save replaces the files of the first
-        train(fabric, state["model"], state["optimizer"], batches(4, first=4))
-        fabric.strategy.teardown()
-        through = values(state["model"])
-    with fabric_with(FAMILIES[family]()) as fabric:
-        state = _started(fabric, 5)
-        rest = fabric.load(path, state)
-        assert rest == {}
-        assert state["step"] == 4
-        train(fabric, state["model"], state["optimizer"], batches(4, first=4))
-        strategy = fabric.strategy
-        assert isinstance(strategy, RingFabricStrategy)
-        strategy.close()
-        assert all(map(torch.equal, values(state["model"]), through))
-    if dist.get_rank() == 0:
-        assert len(list(Path(f"{path}.ringstrategy").iterdir())) == 1
+def go_on(fabric: Fabric, state: dict[str, Any], count: int, first: int = 0) -> None:
+    train(fabric, state["model"], state["optimizer"], batches(count, first))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_run_goes_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: str) -> None:
-    ranks(2, _resumes, family, str(tmp_path))
+# Beside torch DDP
 
 
-@pytest.mark.parametrize("family", ["gossip", "local_sgd"])
-def test_saving_within_consensus_saves_each_ranks_own_too(ranks: Pool, tmp_path: Path, family: str) -> None:
-    ranks(2, _resumes, family, str(tmp_path), True)
+class WithMethod(nn.Module):
+    """Its statistics change in a method that is not its forward."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.layers = net(seed)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.layers(inputs), targets)
 
 
-def _loads_before_the_first_step(dry_run: str) -> None:
-    """Weights are loaded after `setup`, and there may be a forward before or after that. Steps are of length 0."""
-    with fabric_with(LocalSGD(2, Nesterov(0.7, 0.9))) as fabric:
-        model = net(dist.get_rank())
-        model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.0))
-        [(inputs, _)] = batches(1)
-        if dry_run == "before":
-            model(inputs)
-        model.load_state_dict(net(7).state_dict())
-        expected = parameters(net(7))
-        if dry_run != "before":
-            with consensus(model):
-                assert torch.equal(parameters(model), expected)
-                if dry_run == "within":
-                    model(inputs)
-        train(fabric, model, optimizer, batches(4))
-        finish(model)
-        torch.testing.assert_close(parameters(model), expected, rtol=0, atol=1e-6)
+def _by_method(fabric: Fabric) -> list[Tensor]:
+    model = WithMethod(fabric.global_rank)
+    model, optimizer = fabric.setup(model, momentum(model))
+    model.mark_forward_method("loss")
+    for inputs, targets in batches(3):
+        fabric.backward(model.loss(inputs, targets))
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
 
 
-@pytest.mark.parametrize("dry_run", ["never", "before", "within"])
-def test_weights_may_be_loaded_until_the_first_step(ranks: Pool, dry_run: str) -> None:
-    ranks(2, _loads_before_the_first_step, dry_run)
+def _compiled(fabric: Fabric) -> list[Tensor]:
+    model = net(fabric.global_rank)
+    optimizer = momentum(model)
+    model, optimizer = fabric.setup(torch.compile(model, backend="eager"), optimizer)
+    train(fabric, model, optimizer, batches(4))
+    return values(model)
 
 
-def _steps_and_swaps(algorithm: Algorithm) -> None:
-    with fabric_with(algorithm) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(3))
+def _validates(fabric: Fabric) -> list[Tensor]:
+    """Two epochs, each with an evaluation; with rank 0's statistics."""
+    outputs = []
+    model = net(fabric.global_rank)
+    model, optimizer = fabric.setup(model, momentum(model))
+    for epoch in range(2):
+        model.train()
+        train(fabric, model, optimizer, batches(2, first=2 * epoch))
+        model.eval()
         with torch.no_grad():
-            for parameter in state["model"].parameters():
-                parameter.fill_(5.0 + dist.get_rank())  # as if they were a moving average
-        with consensus(state["model"], replaced=True):
-            assert parameters(state["model"]).unique().tolist() == [5.5]
-        with (
-            consensus(state["model"]),
-            pytest.raises(RuntimeError, match=r"leave `with consensus\(\.\.\.\)` before"),
-        ):
-            train(fabric, state["model"], state["optimizer"], batches(1))
+            for inputs, _ in batches(1 + fabric.global_rank):  # ranks may evaluate on as many batches as they have
+                outputs.append(model(inputs))
+    return [*outputs, *values(model)]
 
 
-@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov())], ids=["gossip", "local_sgd"])
-def test_consensus_shows_the_mean_of_other_weights_and_refuses_steps(ranks: Pool, algorithm: Algorithm) -> None:
-    ranks(2, _steps_and_swaps, algorithm)
+def _by_closure(fabric: Fabric) -> list[Tensor]:
+    model = net(fabric.global_rank)
+    model, optimizer = fabric.setup(model, momentum(model))
+    for inputs, targets in batches(3):
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+            return loss
+
+        optimizer.step(closure)
+    if isinstance(fabric.strategy, RingFabricStrategy):
+        assert fabric.strategy.stats.steps == 3
+    with consensus(model):
+        return values(model)
 
 
-def _saves_the_mean(path: str) -> None:
-    with fabric_with(Gossip(interval=4)) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(3))
-        mean = torch.stack(everyones(parameters(state["model"]))).mean(0)
+def _penalized(fabric: Fabric) -> list[Tensor]:
+    """A gradient penalty, of gradients that are no parameters'."""
+    torch.manual_seed(dist.get_rank())
+    critic = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 1))
+    critic, optimizer = fabric.setup(critic, momentum(critic, 0.02))
+    for inputs, _ in batches(3):
+        inputs.requires_grad_()
+        score = critic(inputs).mean()
+        (slope,) = torch.autograd.grad(score, inputs, create_graph=True)
+        optimizer.zero_grad()
+        fabric.backward(score + (slope.norm() - 1).square())
+        optimizer.step()
+    return values(critic)
+
+
+def _adversaries(fabric: Fabric, names_models: bool) -> list[Tensor]:
+    """Two losses, each through both models."""
+    torch.manual_seed(dist.get_rank())
+    generator = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 6))
+    critic = nn.Sequential(nn.Linear(6, 30), nn.ReLU(), nn.Linear(30, 1))
+    generator, makes = fabric.setup(generator, momentum(generator, 0.02))
+    critic = fabric.setup_module(critic)
+    judges = fabric.setup_optimizers(momentum(critic, 0.02))
+    of_critic = {"model": critic} if names_models else {}
+    of_generator = {"model": generator} if names_models else {}
+    for real, _ in batches(4):
+        fake = generator(real[:, :4])
+        judges.zero_grad()
+        fabric.backward(F.softplus(critic(fake.detach()) - critic(real)).mean(), **of_critic)
+        judges.step()
+        makes.zero_grad()
+        fabric.backward(-critic(fake).mean(), **of_generator)
+        makes.step()
+    return [*values(generator), *values(critic)]
+
+
+def _in_precision(fabric: Fabric) -> list[Tensor]:
+    model = net()
+    model, optimizer = fabric.setup(model, momentum(model))
+    train(fabric, model, optimizer, batches(14))  # where there is a scaler, the first steps overflow
+    return values(model)
+
+
+def scaled(scale: float = 2.0**26) -> dict[str, Any]:
+    """Fabric has no scaler for a CPU by itself."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+
+PROGRAMS: dict[str, tuple[Callable[[Fabric], list[Tensor]], Callable[[], dict[str, Any]]]] = {
+    "marked method": (_by_method, dict),
+    "compiled": (_compiled, dict),
+    "evaluations": (_validates, dict),
+    "closures": (_by_closure, dict),
+    "gradient penalty": (_penalized, dict),
+    "several models": (partial(_adversaries, names_models=False), dict),
+    "several models, named": (partial(_adversaries, names_models=True), dict),
+    "16-mixed": (_in_precision, scaled),
+    "bf16-mixed": (_in_precision, lambda: {"precision": "bf16-mixed"}),
+    "bf16-true": (_in_precision, lambda: {"precision": "bf16-true"}),
+}
+
+
+def _runs(name: str, strategy: Any) -> tuple[list[Tensor], int]:
+    program, how = PROGRAMS[name]
+    with fabric_with(strategy, **how()) as fabric:
+        ended = program(fabric)
+        sent = fabric.strategy.stats.bytes_sent if isinstance(fabric.strategy, RingFabricStrategy) else 0
+        return ended, sent
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "compiled" else []) for name in PROGRAMS]
+)
+@on(2)
+def test_programs_equal_ddp(name: str) -> None:
+    (ours, sent), (theirs, _) = _runs(name, "ring"), _runs(name, "ddp")
+    assert sent > 0
+    assert all(map(torch.equal, ours, theirs))
+    if name == "bf16-true":
+        assert {value.dtype for value in ours} == {torch.bfloat16, torch.int64}
+
+
+@on(2)
+def test_programs_with_a_codec_or_parameters_of_their_own() -> None:
+    """Through a codec, or with parameters of their own, ranks share what consensus shows."""
+    for name, strategy in (("closures", "gossip"), ("closures", LocalSGD(1)), ("16-mixed", "ring_int8")):
+        for value in _runs(name, strategy)[0]:
+            if value.is_floating_point() and (name == "closures" or value.dim() > 1):
+                assert all(torch.equal(value, other) for other in everyones(value)), strategy
+    by_graph, by_name = (_runs(name, "ring_int8")[1] for name in ("several models", "several models, named"))
+    assert 0 < by_name < 0.8 * by_graph, "a named model sends only its own gradients"
+
+
+# Saving, looking and resuming
+
+FAMILIES: dict[str, Callable[[], Algorithm]] = {
+    "feedback": lambda: AllReduce(BlockInt(4), error_feedback=True),
+    "gossip": lambda: Gossip(interval=3, overlap=2),
+    "local_sgd": lambda: LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1, error_feedback=True),
+    "eager": lambda: LocalSGD(3, Nesterov(), overlap=True, eager=True),
+}
+
+
+@pytest.mark.parametrize("family", ["gossip", "local_sgd", "eager"])
+@on(2)
+def test_saving_within_consensus_saves_each_ranks_own_too(family: str, tmp_path: Path) -> None:
+    """What is saved is what consensus shows, the mean under gossip, within consensus too; and each rank's own."""
+    folder = str(tmp_path)
+    path, algorithm = Path(folder) / "run.ckpt", FAMILIES[family]
+    with fabric_with(algorithm()) as fabric:
+        state = started(fabric, 0)
+        go_on(fabric, state, 4)
+        state["step"] = 4
         own = parameters(state["model"])
+        mean = torch.stack(everyones(own)).mean(0)
         assert not torch.equal(own, mean)
         fabric.save(path, state, filter={"model": lambda name, _: not name.startswith("1.")})
         assert torch.equal(own, parameters(state["model"]))
+        filtered = torch.load(path, weights_only=True)["model"]
         with consensus(state["model"]):
-            torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-7)
+            fabric.save(path, state)
             seen = {name: value.clone() for name, value in state["model"].state_dict().items()}
+            assert not torch.equal(own, parameters(state["model"]))
+            if not algorithm().replicates:
+                torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-7)
         assert torch.equal(own, parameters(state["model"]))
-        saved = torch.load(path, weights_only=True)["model"]
-        assert saved.keys() == {name for name in seen if not name.startswith("1.")}
-        assert all(torch.equal(value, seen[name]) for name, value in saved.items())
+        go_on(fabric, state, 4, first=4)
+        fabric.strategy.teardown()
+        through = values(state["model"])
+    saved = torch.load(path, weights_only=True)["model"]
+    assert filtered.keys() == {name for name in saved if not name.startswith("1.")}
+    assert all(torch.equal(value, seen[name]) for name, value in [*saved.items(), *filtered.items()])
+    with fabric_with(algorithm()) as fabric:
+        state = started(fabric, 5)
+        assert fabric.load(path, state) == {}
+        assert state["step"] == 4
+        go_on(fabric, state, 4, first=4)
+        fabric.strategy.close()
+        assert all(map(torch.equal, values(state["model"]), through))
 
 
-def test_with_gossip_a_checkpoint_and_consensus_are_the_mean(ranks: Pool, tmp_path: Path) -> None:
-    ranks(3, _saves_the_mean, str(tmp_path / "run.ckpt"))
+@on(2)
+def test_weights_may_be_loaded_until_the_first_step() -> None:
+    """Weights are loaded after `setup`, and there may be a forward before or after that. Steps are of length 0."""
+    for dry_run in ("never", "before", "within"):
+        with fabric_with(LocalSGD(2, Nesterov(0.7, 0.9))) as fabric:
+            model = net(dist.get_rank())
+            model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.0))
+            [(inputs, _)] = batches(1)
+            if dry_run == "before":
+                model(inputs)
+            model.load_state_dict(net(7).state_dict())
+            expected = parameters(net(7))
+            if dry_run != "before":
+                with consensus(model):
+                    assert torch.equal(parameters(model), expected)
+                    if dry_run == "within":
+                        model(inputs)
+            train(fabric, model, optimizer, batches(4))
+            finish(model)
+            torch.testing.assert_close(parameters(model), expected, rtol=0, atol=1e-6)
 
 
-def _loads_plain_weights(algorithm: Algorithm, path: str, raw: bool) -> None:
-    with fabric_with(algorithm) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(4))
-        weights = net(7).state_dict()
-        if fabric.is_global_zero:
-            torch.save(weights if raw else {"model": weights}, path)
-        fabric.barrier()
-        if raw:
-            fabric.load_raw(path, state["model"])
-        else:
-            fabric.load(path, {"model": state["model"]})
-        with consensus(state["model"]):
-            assert torch.equal(parameters(state["model"]), parameters(net(7)))
-        if algorithm.replicates:  # the loaded weights are the shared ones, until the next agreement
-            train(fabric, state["model"], state["optimizer"], batches(1))
-            with consensus(state["model"]):
-                assert torch.equal(parameters(state["model"]), parameters(net(7)))
-            return
-        state["optimizer"].param_groups[0].update(lr=0.0)
-        for _ in range(4):
-            for parameter in state["model"].parameters():
-                parameter.grad = torch.zeros_like(parameter)
-            state["optimizer"].step()
-        assert torch.equal(parameters(state["model"]), parameters(net(7)))
+@on(2)
+def test_consensus_shows_the_mean_of_other_weights_and_refuses_steps() -> None:
+    for algorithm in (Gossip(), LocalSGD(2, Nesterov())):
+        with fabric_with(algorithm) as fabric:
+            state = started(fabric, 0)
+            go_on(fabric, state, 3)
+            with torch.no_grad():
+                for parameter in state["model"].parameters():
+                    parameter.fill_(5.0 + dist.get_rank())  # as if they were a moving average
+            with consensus(state["model"], replaced=True):
+                assert parameters(state["model"]).unique().tolist() == [5.5]
+            with (
+                consensus(state["model"]),
+                pytest.raises(RuntimeError, match=r"leave `with consensus\(\.\.\.\)` before"),
+            ):
+                go_on(fabric, state, 1)
 
 
-@pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize(
     "algorithm",
     [Gossip(), LocalSGD(2, Nesterov(), overlap=1), LocalSGD(2, Nesterov(), overlap=True, eager=True)],
     ids=["gossip", "local_sgd", "eager"],
 )
-def test_what_belongs_to_other_weights_is_dropped_with_them(
-    ranks: Pool, tmp_path: Path, algorithm: Algorithm, raw: bool
-) -> None:
-    ranks(2, _loads_plain_weights, algorithm, str(tmp_path / "plain.ckpt"), raw)
+@on(2)
+def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm, tmp_path: Path) -> None:
+    path = str(tmp_path / "plain.ckpt")
+    weights = net(7).state_dict()
+    for raw in (False, True):
+        with fabric_with(algorithm) as fabric:
+            state = started(fabric, 0)
+            go_on(fabric, state, 4)
+            if fabric.is_global_zero:
+                torch.save(weights if raw else {"model": weights}, path)
+            fabric.barrier()
+            if raw:
+                fabric.load_raw(path, state["model"])
+            else:
+                fabric.load(path, {"model": state["model"]})
+            with consensus(state["model"]):
+                assert torch.equal(parameters(state["model"]), parameters(net(7)))
+            if algorithm.replicates:  # the loaded weights are the shared ones, until the next agreement
+                go_on(fabric, state, 1)
+                with consensus(state["model"]):
+                    assert torch.equal(parameters(state["model"]), parameters(net(7)))
+                continue
+            state["optimizer"].param_groups[0].update(lr=0.0)
+            for _ in range(4):
+                for parameter in state["model"].parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                state["optimizer"].step()
+            assert torch.equal(parameters(state["model"]), parameters(net(7)))
 
 
-def _finishes(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [LocalSGD(4, Nesterov()), LocalSGD(4, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1)],
+    ids=["plain", "streaming"],
+)
+@on(2)
+def test_finish_counts_the_steps_after_the_last_agreement(algorithm: Algorithm) -> None:
+    for strategy in ("ring", "gossip", "ddp"):  # where it changes nothing
+        with fabric_with(strategy) as fabric:
+            state = started(fabric, 0)
+            go_on(fabric, state, 2)
+            own = parameters(state["model"])
+            finish(state["model"])
+            assert torch.equal(own, parameters(state["model"])), strategy
     with fabric_with(algorithm) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(5))
+        state = started(fabric, 0)
+        go_on(fabric, state, 5)
         own = parameters(state["model"])
         mean = torch.stack(everyones(own)).mean(0)
         with consensus(state["model"]):
@@ -387,102 +422,17 @@ def _finishes(algorithm: Algorithm) -> None:
         torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
         with consensus(state["model"]):
             torch.testing.assert_close(parameters(state["model"]), mean, rtol=0, atol=1e-6)
-        train(fabric, state["model"], state["optimizer"], batches(6))
+        go_on(fabric, state, 6)
         assert not torch.allclose(parameters(state["model"]), mean)
         finish(state["model"])
         one, other = everyones(parameters(state["model"]))
         assert torch.equal(one, other), "training may go on, and end again"
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [LocalSGD(4, Nesterov()), LocalSGD(4, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1)],
-    ids=["plain", "streaming"],
-)
-def test_finish_counts_the_steps_after_the_last_agreement(ranks: Pool, algorithm: Algorithm) -> None:
-    ranks(2, _finishes, algorithm)
-
-
-def _finishes_with(strategy: str) -> None:
-    with fabric_with(strategy) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(2))
-        own = parameters(state["model"])
-        finish(state["model"])
-        assert torch.equal(own, parameters(state["model"]))
-
-
-@pytest.mark.parametrize("strategy", ["ring", "gossip", "ddp"])
-def test_finish_changes_nothing_with_other_strategies(ranks: Pool, strategy: str) -> None:
-    ranks(2, _finishes_with, strategy)
-
-
-def test_finish_needs_what_fabric_has_set_up() -> None:
-    with pytest.raises(TypeError, match=r"finish needs the model that fabric\.setup returned"):
-        finish(net())
-
-
-# Several models
-
-
-def _adversaries(strategy: Any, names_models: bool) -> tuple[list[Tensor], int]:
-    """Two losses, each through both models."""
-    with fabric_with(strategy) as fabric:
-        torch.manual_seed(dist.get_rank())
-        generator = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 6))
-        critic = nn.Sequential(nn.Linear(6, 30), nn.ReLU(), nn.Linear(30, 1))
-        generator, makes = fabric.setup(generator, momentum(generator, 0.02))
-        critic = fabric.setup_module(critic)
-        judges = fabric.setup_optimizers(momentum(critic, 0.02))
-        of_critic = {"model": critic} if names_models else {}
-        of_generator = {"model": generator} if names_models else {}
-        for real, _ in batches(4):
-            fake = generator(real[:, :4])
-            judges.zero_grad()
-            fabric.backward(F.softplus(critic(fake.detach()) - critic(real)).mean(), **of_critic)
-            judges.step()
-            makes.zero_grad()
-            fabric.backward(-critic(fake).mean(), **of_generator)
-            makes.step()
-        sent = fabric.strategy.stats.bytes_sent if isinstance(fabric.strategy, RingFabricStrategy) else 0
-        return [*values(generator), *values(critic)], sent
-
-
-def _penalized(strategy: Any) -> list[Tensor]:
-    """A gradient penalty, of gradients that are no parameters'."""
-    with fabric_with(strategy) as fabric:
-        torch.manual_seed(dist.get_rank())
-        critic = nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 1))
-        critic, optimizer = fabric.setup(critic, momentum(critic, 0.02))
-        for inputs, _ in batches(3):
-            inputs.requires_grad_()
-            score = critic(inputs).mean()
-            (slope,) = torch.autograd.grad(score, inputs, create_graph=True)
-            optimizer.zero_grad()
-            fabric.backward(score + (slope.norm() - 1).square())
-            optimizer.step()
-        return values(critic)
-
-
-def test_a_gradient_penalty_trains_as_with_ddp(ranks: Pool) -> None:
-    for ours, theirs in zip(ranks(2, _penalized, "ring"), ranks(2, _penalized, "ddp"), strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-@pytest.mark.parametrize("names_models", [False, True])
-def test_several_models_train_as_with_ddp(ranks: Pool, names_models: bool) -> None:
-    theirs = ranks(2, _adversaries, "ddp", names_models)
-    ours = ranks(2, _adversaries, "ring", names_models)
-    for (mine, _), (ddp, _) in zip(ours, theirs, strict=True):
-        assert all(map(torch.equal, mine, ddp))
-
-
-def test_a_named_model_sends_only_its_own_gradients(ranks: Pool) -> None:
-    (_, by_graph), (_, by_name) = (ranks(2, _adversaries, "ring_int8", named)[0] for named in (False, True))
-    assert 0 < by_name < 0.8 * by_graph
-
-
-def _several_resume(family: str, path: str) -> None:
+@pytest.mark.parametrize("family", ["feedback", "gossip"])
+@on(2)
+def test_several_models_go_on_bit_for_bit(family: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.ckpt")
     algorithm = FAMILIES[family]
 
     def start(fabric: Fabric, seed: int) -> dict[str, Any]:
@@ -491,8 +441,8 @@ def _several_resume(family: str, path: str) -> None:
         head, second = fabric.setup(two, torch.optim.AdamW(two.parameters(), 0.01))
         return {"model": model, "head": head, "first": first, "second": second, "rank": fabric.global_rank}
 
-    def go_on(fabric: Fabric, state: dict[str, Any], data: Iterator[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        for inputs, targets in data:
+    def trained(fabric: Fabric, state: dict[str, Any], first: int) -> list[Tensor]:
+        for inputs, targets in batches(3, first):
             fabric.backward(F.mse_loss(state["head"](state["model"](inputs)), targets))
             for name in ("first", "second"):
                 state[name].step()
@@ -501,110 +451,71 @@ def _several_resume(family: str, path: str) -> None:
 
     with fabric_with(algorithm()) as fabric:
         state = start(fabric, 0)
-        go_on(fabric, state, batches(3))
+        trained(fabric, state, 0)
         fabric.save(path, state)
         saved = values(state["head"])
-        through = go_on(fabric, state, batches(3, first=3))
+        through = trained(fabric, state, 3)
     with fabric_with(algorithm()) as fabric:
         state = start(fabric, 5)
-        fabric.load(path, {"head": state["head"]})
+        fabric.load(path, {"head": state["head"], "second": state["second"]})  # from its file alone
         assert all(map(torch.equal, values(state["head"]), saved))
+        moments = [each["exp_avg"] for each in state["second"].optimizer.state.values()]
+        everyone = everyones(torch.cat([moment.flatten() for moment in moments]))
+        assert torch.equal(*everyone) != algorithm().decentralized, "where ranks differ, each has its own optimizer"
         fabric.load(path, state)
         assert state["rank"] == (fabric.global_rank if algorithm().decentralized else 0)
-        assert all(map(torch.equal, go_on(fabric, state, batches(3, first=3)), through))
+        assert all(map(torch.equal, trained(fabric, state, 3), through))
+
+
+def _saves_for_others(family: str, path: str) -> None:
+    with fabric_with(FAMILIES[family]()) as fabric:
+        state = started(fabric, 0)
+        go_on(fabric, state, 3)
+        fabric.save(path, state)
+
+
+def _loads_from_others(family: str, path: str, again: str | None) -> tuple[Tensor, Tensor]:
+    with fabric_with(FAMILIES[family]()) as fabric:
+        state = started(fabric, 5)
+        fabric.load(path, state)
+        if again is not None:
+            fabric.save(again, state)
+        (algorithm,) = (model.session.algorithm for model in fabric.strategy._models)
+        held = algorithm.residuals() if isinstance(algorithm, AllReduce) else ()
+        residuals = [value.double().flatten() for _, value in sorted(held, key=lambda pair: pair[0])]
+        loaded = parameters(state["model"])
+        go_on(fabric, state, 2)
+        return loaded, torch.cat(residuals) if residuals else torch.zeros(1)
 
 
 @pytest.mark.parametrize("family", ["feedback", "gossip", "local_sgd"])
-def test_several_models_go_on_bit_for_bit(ranks: Pool, tmp_path: Path, family: str) -> None:
-    ranks(2, _several_resume, family, str(tmp_path / "run.ckpt"))
+def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: str) -> None:
+    """From 3 ranks to 2; and to 1, which has no residuals and carries them on, and from there to 2."""
+    path, through = str(tmp_path / "run.ckpt"), str(tmp_path / "through.ckpt")
+    ranks(3, _saves_for_others, family, path)
+    checkpoint = torch.load(path, weights_only=True)
+    flat = torch.cat([checkpoint["model"][name].double().flatten() for name, _ in net().named_parameters()])
+    alone = ranks(1, _loads_from_others, family, path, through)
+    loaded = ranks(2, _loads_from_others, family, through, None)
+    assert all(torch.equal(mine, flat) for mine, _ in [*alone, *loaded])
+    for mine, _ in ranks(2, _loads_from_others, family, path, None):
+        assert torch.equal(mine, flat)
+    if family == "feedback":
+        total = checkpoint["ringstrategy"]["model"]["residual_sum"]
+        expected = torch.cat([total[name].double().flatten() for name in sorted(total)])
+        assert expected.any()
+        torch.testing.assert_close(torch.stack([mine for _, mine in loaded]).sum(0), expected, rtol=1e-6, atol=1e-9)
 
 
-# Precision
+# Fabric's other calls, and errors
 
 
-def train_scaled(fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """As `train`, and a scaler skips steps that are not finite."""
-    for inputs, targets in data:
-        output = model(inputs)
-        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
-        fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _in_precision(strategy: Any, precision: str) -> list[Tensor]:
-    plugins = [_scaled(2.0**26)] if precision == "16-mixed" else []
-    with fabric_with(strategy, plugins=plugins, precision=None if plugins else precision) as fabric:
-        model = net()
-        model, optimizer = fabric.setup(model, momentum(model))
-        train_scaled(fabric, model, optimizer, batches(14 if plugins else 4))  # the first steps overflow
-        return values(model)
-
-
-@pytest.mark.parametrize(
-    "precision", ["16-mixed", "bf16-mixed", "bf16-true", pytest.param("64-true", marks=pytest.mark.slow)]
-)
-def test_precisions_are_those_of_ddp(ranks: Pool, precision: str) -> None:
-    theirs, ours = (ranks(2, _in_precision, strategy, precision) for strategy in ("ddp", "ring"))
-    for mine, ddp in zip(ours, theirs, strict=True):
-        for value, other in zip(mine, ddp, strict=True):
-            torch.testing.assert_close(value, other)
-    start = values(net())
-    assert not torch.equal(ours[0][0].double(), start[0].double())
-    lossy = ranks(2, _in_precision, "ring_int8", precision)
-    assert torch.equal(lossy[0][0], lossy[1][0])
-
-
-def _scaled(scale: float) -> MixedPrecision:
-    """Fabric has no scaler for a CPU by itself."""
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2))
-
-
-def _skips_on_one_rank(algorithm: Algorithm) -> tuple[list[Tensor], int]:
-    with fabric_with(algorithm, plugins=[_scaled(1.0 if os.environ["RANK"] == "0" else 2.0**26)]) as fabric:
-        model = net()
-        model, optimizer = fabric.setup(model, momentum(model))
-        train_scaled(fabric, model, optimizer, batches(6))
-        steps = fabric.strategy.stats.steps
-        with consensus(model):
-            return [value for value in values(model) if value.is_floating_point()], steps
-
-
-@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(1, average_optimizer=True)], ids=["gossip", "local_sgd"])
-def test_ranks_go_on_where_a_scaler_skips_a_step_of_one(ranks: Pool, algorithm: Algorithm) -> None:
-    (one, steps), (other, others) = ranks(2, _skips_on_one_rank, algorithm)
-    assert steps == others == 6
-    assert all(map(torch.equal, one, other))
-
-
-def _resumes_scaled(path: str) -> float:
-    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(2.0**16)]) as fabric:
-        state = _started(fabric, 0) | {"precision": fabric.strategy.precision}
-        train_scaled(fabric, state["model"], state["optimizer"], batches(5))
-        fabric.save(path, state)
-        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
-        through = values(state["model"])
-    with fabric_with(FAMILIES["feedback"](), plugins=[_scaled(1.0)]) as fabric:
-        state = _started(fabric, 5) | {"precision": fabric.strategy.precision}
-        fabric.load(path, state)
-        train_scaled(fabric, state["model"], state["optimizer"], batches(5, first=5))
-        assert all(map(torch.equal, values(state["model"]), through))
-    saved = torch.load(path, weights_only=True)["ringstrategy"]["model"]["residual_sum"]
-    return max(float(value.abs().max()) for value in saved.values())
-
-
-def test_residuals_are_saved_without_the_loss_scale(ranks: Pool, tmp_path: Path) -> None:
-    assert all(0 < largest < 1 for largest in ranks(2, _resumes_scaled, str(tmp_path / "run.ckpt")))
-
-
-# Fabric's other calls, and one process
-
-
-def _collects() -> None:
+@on(3)
+def test_fabrics_collectives_work_between_steps() -> None:
     with fabric_with("ring_int4") as fabric:
-        model = net()
-        model, optimizer = fabric.setup(model, momentum(model))
-        train(fabric, model, optimizer, batches(2))
+        state = started(fabric, 0)
+        model, optimizer = state["model"], state["optimizer"]
+        go_on(fabric, state, 2)
         rank, size = fabric.global_rank, fabric.world_size
         assert fabric.all_reduce(torch.tensor([rank + 0.125]), reduce_op="sum").item() == size * (size - 1) / 2 + 0.375
         assert fabric.all_gather(torch.tensor(rank)).tolist() == list(range(size))
@@ -621,37 +532,6 @@ def _collects() -> None:
             (inputs, _) = next(batches(1))
             everyone = everyones(model(inputs[:1] * 0 + 1).flatten())
         assert all(torch.equal(each, everyone[0]) for each in everyone)  # buffers too
-
-
-def test_fabrics_collectives_work_between_steps(ranks: Pool) -> None:
-    ranks(3, _collects)
-
-
-def test_one_process_trains_as_without_a_strategy(tmp_path: Path) -> None:
-    trained = []
-    for strategy in ("auto", RingFabricStrategy(AllReduce(BlockInt(4)))):
-        fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
-        fabric.launch()
-        state = _started(fabric, 0)
-        rank_data = torch.Generator().manual_seed(1)
-        for _ in range(3):
-            inputs, targets = torch.randn(8, 6, generator=rank_data), torch.randn(8, 3, generator=rank_data)
-            fabric.backward(F.mse_loss(state["model"](inputs), targets))
-            state["optimizer"].step()
-            state["optimizer"].zero_grad()
-        fabric.save(tmp_path / "one.ckpt", state)
-        fabric.load(tmp_path / "one.ckpt", state)
-        trained.append(values(state["model"]))
-        if isinstance(fabric.strategy, RingFabricStrategy):
-            assert fabric.strategy.stats.bytes_sent == 0
-            assert fabric.strategy.stats.steps == 3
-            fabric.strategy.teardown()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    assert all(map(torch.equal, *trained))
-
-
-# Errors
 
 
 def _refuses() -> None:
@@ -678,62 +558,55 @@ def _refuses() -> None:
             fabric.setup_optimizers(momentum(model, 0.05 * (1 + fabric.global_rank)))
 
 
+def _refuses_steps() -> None:
+    with fabric_with("ring_int8") as fabric:
+        model = net()
+        model[3].bias.ring_local = True
+        model, optimizer = fabric.setup(model, momentum(model))
+        with pytest.raises(ValueError, match="clipping by norm looks at all gradients"):
+            go_on(fabric, {"model": model, "optimizer": optimizer}, 1)
+
+        def accumulates() -> Tensor:
+            with fabric.no_backward_sync(model):
+                fabric.backward(loss := model(torch.ones(4, 6)).sum())
+            return loss
+
+        optimizer.zero_grad()
+        for step in (lambda: (accumulates(), optimizer.step()), lambda: optimizer.step(accumulates)):
+            with pytest.raises(RuntimeError, match="no_backward_sync"):
+                step()
+
+
 def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:
     ranks(2, _refuses)
+    ranks(2, _refuses_steps)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"algorithm": AllReduce(uneven="join")}, ValueError, "all ranks the same number of batches"),
-        ({"algorithm": Gossip(unit="epoch")}, ValueError, "unit='step'"),
-        ({"algorithm": BlockInt(8)}, TypeError, "a codec or a collective goes into it"),
-        ({"codec": BlockInt(8)}, TypeError, r"RingFabricStrategy\(AllReduce\(codec=...\)\)"),
-        ({"bucket_cap_mb": 5}, TypeError, r"RingFabricStrategy\(AllReduce\(bucket_mb=...\)\)"),
-        ({"timeout": 5}, TypeError, "timedelta"),
-    ],
-)
-def test_wrong_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
-    with pytest.raises(error, match=text):
-        RingFabricStrategy(**arguments)
-
-
-def _loses_a_rank(name: str, how: str) -> str:
-    with fabric_with(name) as fabric:
-        model = net()
-        model, optimizer = fabric.setup(model, momentum(model))
-        train(fabric, model, optimizer, batches(2))
-        if dist.get_rank() == 1 and how == "dies":
-            os._exit(1)
+def _loses_a_rank(how: str) -> str:
+    with fabric_with("ring_int8") as fabric:
+        state, odd = started(fabric, 0), dist.get_rank() == 1
+        go_on(fabric, state, 2)
         try:
-            if dist.get_rank() == 1 and how == "tells":
+            if odd and how == "tells":
                 raise KeyError("no such sample")
-            train(fabric, model, optimizer, batches(2 if dist.get_rank() == 1 and how == "has fewer batches" else 8))
+            go_on(fabric, state, 2 if odd else 8)
             fabric.barrier()
         except PeerLostError as error:
             return f"{error.rank}: {error}"
         except KeyError as error:
-            strategy = fabric.strategy
-            assert isinstance(strategy, RingFabricStrategy)
-            strategy.tell(error)
+            fabric.strategy.tell(error)
         return ""
 
 
 @pytest.mark.parametrize(
-    ("name", "how", "said"),
+    ("how", "said"),
     [
-        ("ring_int8", "dies", "closed without a word"),
-        ("gossip", "dies", "closed without a word"),
-        ("ring_int8", "tells", "KeyError: 'no such sample'"),
-        (
-            "ring_int8",
-            "has fewer batches",
-            r"it went on to fabric\.barrier\(\) after 4 batches .* same number of batch",
-        ),
+        ("tells", "KeyError: 'no such sample'"),
+        ("has fewer batches", r"it went on to fabric\.barrier\(\) after 4 batches .* same number of batch"),
     ],
 )
-def test_survivors_name_the_rank_that_was_lost(ranks: Pool, name: str, how: str, said: str) -> None:
-    outcomes = ranks.outcomes(3, _loses_a_rank, name, how)
+def test_survivors_hear_why_a_rank_was_lost(ranks: Pool, how: str, said: str) -> None:
+    outcomes = ranks.outcomes(3, _loses_a_rank, how)
     for rank in (0, 2):
         told, failure = outcomes[rank]
         assert failure is None, failure
@@ -741,98 +614,15 @@ def test_survivors_name_the_rank_that_was_lost(ranks: Pool, name: str, how: str,
         assert re.search(said, told), told
 
 
-class WithMethod(nn.Module):
-    """Its statistics change in a method that is not its forward."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = net(seed)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
-
-    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(self.layers(inputs), targets)
-
-
-def _by_method(strategy: Any) -> list[Tensor]:
-    with fabric_with(strategy) as fabric:
-        model = WithMethod(fabric.global_rank)
-        model, optimizer = fabric.setup(model, momentum(model))
-        model.mark_forward_method("loss")
-        for inputs, targets in batches(3):
-            fabric.backward(model.loss(inputs, targets))
-            optimizer.step()
-            optimizer.zero_grad()
-        return values(model)
-
-
-def _compiled(strategy: Any) -> list[Tensor]:
-    with fabric_with(strategy) as fabric:
-        model = net(fabric.global_rank)
-        optimizer = momentum(model)
-        model, optimizer = fabric.setup(torch.compile(model, backend="eager"), optimizer)
-        train(fabric, model, optimizer, batches(4), every=2)
-        with consensus(model):
-            return values(model)
-
-
-@pytest.mark.parametrize("task", [_by_method, pytest.param(_compiled, marks=pytest.mark.slow)])
-def test_marked_methods_and_compiled_models_train_as_with_ddp(ranks: Pool, task: Callable[..., Any]) -> None:
-    for ours, theirs in zip(ranks(2, task, "ring"), ranks(2, task, "ddp"), strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-def _validates(strategy: Any) -> list[Tensor]:
-    """Two epochs, each with an evaluation; with rank 0's statistics."""
-    outputs = []
-    with fabric_with(strategy) as fabric:
-        model = net(fabric.global_rank)
-        model, optimizer = fabric.setup(model, momentum(model))
-        for epoch in range(2):
-            model.train()
-            train(fabric, model, optimizer, batches(2, first=2 * epoch))
-            model.eval()
-            with torch.no_grad():
-                outputs += [model(inputs) for inputs, _ in batches(2)]
-        return [*outputs, *values(model)]
-
-
-def test_an_evaluation_is_that_of_ddp(ranks: Pool) -> None:
-    for ours, theirs in zip(ranks(2, _validates, "ring"), ranks(2, _validates, "ddp"), strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
-def _steps_by_closure(strategy: Any) -> list[Tensor]:
-    with fabric_with(strategy) as fabric:
-        model = net(fabric.global_rank)
-        model, optimizer = fabric.setup(model, momentum(model))
-        for inputs, targets in batches(3):
-
-            def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
-                optimizer.zero_grad()
-                loss = F.mse_loss(model(inputs), targets)
-                fabric.backward(loss)
-                return loss
-
-            optimizer.step(closure)
-        if isinstance(fabric.strategy, RingFabricStrategy):
-            assert fabric.strategy.stats.steps == 3
-        with consensus(model):
-            return values(model)
-
-
-def test_closures_step_as_with_ddp(ranks: Pool) -> None:
-    for ours, theirs in zip(ranks(2, _steps_by_closure, "ring"), ranks(2, _steps_by_closure, "ddp"), strict=True):
-        assert all(map(torch.equal, ours, theirs))
-    for strategy in ("gossip", LocalSGD(1)):
-        means = ranks(2, _steps_by_closure, strategy)
-        assert all(map(torch.equal, *[[value for value in mean if value.is_floating_point()] for mean in means]))
-
-
-def _grows(strategy: Any) -> list[Tensor]:
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(BlockInt(8)), FAMILIES["local_sgd"](), LocalSGD(2, Nesterov(), overlap=True, eager=True)],
+    ids=["int8", "local_sgd", "eager"],
+)
+@on(2)
+def test_layers_may_unfreeze_and_join(algorithm: Algorithm) -> None:
     """A layer unfreezes, and another one joins."""
-    with fabric_with(strategy) as fabric:
+    with fabric_with(algorithm) as fabric:
         model = net(fabric.global_rank)
         model[0].requires_grad_(False)
         ring, optimizer = fabric.setup(model, momentum(model))
@@ -843,69 +633,14 @@ def _grows(strategy: Any) -> list[Tensor]:
         train(fabric, ring, optimizer, batches(3))
         assert model[0].weight.grad is None
         with consensus(ring):
-            return [p.detach().clone() for p in model.parameters()]
+            assert torch.equal(*everyones(parameters(ring)))
+        assert not torch.equal(model[0].weight, net()[0].weight)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ring_int8",
-        LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1),
-        LocalSGD(2, Nesterov(), overlap=True, eager=True),
-    ],
-    ids=["ring_int8", "local_sgd", "eager"],
-)
-def test_layers_may_unfreeze_and_join(ranks: Pool, strategy: str | Algorithm) -> None:
-    one, other = ranks(2, _grows, strategy)
-    assert len(one) == 8
-    assert all(map(torch.equal, one, other))
-    assert not torch.equal(one[0], net()[0].weight)
+# Processes that Fabric starts itself
 
 
-# Another number of ranks, and processes that Fabric starts itself
-
-
-def _saves_for_others(family: str, path: str) -> None:
-    with fabric_with(FAMILIES[family]()) as fabric:
-        state = _started(fabric, 0)
-        train(fabric, state["model"], state["optimizer"], batches(3))
-        fabric.save(path, state)
-
-
-def _loads_from_others(family: str, path: str) -> tuple[Tensor, Tensor]:
-    with fabric_with(FAMILIES[family]()) as fabric:
-        state = _started(fabric, 5)
-        fabric.load(path, state)
-        (algorithm,) = (model.session.algorithm for model in fabric.strategy._models)
-        held = algorithm.residuals() if isinstance(algorithm, AllReduce) else ()
-        residuals = [value.double().flatten() for _, value in sorted(held, key=lambda pair: pair[0])]
-        loaded = parameters(state["model"])
-        train(fabric, state["model"], state["optimizer"], batches(2))
-        return loaded, torch.cat(residuals) if residuals else torch.zeros(1)
-
-
-@pytest.mark.parametrize("family", ["feedback", "gossip", "local_sgd"])
-def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: str) -> None:
-    path = str(tmp_path / "run.ckpt")
-    ranks(2, _saves_for_others, family, path)
-    loaded = ranks(3, _loads_from_others, family, path)
-    checkpoint = torch.load(path, weights_only=True)
-    flat = torch.cat([checkpoint["model"][name].double().flatten() for name, _ in net().named_parameters()])
-    assert all(torch.equal(mine, flat) for mine, _ in loaded)
-    if family == "feedback":
-        total = checkpoint["ringstrategy"]["model"]["residual_sum"]
-        expected = torch.cat([total[name].double().flatten() for name in sorted(total)])
-        assert expected.any()
-        torch.testing.assert_close(torch.stack([mine for _, mine in loaded]).sum(0), expected, rtol=1e-6, atol=1e-9)
-
-
-SCRIPT = """
-import sys, torch
-from torch import nn
-from lightning.fabric import Fabric
-import ringstrategy
-
-def train(fabric, fails):
+def _steps(fabric: Fabric, fails: bool) -> Any:
     torch.manual_seed(fabric.global_rank)
     model = nn.Linear(8, 2)
     model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
@@ -915,43 +650,33 @@ def train(fabric, fails):
         optimizer.zero_grad()
         fabric.backward(model(torch.randn(4, 8)).square().mean())
         optimizer.step()
-    with ringstrategy.consensus(model):
+    with consensus(model):
         rows = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
     return rows.tolist(), fabric.strategy.stats
 
-if __name__ == "__main__":
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
-    (one, other), stats = fabric.launch(train, sys.argv[2] == "fails")
-    assert one == other and stats.steps == 6 and stats.bytes_sent > 0
+
+def launched(name: str, how: str = "") -> bool:
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=name)
+    (one, other), stats = fabric.launch(_steps, how == "fails")
     fabric.print("trained")
-"""
+    return one == other and stats.steps == 6 and stats.bytes_sent > 0
 
 
-def _started_by_fabric(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
-    inherited = ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in inherited}
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=100
-    )
+@pytest.mark.usefixtures("ranks")  # its server
+def test_fabric_forks_processes_and_gets_their_result() -> None:
+    assert alone(launched, "ring_int8_fork")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ring_int8", "ring_int8_spawn", "gossip_notebook"])
-def test_fabric_starts_the_processes(tmp_path: Path, name: str) -> None:
-    done = _started_by_fabric(tmp_path, name, "trains")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "trained" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ring_int8", "ring_int8_spawn"])
-def test_an_exception_of_one_rank_reaches_the_others(tmp_path: Path, name: str) -> None:
-    done = _started_by_fabric(tmp_path, name, "fails")
+@pytest.mark.parametrize("arguments", [["ring_int8"], ["gossip_spawn"], ["ring_int8", "fails"]], ids="-".join)
+def test_fabric_starts_the_processes(tmp_path: Path, arguments: list[str]) -> None:
+    script = f"from test_fabric import launched\nif __name__ == '__main__':\n    assert launched(*{arguments})"
+    done = run_script(tmp_path, script)
+    if "fails" not in arguments:
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "trained" in done.stdout
+        return
     assert done.returncode != 0
     assert "KeyError: 'no such sample'" in done.stderr
-    if name == "ring_int8":  # torch ends the others at once that it has spawned
-        assert "lost rank 1" in done.stderr
-        assert "it stopped with KeyError: 'no such sample'" in done.stderr
+    assert "lost rank 1" in done.stderr
+    assert "it stopped with KeyError: 'no such sample'" in done.stderr
