@@ -18,7 +18,9 @@ def listening() -> Iterator[list[str]]:
             heard.append(record.getMessage())
 
     handler, logger = Handler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    level = logger.level
     logger.addHandler(handler)
+    logger.setLevel(logging.INFO)  # a benchmark that ran in this process may have silenced Lightning
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -26,3 +28,4 @@ def listening() -> Iterator[list[str]]:
             heard += [str(warning.message) for warning in caught]
     finally:
         logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -18,7 +18,7 @@ def test_hostile_messages_do_no_harm() -> None:
     exported = [getattr(ringstrategy, name) for name in ringstrategy.__all__]
     codecs = {each for each in exported if isinstance(each, type) and issubclass(each, Codec) and each is not Codec}
     assert {type(codec) for codec in fuzz.CODECS} == codecs
-    one_of_a_kind = {type(codec): codec for codec in fuzz.CODECS}
+    one_of_a_kind = {type(codec): codec for codec in reversed(fuzz.CODECS)}  # with its usual arguments
     for codec in one_of_a_kind.values():
         counts = sum((fuzz.check(codec, seed) for seed in range(6)), Counter[str]())
         assert counts["payloads"] == 6 * 16
