@@ -3,7 +3,7 @@
     make mutants ARGS="-k residual"
 
 A fault is a file, a text that it holds exactly once, and what stands there instead. Each is planted in a copy of the
-checkout, never in the checkout. It is caught if a test fails; it survives if all pass. Survivors are an error.
+checkout, never in the checkout. It is caught if a test fails or pytest crashes; it survives if all pass. Survivors are an error.
 """
 
 from __future__ import annotations
@@ -137,6 +137,8 @@ def verdict(mutant: Mutant, root: Path) -> tuple[str, str]:
     finally:
         (root / mutant.file).write_bytes(original)
         os.utime(root / mutant.file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    if status is not None and status < 0:  # it wrote where it must not, say: nobody would take that for a pass
+        return "caught", f"pytest died of signal {-status}"
     if status == 1 and (failed := re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)):
         return "caught", failed[1]
     return {0: "SURVIVED", None: "HUNG"}.get(status, "BROKEN"), output[-2000:]
