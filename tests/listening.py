@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from lightning_utilities.core import rank_zero
+
 
 @contextmanager
 def listening() -> Iterator[list[str]]:
@@ -17,15 +19,18 @@ def listening() -> Iterator[list[str]]:
         def emit(self, record: logging.LogRecord) -> None:
             heard.append(record.getMessage())
 
-    handler, logger = Handler(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)  # a benchmark that ran in this process may have silenced Lightning
+    # of all packages of Lightning, the one that a process imports last says by which logger all of them speak
+    handler, loggers = Handler(), {logging.getLogger("lightning.pytorch.utilities.rank_zero"), rank_zero.log}
+    levels = {logger: logger.level for logger in loggers}
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)  # a benchmark that ran in this process may have silenced Lightning
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield heard
             heard += [str(warning.message) for warning in caught]
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+        for logger, level in levels.items():
+            logger.removeHandler(handler)
+            logger.setLevel(level)

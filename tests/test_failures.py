@@ -148,6 +148,7 @@ class Dies(Net):
         if batch_idx == 2 and self.place in ("a collective of the user", "while rank 3 computes"):
             self.at(self.place)
             if self.place == "while rank 3 computes" and self.global_rank == 3:
+                wait_for_files("waits0.json", "waits1.json")
                 for rank in (1, 0):  # and rank 0 takes the store with it
                     pid = json.loads(Path(f"waits{rank}.json").read_text())["pid"]
                     while Path(f"/proc/{pid}").exists():

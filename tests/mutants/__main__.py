@@ -3,7 +3,8 @@
     make mutants ARGS="-k residual"
 
 A fault is a file, a text that it holds exactly once, and what stands there instead. Each is planted in a copy of the
-checkout, never in the checkout. It is caught if a test fails or pytest crashes; it survives if all pass. Survivors are an error.
+checkout, never in the checkout. It is caught if a test fails or pytest crashes; it survives if all pass. Survivors are
+an error.
 """
 
 from __future__ import annotations
