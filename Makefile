@@ -34,7 +34,7 @@ test-all: $(installed) $(kernels) launchers  ## run the slow tests too, in 15 mi
 nightly: $(installed) $(kernels)  ## run what takes an hour or draws at random: campaigns, soak, fuzz, faults, throughput
 	"$(py)" -m pytest -m nightly -rs $(ARGS)
 
-mutants: $(installed)  ## plant small faults one by one: the quick tests must catch each; ARGS="-k ring" for some
+mutants: $(installed) $(kernels)  ## plant small faults one by one: the quick tests must catch each; ARGS="-k ring" for some
 	"$(py)" tests/mutants $(ARGS)
 
 lint: $(installed)  ## ruff: rules and format

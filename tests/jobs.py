@@ -19,9 +19,10 @@ import pytest
 import torch
 from patience import Patience
 from pool import IMPORTED, reserve_port
-from test_strategy import HERE, shell
 
 from ringstrategy import PeerLostError
+
+HERE = Path(__file__).parent
 
 
 class Job:
@@ -127,6 +128,12 @@ def until(condition: Callable[[], Any], what: str, pids: Callable[[], list[int]]
             looked_at = time.monotonic()
             why = patience.gone()
             assert why is None, f"not yet: {what}; they {why}"
+
+
+def shell(**environment: str) -> dict[str, str]:
+    """The environment of a shell in which no launcher has left anything."""
+    launchers = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    return {k: v for k, v in os.environ.items() if k not in launchers} | {"OMP_NUM_THREADS": "1", **environment}
 
 
 def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:

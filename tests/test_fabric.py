@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import run_script
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from pool import Pool
-from test_strategy import alone, on, run_script
+from test_strategy import alone, on
 from torch import Tensor, nn
 from torch.nn import functional as F
 

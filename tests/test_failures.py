@@ -23,13 +23,13 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import Job, die, note, run_script, until
+from jobs import HERE, Job, die, note, run_script, shell, until
 from jobs import job as job  # a fixture
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from pairs import all_pairs
 from pool import Pool
-from test_strategy import HERE, Net, fit, rows, shell, trainer_with
+from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Toy, on_all_ranks
+from jobs import run_script
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -27,7 +28,6 @@ from test_strategy import (
     check_replicas,
     fit,
     rows,
-    run_script,
     said,
     same_everywhere,
     trainer_with,

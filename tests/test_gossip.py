@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
+from jobs import run_script
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from pairs import pairs
 from pool import Pool
 from rank_files import rank_file, rank_state
 from test_feedback import scaler
-from test_strategy import Net, fit, net, rows, run_script, said, same_everywhere, trainer_with
+from test_strategy import Net, fit, net, rows, said, same_everywhere, trainer_with
 from torch import Tensor, nn
 
 from ringstrategy import (

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from clocks import Clock
-from jobs import run_script, until
+from jobs import HERE, run_script, shell, until
 from pool import Pool, reserve_port
 from scripts import lines_of
-from test_strategy import HERE, Net, check_replicas, fit, shell
+from test_strategy import Net, check_replicas, fit
 
 from ringstrategy import RingStrategy
 from ringstrategy.transport.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt

@@ -8,7 +8,6 @@ import inspect
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from jobs import HERE, run_script
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
@@ -51,8 +51,6 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.integrations.lightning import meeting
-
-HERE = Path(__file__).parent
 
 
 class Net(L.LightningModule):
@@ -155,27 +153,6 @@ def check_equal(ours: L.Trainer, theirs: L.Trainer) -> None:
     assert mine.keys() == reference.keys()
     for name, value in reference.items():
         assert torch.equal(mine[name], value), name
-
-
-def run_script(folder: Path, text: str, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that may import this file, by `command` (default: this Python), as a user's shell would."""
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path.insert(0, {str(HERE)!r})\n{text}")
-    return subprocess.run(
-        [*(command or (sys.executable,)), str(script)],
-        env=shell(**environment),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-
-
-def shell(**environment: str) -> dict[str, str]:
-    """The environment of a shell in which no launcher has left anything."""
-    launchers = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
-    return {k: v for k, v in os.environ.items() if k not in launchers} | {"OMP_NUM_THREADS": "1", **environment}
 
 
 def said(output: str) -> list[Any]:
