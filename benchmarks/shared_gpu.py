@@ -1,6 +1,7 @@
 """Two processes on one GPU, as ranks of two hosts: whole trainings, exchanges on delayed streams, symmetric memory.
 
 python -m benchmarks shared_gpu training --backend nccl
+python -m benchmarks shared_gpu training --backend nccl --rate 1gbit --width 2048   # as root: between them a slow link
 python -m benchmarks shared_gpu streams --backend gloo
 python -m benchmarks shared_gpu symmetric
 python -m benchmarks shared_gpu training --dry           # small, on the CPU over gloo, as the others
@@ -36,6 +37,8 @@ import torch.distributed as dist
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -53,7 +56,6 @@ from ringstrategy.transport.base import Peers
 _RANKS = 2
 _LIMIT = timedelta(seconds=60)  # a peer is silent: kernels may be compiled meanwhile
 _TWO_HOSTS = {
-    "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NET": "Socket",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
@@ -71,11 +73,12 @@ _SCALE = 2.0**8  # of the loss, until then
 
 @dataclass(frozen=True)
 class _Run:
-    """One training. `make` gives its strategy."""
+    """One training. `make` gives its strategy; some need NCCL."""
 
     make: Callable[[], Strategy]
     precision: str = "32-true"
     overflows: bool = False
+    needs_nccl: bool = False
 
 
 def _named(name: str) -> Callable[[], Strategy]:
@@ -86,8 +89,16 @@ def _fed_back(codec: Codec) -> Callable[[], Strategy]:
     return lambda: RingStrategy(AllReduce(codec, Direct(), error_feedback=True), timeout=_LIMIT)
 
 
+def _powersgd_hook() -> Strategy:
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    return DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook, timeout=_LIMIT)
+
+
 _TRAININGS = {
     "ddp": _Run(lambda: DDPStrategy(timeout=_LIMIT)),
+    "ddp fp16": _Run(lambda: DDPStrategy(ddp_comm_hook=fp16_compress_hook, timeout=_LIMIT)),
+    # over gloo its buckets would meet in another order on each rank
+    "ddp powersgd rank 1": _Run(_powersgd_hook, needs_nccl=True),
     **{name: _Run(_named(name)) for name in ("ring", "ring_int8", "ring_int4", "ring_powersgd", "gossip_int8")},
     "ring_sign, feedback": _Run(_fed_back(Rotated(Gaussian(1)))),
     "ring_int8, bf16-mixed": _Run(_named("ring_int8"), precision="bf16-mixed"),
@@ -132,11 +143,13 @@ def _data(batches: int) -> DataLoader[tuple[Tensor, ...]]:
 
 def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
     """What went wrong."""
-    batches, width = (5, 32) if options.dry else (12, 1024)
+    batches, width = (5, 32) if options.dry else (12, options.width)
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    rows, wrong, truth = [], [], torch.empty(0)
+    rows, wrong, truth, base = [], [], torch.empty(0), 0.0
     for name in harness.chosen(_TRAININGS, options.cases):
         run = _TRAININGS[name]
+        if run.needs_nccl and options.backend != "nccl":
+            continue
         torch.manual_seed(0)
         net, data = _Net(width, run.overflows), _data(batches)
         first = net.loss(next(iter(data))).item()
@@ -164,6 +177,7 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
             if fails:
                 wrong.append(f"{name}: {why}")
         seconds = [end - begin for begin, end in zip(net.begins[2:], net.begins[3:], strict=False)]
+        base = statistics.median(seconds) if name == "ddp" else base
         stats = getattr(strategy, "stats", None)
         rows.append(
             _row(
@@ -173,6 +187,8 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
                 size=f"MLP of {len(after) / 1e6:.1f} M parameters",
                 seconds=seconds,
                 seconds_median=statistics.median(seconds),
+                baseline="ddp",
+                ratio=base / statistics.median(seconds) if base else None,
                 bytes_sent=None if stats is None or stats.bytes_sent is None else stats.bytes_sent / batches,
                 ranks_identical=identical,
                 best_loss=last,
@@ -327,7 +343,7 @@ def _row(options: argparse.Namespace, device: torch.device, **found: Any) -> Row
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return Row(
         benchmark=f"shared_gpu {options.work}",
-        rate=f"{options.backend} on {LOOPBACK}",
+        rate=f"{options.backend} on {options.rate}",
         hosts=_RANKS,
         device=name,
         torch=torch.__version__,
@@ -339,7 +355,9 @@ def _row(options: argparse.Namespace, device: torch.device, **found: Any) -> Row
 def _publish(title: str, rows: Sequence[Row], options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         where = "the CPU" if options.dry else "one GPU"
-        harness.publish(f"{title}: two processes on {where}, over {options.backend}", rows, options.out)
+        harness.publish(
+            f"{title}: two processes on {where}, over {options.backend} on {options.rate}", rows, options.out
+        )
 
 
 def _be_a_rank(options: argparse.Namespace) -> None:
@@ -360,6 +378,8 @@ def main(given: Sequence[str]) -> None:
     parser = harness.arguments("shared_gpu", __doc__, rounds=None)
     parser.add_argument("work", choices=_WORK)
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
+    parser.add_argument("--rate", default=LOOPBACK, help="of the link between them; all but loopback needs root")
+    parser.add_argument("--width", type=int, default=1024, help="of the trained MLP; 4.3 M parameters at 1024")
     parser.add_argument("--dry", action="store_true", help="small, and on the CPU")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the memory that ranks share on the CPU
     options = parser.parse_args(given)
@@ -374,7 +394,8 @@ def main(given: Sequence[str]) -> None:
         return
     exit_on_sigterm()
     told = {harness.COMMIT: harness.commit(), **_TWO_HOSTS}
-    with harness.refusing(parser), tempfile.TemporaryDirectory() as folder, Lab(_RANKS, LOOPBACK) as lab:
+    with harness.refusing(parser), tempfile.TemporaryDirectory() as folder, Lab(_RANKS, options.rate) as lab:
+        told["NCCL_SOCKET_IFNAME"] = lab.interface
         for rank in range(_RANKS):
             command = [sys.executable, "-m", "benchmarks", "shared_gpu", *given, "--folder", folder]
             lab.popen(rank, command, {**told, "NCCL_HOSTID": f"host{rank}"})
