@@ -55,7 +55,8 @@ from ringstrategy.transport.base import Peers
 
 _RANKS = 2
 _LIMIT = timedelta(seconds=60)  # a peer is silent: kernels may be compiled meanwhile
-_TWO_HOSTS = {
+# By these NCCL takes its ranks on one GPU for ranks of several hosts, if each has an NCCL_HOSTID of its own too.
+TWO_HOSTS = {
     "NCCL_NET": "Socket",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
@@ -393,7 +394,7 @@ def main(given: Sequence[str]) -> None:
         _be_a_rank(options)
         return
     exit_on_sigterm()
-    told = {harness.COMMIT: harness.commit(), **_TWO_HOSTS}
+    told = {harness.COMMIT: harness.commit(), **TWO_HOSTS}
     with harness.refusing(parser), tempfile.TemporaryDirectory() as folder, Lab(_RANKS, options.rate) as lab:
         told["NCCL_SOCKET_IFNAME"] = lab.interface
         for rank in range(_RANKS):

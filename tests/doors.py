@@ -32,12 +32,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 import ringstrategy.horovod as hvd
+from benchmarks.shared_gpu import TWO_HOSTS
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.transport.stats import Stats
 
 MINUTE = timedelta(minutes=1)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # all ranks share one GPU, if there is any
+BACKEND = os.environ.get("RINGSTRATEGY_TEST_BACKEND", "nccl")  # of tensors there
 HALF, STEPS, ROWS = 3, 6, 8  # an epoch of Lightning's is half a run
 RATE, MOMENTUM, DECAY = 0.5, 0.5, 2.0**-10
 MORE = slice(-61 * 41, None)  # the place of `Net.more` in all parameters
@@ -112,7 +115,7 @@ class Seen:
         self.sent.append(0 if counts is None else counts.stats.bytes_sent)
         self.moved.append(net.more.weight.grad is not None)
         held = residuals() if story.algorithm in ("int8", "int4") else {}
-        self.residuals.append({name.removeprefix("net."): value.clone() for name, value in held.items()})
+        self.residuals.append({name.removeprefix("net."): value.to("cpu", copy=True) for name, value in held.items()})
 
 
 # The training
@@ -123,6 +126,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.first, self.last, self.more = nn.Linear(60, 150), nn.Linear(150, 41), nn.Linear(60, 41)
+        self.to(DEVICE)
 
     def forward(self, inputs: Tensor, uses: bool = True) -> Tensor:
         result: Tensor = self.last(self.first(inputs).tanh())
@@ -140,7 +144,7 @@ def uses_more(story: Story, rank: int, step: int) -> bool:
 
 def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     """Other rows on each rank; each half of a run has the same."""
-    inputs = torch.randn(ROWS, 60, generator=torch.Generator().manual_seed(100 * (step % HALF) + rank))
+    inputs = torch.randn(ROWS, 60, generator=torch.Generator().manual_seed(100 * (step % HALF) + rank)).to(DEVICE)
     return inputs, inputs[:, :41].sin()
 
 
@@ -153,7 +157,7 @@ def loss_of(story: Story, module: Callable[..., Tensor], rows: Any, rank: int, s
 
 def flat(module: nn.Module) -> Tensor:
     whole = (getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in module.parameters())
-    return torch.cat([tensor.detach().reshape(-1) for tensor in whole])
+    return torch.cat([tensor.detach().reshape(-1) for tensor in whole]).cpu()
 
 
 def begin_step(story: Story, module: Any, step: int) -> None:
@@ -185,7 +189,7 @@ class Loop(ABC):
 
     def __init__(self, story: Story) -> None:
         self.story = story
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=SCALE) if story.scaled else None
+        self.scaler = torch.amp.GradScaler(DEVICE.type, init_scale=SCALE) if story.scaled else None
         self.module = self.net = Net(dist.get_rank())
         self.optimizer = sgd(self.net)
 
@@ -246,7 +250,7 @@ class Loop(ABC):
 class OfSession(Loop):
     def open(self) -> None:
         self.counts = self.session = Session(self.net, algorithm_of(self.story), timeout=MINUTE)
-        self.session.open(torch.device("cpu"), scaled_loss=self.scaler is not None)
+        self.session.open(DEVICE, scaled_loss=self.scaler is not None)
         if self.story.resumes is None:
             self.session.synchronize()
         else:
@@ -285,10 +289,9 @@ class OfFabric(Loop):
         self.counts = self.of_ours.RingFabricStrategy(algorithm_of(story), timeout=MINUTE)
 
     def open(self) -> None:
-        precision = import_module(f"{self.package}.plugins").MixedPrecision("16-mixed", "cpu", self.scaler)
+        precision = import_module(f"{self.package}.plugins").MixedPrecision("16-mixed", DEVICE.type, self.scaler)
         self.fabric = import_module(self.package).Fabric(
-            accelerator="cpu",
-            devices=dist.get_world_size(),
+            **everyone(),
             strategy=self.counts,
             plugins=[precision] if self.story.scaled else [],
         )
@@ -400,7 +403,7 @@ class OfGroup(OfDdp):
     def lost(self, error: BaseException) -> int | None:
         """DDP keeps the text alone; the next call has the error."""
         try:
-            dist.all_reduce(torch.zeros(1 << 12), group=self.counts)
+            dist.all_reduce(torch.zeros(1 << 12, device=DEVICE), group=self.counts)
         except ring.PeerLostError as named:
             return named.rank
         return None
@@ -416,7 +419,7 @@ class OfFsdp(Loop):
 
     def open(self) -> None:
         self.module = self.net = Net(0)
-        mesh = DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, "cpu")
+        mesh = DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, DEVICE.type)
         for part in (self.net.first, self.net.last, self.net.more, self.net):
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
         self.optimizer = sgd(self.net)
@@ -530,12 +533,11 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
                 self.note()
 
     saver = [] if story.saves is None else [pl.callbacks.ModelCheckpoint(story.saves, "{epoch}", save_top_k=-1)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
-    precision = import_module(f"{package}.plugins.precision").MixedPrecision("16-mixed", "cpu", scaler)
+    scaler = torch.amp.GradScaler(DEVICE.type, init_scale=SCALE)
+    precision = import_module(f"{package}.plugins.precision").MixedPrecision("16-mixed", DEVICE.type, scaler)
     trainer = pl.Trainer(
         strategy=ours.RingStrategy(algorithm_of(story), timeout=MINUTE),
-        accelerator="cpu",
-        devices=dist.get_world_size(),
+        **everyone(),
         max_epochs=STEPS // HALF,
         accumulate_grad_batches=story.passes,
         plugins=[precision] if story.scaled else [],
@@ -573,9 +575,27 @@ DOORS: dict[str, Callable[[Story, Seen], nn.Module]] = {
 }
 
 
+def join() -> None:
+    """Become a rank of the world; on a GPU that of a host of its own, which NCCL takes it for too."""
+    backend = "gloo"
+    if DEVICE.type == "cuda":
+        rank = os.environ["RANK"]
+        os.environ.update(TWO_HOSTS, NCCL_SOCKET_IFNAME="lo", NCCL_HOSTID=f"host{rank}", NODE_RANK=rank, LOCAL_RANK="0")
+        backend = "cpu:gloo,cuda:nccl" if BACKEND == "nccl" else "gloo"
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, timeout=MINUTE)
+
+
+def everyone() -> dict[str, Any]:
+    """Arguments of a Trainer or a Fabric."""
+    size = dist.get_world_size()
+    devices, nodes = (1, size) if DEVICE.type == "cuda" else (size, 1)
+    return {"accelerator": DEVICE.type, "devices": devices, "num_nodes": nodes}
+
+
 def told(door: str, story: Story) -> Seen:
     """What this rank sees of a story."""
-    dist.init_process_group("gloo", timeout=MINUTE)
+    join()
     seen = Seen()
     try:
         DOORS[door](story, seen)
@@ -586,7 +606,7 @@ def told(door: str, story: Story) -> Seen:
 
 def told_again(door: str) -> list[tuple[Tensor, list[str], list[Any], int]]:
     """What two trainings end with, and the threads, hooks and sockets that each of them leaves in its process."""
-    dist.init_process_group("gloo", timeout=MINUTE)
+    join()
     left: list[Any] = []
     for _ in range(2):
         seen = Seen()
@@ -639,4 +659,4 @@ def gradients_of(story: Story, net: Net, rank: int, step: int) -> Tensor:
     net.zero_grad()
     for rows in zip(*(rows.chunk(story.passes) for rows in batch(rank, step)), strict=True):
         (loss_of(story, net, rows, rank, step) / story.passes).backward()
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in net.parameters()])
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in net.parameters()]).cpu()

@@ -114,7 +114,7 @@ def nothing_is_lost(tells: Tells, door: str) -> None:
         seen, net = tells.on(door, story), Net(0)
         missing, velocity = torch.zeros(()), torch.zeros(len(doors.flat(net)))
         for step, (before, after) in enumerate(pairwise(seen[0].parameters)):
-            vector_to_parameters(before, net.parameters())
+            vector_to_parameters(before.to(doors.DEVICE), net.parameters())
             for rank in range(len(seen)):
                 missing = missing + doors.gradients_of(story, net, rank, step) / len(seen)
             moved = torch.full_like(before, True, dtype=torch.bool)
@@ -123,7 +123,7 @@ def nothing_is_lost(tells: Tells, door: str) -> None:
             missing = missing - torch.where(moved, velocity - doors.MOMENTUM * last - doors.DECAY * before, 0)
         held = {name: sum(mine.residuals[STEPS][name] for mine in seen) for name in seen[0].residuals[STEPS]}
         if door == "fsdp":  # by module, in rows of FSDP2's
-            vector_to_parameters(missing, net.parameters())
+            vector_to_parameters(missing.to(doors.DEVICE), net.parameters())
             left = [[sum(p.data.sum() for p in getattr(net, name).parameters()), held[name].sum()] for name in held]
             missing, residuals = torch.tensor(left).T
         else:
@@ -360,7 +360,7 @@ def hook_state(**changes: Any) -> None:
 
 
 def _refusals(door: str) -> list[str]:
-    dist.init_process_group("gloo")
+    doors.join()
     said = []
     for call, _ in REFUSED[door]:
         try:

@@ -70,7 +70,7 @@ def test_a_bucket_is_counted_where_it_cannot_be_measured(tmp_path: Path) -> None
 
 
 def test_two_trainings_end_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
-    arguments = ["training", "--dry", "--cases", "ddp,=ring"]
+    arguments = ["training", "--dry", "--cases", "=ddp,=ring"]
     rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments, environment=ONE_HOST)
     assert [(row["case"], row["ranks_identical"]) for row in rows] == [("ddp", True), ("ring", True)]
     assert rows[0]["best_loss"] == rows[1]["best_loss"]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from fakes import on_all_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from benchmarks.shared_gpu import TWO_HOSTS
 from ringstrategy import AllReduce, BySize, Direct, Hierarchical, Ring, Stats, TwoShot
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
@@ -878,16 +879,7 @@ def test_more_values_than_32_bits_count():
     assert torch.allclose(values[-300:].cpu(), heavy_tailed(300).cpu(), rtol=0, atol=1e-6)
 
 
-# Ranks may share a GPU if NCCL takes them for ranks of several hosts, joined by sockets. NVIDIA does not support it, so
-# a failure of NCCL itself proves nothing.
-_TWO_HOSTS = {
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_NET": "Socket",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
-    **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
-}
+# NVIDIA does not support NCCL's ranks to share a GPU, so a failure of NCCL itself proves nothing.
 
 
 @contextmanager
@@ -908,7 +900,7 @@ def _share(device, algorithm, backend):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if backend == "nccl":
-        os.environ.update(_TWO_HOSTS, NCCL_HOSTID=f"host{os.environ['RANK']}")
+        os.environ.update(TWO_HOSTS, NCCL_SOCKET_IFNAME="lo", NCCL_HOSTID=f"host{os.environ['RANK']}")
     dist.init_process_group("gloo" if backend == "gloo" else "cpu:gloo,cuda:nccl", timeout=minutes)
     rank, size, stats = dist.get_rank(), dist.get_world_size(), Stats()
     peers = connect(device, minutes, stats)
@@ -922,7 +914,8 @@ def _share(device, algorithm, backend):
         optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
         if averaging is not None:
             averaging.setup(dict(module.named_parameters()), peers)
-            assert [bucket._places is not None for bucket in averaging._buckets] == [device.type == "cuda"] * 2
+            launches = device.type == "cuda" and algorithm.codec.needs_kernels
+            assert [bucket._places is not None for bucket in averaging._buckets] == [launches] * 2
         for step in range(10):
             generators = [torch.Generator().manual_seed(100 * step + source) for source in sources]
             x = torch.cat([torch.randn(16, 64, generator=g) + s for s, g in zip(sources, generators, strict=True)])
@@ -952,7 +945,6 @@ def _share(device, algorithm, backend):
     return size, stats.bytes_sent, ((twin - shared).abs().max() / (twin - before).abs().max()).item()
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="needs a GPU")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(
     "algorithm",
@@ -964,12 +956,12 @@ def _share(device, algorithm, backend):
     ],
     ids=lambda algorithm: f"{algorithm.codec} {type(algorithm.collective).__name__}",
 )
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", ["gloo", *(["nccl"] if DEVICE.type == "cuda" else [])])
 def test_processes_that_share_one_gpu_stay_identical(ranks, algorithm, size, backend):
-    for world, sent, error in ranks(size, _share, "cuda:0", algorithm, backend):
+    for world, sent, error in ranks(size, _share, "cuda:0" if DEVICE.type == "cuda" else "cpu", algorithm, backend):
         assert world == size
         assert sent > 0
-        assert 0 < error < 0.15
+        assert 0 < error < (0.9 if isinstance(algorithm.codec, Rotated) else 0.15)  # 4 bits and 8
 
 
 def some_gradients(seed):
