@@ -54,7 +54,7 @@ docs: $(documents)  ## the pages of docs/ as a site, in site/; a broken link is 
 bench: $(trains)  ## each benchmark once, small, 10 minutes; as root on throttled links, else over loopback
 	"$(py)" -m benchmarks campaign --short $(ARGS)
 
-gpu: $(installed)  ## on a machine with a GPU, 9 minutes: all that no other can show; ARGS=--dry: small, without one
+gpu: $(installed)  ## on a machine with a GPU, 20 minutes: all that no other can show; ARGS=--dry: small, without one
 	"$(py)" -m benchmarks gpu $(ARGS)
 
 clean:  ## remove the environment, builds and outputs

@@ -134,7 +134,8 @@ def nothing_is_lost(tells: Tells, door: str) -> None:
 @law
 def fewer_bytes_are_sent(tells: Tells, door: str) -> None:
     """Than without a codec; nobody counts what was not sent."""
-    low, high = (1.0, 2.0) if door == "fsdp_in_group" else (3.6, 4.0)  # parameters are gathered exactly
+    gathers = door == "fsdp_in_group" and doors.DEVICE.type == "cpu"  # parameters, exactly; on GPUs torch does
+    low, high = (1.0, 2.0) if gathers else (3.6, 4.0)
     for encoded, exact in zip(tells.on(door, Story("int8")), tells.on(door, Story()), strict=True):
         for step in range(STEPS):
             of_step = [sent[step + 1] - sent[step] for sent in (exact.sent, encoded.sent)]
@@ -417,6 +418,8 @@ _not_there(
     [LAWS[name] for name in LAWS.keys() - {"equal_to_the_mean", "nothing_is_lost", "resumes_bit_for_bit"}],
     AGAIN,
 )
+if doors.DEVICE.type == "cuda" and doors.BACKEND == "gloo":
+    _not_there("torch's gloo gathers no tensors of GPUs, which FSDP2 asks for", list(LAWS.values()), ["fsdp"])
 CELLS = [(door, name) for name in LAWS for door in DOORS if (name, door) not in NOT_THERE]
 
 
@@ -431,4 +434,4 @@ def test_a_cell_is_missing_for_a_reason() -> None:
         assert door in DOORS
         assert len(reason.split()) > 4
     for door in DOORS:
-        assert sum(name == door for name, _ in CELLS) >= 2
+        assert sum(name == door for name, _ in CELLS) >= 2 or (door == "fsdp" and doors.BACKEND == "gloo")

@@ -55,7 +55,8 @@ def add_tiles(tiles, others):
 
 @triton.jit(do_not_specialize=["n", "s0", "s1", "s2", "s3", "s4", "s5", "s6", "s7"])
 def _decode_kernel(
-    wire, values, out, n, s0, s1, s2, s3, s4, s5, s6, s7, FORMAT: tl.constexpr, ALIGN: tl.constexpr
+    wire, values, out, n, s0, s1, s2, s3, s4, s5, s6, s7,
+    FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """out = values + R^-1 decoded, or only the latter without `values`; R as in `_encode_kernel`.
 
@@ -67,19 +68,9 @@ def _decode_kernel(
     if wire.dtype.element_ty == tl.int64:
         place, n, wire = load_part(wire)
         out += place * FORMAT.block
-    if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
-        _decode_rows(wire, values, out, n, signs, first, FORMAT, ALIGN, True)
-    else:
-        _decode_rows(wire, values, out, n, signs, first, FORMAT, ALIGN, False)
-
-
-@triton.jit
-def _decode_rows(
-    wire, values, out, n, signs, first, FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr
-):  # fmt: skip
     begin = first * FORMAT.block
     length, span = shape_rows(n - begin, FORMAT, WHOLE)
-    inside = mask_runs(span, FORMAT, WHOLE)
+    inside = mask_runs(n - begin, span, FORMAT, WHOLE)
     exists = mask_tiles(inside, length, span, FORMAT, WHOLE)
     tiles = decode_tiles(wire, n, first, inside, span, FORMAT, ALIGN)
     if signs[0] is not None:
@@ -107,7 +98,7 @@ def decode(wire: Tensor, out: Tensor, fmt: Format, *, signs: Sequence[int] | Non
         return
     with torch.cuda.device_of(out):
         _decode_kernel[fmt.grid(n)](
-            wire, out if add else None, out, n, *(signs or NO_SIGNS), fmt, fmt.align(n), **LAUNCH
+            wire, out if add else None, out, n, *(signs or NO_SIGNS), fmt, fmt.align(n), n % fmt.block == 0, **LAUNCH
         )
 
 
@@ -119,5 +110,5 @@ def decode_parts(parts: Sequence[Part], out: Tensor, fmt: Format, *, signs: Sequ
     if signs is not None:
         fmt.check_rotation(out)
     with torch.cuda.device_of(out):
-        for grid, messages, align in launches(parts, fmt, out.device):
-            _decode_kernel[grid](messages, None, out, 0, *(signs or NO_SIGNS), fmt, align, **LAUNCH)
+        for grid, messages, align, whole in launches(parts, fmt, out.device):
+            _decode_kernel[grid](messages, None, out, 0, *(signs or NO_SIGNS), fmt, align, whole, **LAUNCH)

@@ -34,7 +34,7 @@ from .tiles import (
 )
 def _encode_kernel(
     values, residual, payloads, wire, lost, n, count, seed, place, s0, s1, s2, s3, s4, s5, s6, s7,
-    edges, kinds, tensors, scale, FORMAT: tl.constexpr, ALIGN: tl.constexpr,
+    edges, kinds, tensors, scale, FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """x = R (values + residual) + payloads decoded; wire = headers and codes of x; lost = R^-1 (x - decoded wire).
 
@@ -42,10 +42,10 @@ def _encode_kernel(
     (uint8) or the addresses of `count` messages (int64), added in this order, each sum rounded to the dtype of
     `values`. `wire` is one message (uint8), or for each of several parts where it begins, in blocks, its values, and
     the address of its message (int64): then the other pointers are to the whole bucket, and n and place count for
-    nothing. `values` may also be the addresses (int64) of the `tensors` with these edges and kinds, which are read
-    where they lie, times `scale`. From a block that is not finite, lost = residual. Reads 4 (of such tensors 2 or 4) +
-    residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost (0, 2 or 4) + bits/8 + headers/block bytes
-    an element of float32.
+    nothing. WHOLE: no message ends with a short block. `values` may also be the addresses (int64) of the `tensors` with
+    these edges and kinds, which are read where they lie, times `scale`. From a block that is not finite, lost =
+    residual. Reads 4 (of such tensors 2 or 4) + residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost
+    (0, 2 or 4) + bits/8 + headers/block bytes an element of float32.
     """  # what changes from call to call is not specialized: 1 would be a constant, and compiled for
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     source = (edges, kinds, tensors, scale)
@@ -58,25 +58,10 @@ def _encode_kernel(
             residual += place * FORMAT.block
         if lost is not None:
             lost += place * FORMAT.block
-    if n - first * FORMAT.block >= FORMAT.rows * FORMAT.block:
-        _encode_rows(
-            values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, True
-        )
-    else:
-        _encode_rows(
-            values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first, FORMAT, ALIGN, False
-        )
-
-
-@triton.jit
-def _encode_rows(
-    values, source, residual, payloads, wire, lost, n, count, seed, place, signs, first,
-    FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
     begin = first * FORMAT.block
     blocks = (n.to(tl.int64) + FORMAT.block - 1) // FORMAT.block
     length, span = shape_rows(n - begin, FORMAT, WHOLE)
-    inside = mask_runs(span, FORMAT, WHOLE)
+    inside = mask_runs(n - begin, span, FORMAT, WHOLE)
     exists = mask_tiles(inside, length, span, FORMAT, WHOLE)
     DTYPE: tl.constexpr = values.dtype.element_ty if source[0] is None else tl.float32
     if source[0] is None:
@@ -184,7 +169,7 @@ def encode(
             payloads = table([arrived.data_ptr() for arrived in wires], values.device)
         _encode_kernel[fmt.grid(n)](
             values, residual, payloads, wire, lost, n, len(wires), seed, offset // fmt.block,
-            *(signs or NO_SIGNS), None, None, 0, None, fmt, fmt.align(n), **LAUNCH,
+            *(signs or NO_SIGNS), None, None, 0, None, fmt, fmt.align(n), n % fmt.block == 0, **LAUNCH,
         )  # fmt: skip
 
 
@@ -230,8 +215,8 @@ def encode_parts(
         if source is not None:
             flat, edges, kinds = source.addresses, source.places.edges, source.places.kinds
             tensors, scale = len(source.places.numels), source.scale
-        for grid, messages, align in launches(parts, fmt, values.device):
+        for grid, messages, align, whole in launches(parts, fmt, values.device):
             _encode_kernel[grid](
                 flat, residual, payloads, messages, lost, 0, len(wires), seed, 0,
-                *(signs or NO_SIGNS), edges, kinds, tensors, scale, fmt, align, **LAUNCH,
+                *(signs or NO_SIGNS), edges, kinds, tensors, scale, fmt, align, whole, **LAUNCH,
             )  # fmt: skip

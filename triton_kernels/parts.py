@@ -21,6 +21,7 @@ class _Launch(NamedTuple):
     grid: tuple[int, int]  # programs for the longest part, parts
     messages: Tensor  # int64 (parts * 3,): where a part begins, in blocks; its values; the address of its message
     align: int  # see `Format.align`
+    whole: bool  # no part ends with a short block
 
 
 def launches(parts: Sequence[Part], fmt: Format, device: torch.device) -> Iterator[_Launch]:
@@ -32,7 +33,8 @@ def launches(parts: Sequence[Part], fmt: Format, device: torch.device) -> Iterat
             rows = [(part.begin // fmt.block, part.end - part.begin, part.wire.data_ptr()) for _, part in chosen]
             messages = table([number for row in rows for number in row], device)
             programs = max(fmt.grid(numel)[0] for _, numel, _ in rows)
-            yield _Launch((programs, len(rows)), messages, math.gcd(*(align for align, _ in chosen)))
+            whole = all(numel % fmt.block == 0 for _, numel, _ in rows)
+            yield _Launch((programs, len(rows)), messages, math.gcd(*(align for align, _ in chosen)), whole)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def shape_rows(left, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """Values in each row and the span of its runs, both (rows, 1), or numbers where all rows are WHOLE blocks."""
+    """Values in each row and the span of its runs, both (rows, 1), or numbers where all blocks are WHOLE."""
     if WHOLE:
         length: tl.constexpr = FORMAT.block
         span: tl.constexpr = FORMAT.block // FORMAT.tiles
@@ -25,12 +25,15 @@ def shape_rows(left, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def mask_runs(span, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
-    """Which columns (rows, width) lie in a run; the compiler drops a mask that is true everywhere."""
-    if WHOLE and FORMAT.width * FORMAT.tiles == FORMAT.block:
-        inside = tl.full([FORMAT.rows, FORMAT.width], True, tl.int1)
+def mask_runs(left, span, FORMAT: tl.constexpr, WHOLE: tl.constexpr):
+    """Which columns (rows, width) lie in a run; if blocks are WHOLE and runs as wide as tiles, all of a row or none."""
+    column = tl.arange(0, FORMAT.width)[None, :]
+    if WHOLE:
+        inside = tl.broadcast_to(tl.arange(0, FORMAT.rows)[:, None] * FORMAT.block < left, [FORMAT.rows, FORMAT.width])
+        if FORMAT.width * FORMAT.tiles != FORMAT.block:
+            inside &= column < span
     else:
-        inside = tl.broadcast_to(tl.arange(0, FORMAT.width)[None, :] < span, [FORMAT.rows, FORMAT.width])
+        inside = tl.broadcast_to(column < span, [FORMAT.rows, FORMAT.width])
     return inside
 
 
