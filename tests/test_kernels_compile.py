@@ -211,8 +211,8 @@ def test_it_compiles_without_spills(gpu, variant):
 
 def bearable(gpu: str, variant: Variant) -> int:
     """Bytes of a thread that may wait in memory."""
-    if variant.gathered:  # some addresses; of 1 bit a thread holds twice as many values
-        return (88 if variant.residual else 40) if variant.codec == Gaussian(1) else 32
+    if variant.rotated and variant.residual:  # some addresses; of 1 bit a thread holds twice as many values
+        return 24 if variant.codec == Gaussian(1) else 8
     return 16 if gpu == "sm_100" and VERSION < (3, 7) else 0  # Triton 3.6, in one of these cases
 
 
