@@ -672,13 +672,19 @@ def test_parts_of_scattered_tensors_are_encoded_as_one_by_one_in_a_bucket(codec,
 
 @pytest.mark.parametrize("codec", STOCHASTIC, ids=str)
 def test_noise_is_that_of_the_place_in_the_bucket_for_parts_too(codec):
-    values = heavy_tailed(9 * codec.block)
-    parts = [Part(k * codec.block, (k + 3) * codec.block, message(codec, 3 * codec.block)) for k in (0, 3, 6)]
-    fmt, again = formats.of(codec.arithmetic), message(codec, 3 * codec.block)
+    """The last part ends with a short block."""
+    values = heavy_tailed(9 * codec.block - 5)
+    edges = cut(0, values.numel(), 3, codec.block)
+    parts, fmt = [Part(begin, end, message(codec, end - begin)) for begin, end in edges], formats.of(codec.arithmetic)
     encode_parts(values, parts, (), fmt, seed=2**61 + 5)
+    decoded = torch.empty_like(values)
+    decode_parts(parts, decoded, fmt)
     for begin, end, wire in parts:
+        again, one = message(codec, end - begin), torch.empty(end - begin, device=DEVICE)
         encode(values[begin:end], (), again, fmt, seed=2**61 + 5, offset=begin)
         assert_same(wire, again)
+        decode(again, one, fmt)
+        assert_same(decoded[begin:end], one)
 
 
 def test_a_part_must_be_whole_blocks_with_a_message_of_its_size():
