@@ -13,7 +13,7 @@ import torch
 QUICK = (
     "(bytes_are and (e4m3 or (minmax and 8))) or halves_to_even or pack_reads_only or pack_and_unpack"
     " or (parts_are_the_references and 1024) or (one_pass and e4m3) or (scattered and minmax)"
-    " or (fuses_or_not and 1297 and float32)"
+    " or (fuses_or_not and 1297 and float32) or noise_is_that"
 )
 
 
