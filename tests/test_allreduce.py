@@ -600,6 +600,24 @@ def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> N
         assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
 
 
+@pytest.mark.parametrize(("codec", "nbytes"), [(Identity(), 2), (BlockInt(8), 1 + 2 / 256)], ids=str)
+def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(codec: Codec, nbytes: float) -> None:
+    def sent(peers: FakePeers) -> int:
+        weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
+        algorithm = _setup(peers, AllReduce(codec), {"weight": weight})
+        before = peers.stats.bytes_sent
+        assert before is not None
+        backward(algorithm, (weight * peers.rank).sum())
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
+        assert peers.stats.bytes_sent is not None
+        return peers.stats.bytes_sent - before
+
+    values = 2 * 3 / 4 * 2048
+    for found in on_all_ranks(4, sent):
+        assert values * nbytes <= found <= values * nbytes + 128, "with what ranks agree on"
+
+
 # Feedback
 
 _DIRECTIONS = torch.randn(12, 3, 203, generator=torch.Generator().manual_seed(5))

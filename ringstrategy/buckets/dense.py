@@ -1,7 +1,7 @@
 """One flat buffer of gradients.
 
 Where the buffer's dtype is the gradient's, gradients become views of it and the mean needs no copy back; 16-bit
-gradients are widened into a float32 buffer, since no sum is taken in 16 bits.
+gradients are widened into a float32 buffer, since no sum is taken in 16 bits; without a codec they travel in 16.
 
 On a GPU over NCCL the buffer may only receive the mean: the launch that encodes then reads the gradients where autograd
 put them. They keep that memory until it has. So no more than a few buckets do it at once: where exchanges queue up, the

@@ -11,6 +11,7 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import sums_dtype
 
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
@@ -54,7 +55,7 @@ def plan_buckets(
         if name in sparse:
             closed.append((place_of[name], [(name, parameter)], None))
             continue
-        codec = codec_of(name, parameter)
+        codec = wire_of(codec_of(name, parameter), parameter.dtype)
         dtype = sums_dtype(parameter.dtype)
         codec.check(dtype)
         key = (parameter.device, dtype, codec)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
 from ringstrategy.kernels.engine import engine
 
 _WIRE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
@@ -58,3 +59,8 @@ class Cast(Codec):
     def summable(self, dtype: torch.dtype) -> torch.dtype | None:
         """The wire's dtype: the backend then sums in it."""
         return self.dtype
+
+
+def wire_of(codec: Codec, dtype: torch.dtype) -> Codec:
+    """How sums of values of `dtype` travel: without a codec those of 16-bit values in 16 bits, rounded at each send."""
+    return Cast(dtype) if codec == Identity() and dtype in _WIRE_DTYPES.values() else codec

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.policy import Policy
 from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.errors import last_words
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
@@ -312,9 +313,9 @@ class _Group:
     def __init__(self, codec: Codec, gradients: Sequence[Gradient], feedback: bool) -> None:
         self.parameters = [parameter for parameter, _ in gradients]
         like = gradients[0][1]
-        self._codec, self._dtype = codec, sums_dtype(like.dtype)
-        codec.check(self._dtype)
-        codec.warm_up(like.device)
+        self._codec, self._dtype = wire_of(codec, like.dtype), sums_dtype(like.dtype)
+        self._codec.check(self._dtype)
+        self._codec.warm_up(like.device)
         self._places: list[tuple[torch.Size, tuple[int, ...], int]] = []
         self._numel = 0
         for _, gradient in gradients:

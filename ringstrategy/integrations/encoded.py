@@ -10,9 +10,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ringstrategy.codecs import Cast, Codec, Identity
+from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Collective
-from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.transport.agree import agree_beside
 from ringstrategy.transport.base import Peers, Word
 from ringstrategy.transport.connect import connect
@@ -57,8 +56,3 @@ def peers_for(
         peers.close()
         raise
     return peers
-
-
-def wire_of(codec: Codec, dtype: torch.dtype) -> Codec:
-    """How sums of values of `dtype` travel: sums of 16-bit values are wider than what is to travel unencoded."""
-    return Cast(dtype) if codec == Identity() and sums_dtype(dtype) != dtype else codec

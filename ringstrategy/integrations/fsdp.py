@@ -21,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Module
 
 from ringstrategy.codecs import BlockInt, Codec, Identity, derive_seed
+from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import BySize, Collective
 from ringstrategy.collectives.base import Summand, sums_dtype
-from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
+from ringstrategy.integrations.encoded import close_at_exit, peers_for
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
 

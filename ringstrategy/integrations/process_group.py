@@ -23,9 +23,10 @@ from torch.futures import Future
 
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.codecs import Codec, RandomK, TopK, derive_seed
+from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
-from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
+from ringstrategy.integrations.encoded import close_at_exit, peers_for
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable

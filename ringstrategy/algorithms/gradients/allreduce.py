@@ -25,8 +25,9 @@ class AllReduce(Synchronous):
     """Synchronous data parallelism: each bucket's mean, encoded by a codec, by a collective. See `Synchronous`.
 
     Args:
-        codec: what travels instead of float32; or a policy, a function `(name, parameter) -> Codec` such as
-            `SmallExact`, asked once when buckets are planned. Parameters share a bucket only if they share a codec.
+        codec: what travels instead of float32, or of the 16 bits that gradients have; or a policy, a function `(name,
+            parameter) -> Codec` such as `SmallExact`, asked once when buckets are planned. Parameters share a bucket
+            only if they share a codec.
         collective: how it travels.
         error_feedback: add what a codec lost to the next step's gradients. None: as the codec prefers; lossless codecs
             have nothing to feed back. It costs a residual of the size of the gradients, two under a loss scaler.
