@@ -12,11 +12,13 @@ that came second joined the store of the first, and both waited in gloo's connec
 from __future__ import annotations
 
 import importlib
+import math
 import multiprocessing
 import os
 import random
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
@@ -25,6 +27,7 @@ from typing import Any
 from patience import Patience
 
 LARGEST = 8
+_GRACE = 60.0  # seconds, for other ranks after one has failed, which may wait for it: the test is red already
 _PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
 IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
 IMPORTED += [
@@ -58,7 +61,7 @@ class Pool:
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """`function(*args)` on ranks 0..size-1, with the environment set as a launcher would; returns all results."""
-        outcomes = self.outcomes(size, function, *args)
+        outcomes = self._ask(size, function, args, grace=_GRACE)
         errors = [f"rank {rank}:\n{error}" for rank, (_, error) in enumerate(outcomes) if error is not None]
         if errors:
             raise RankFailed("\n".join(errors))
@@ -66,6 +69,11 @@ class Pool:
 
     def outcomes(self, size: int, function: Callable[..., Any], *args: Any) -> list[tuple[Any, str | None]]:
         """As `__call__`, but a rank that raised gives (None, its traceback)."""
+        return self._ask(size, function, args, grace=None)
+
+    def _ask(
+        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], grace: float | None
+    ) -> list[tuple[Any, str | None]]:
         while len(self._workers) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -75,20 +83,24 @@ class Pool:
         try:
             with reserve_port() as holder:
                 task = (function.__module__, function.__qualname__, args)
-                return self._run(size, holder.getsockname()[1], task)
+                return self._run(size, holder.getsockname()[1], task, grace)
         except BaseException:  # such as a time-out of pytest: the next task must not get the answers to this one
             self.close()
             raise
 
-    def _run(self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]]) -> list[tuple[Any, str | None]]:
+    def _run(
+        self, size: int, port: int, task: tuple[str, str, tuple[Any, ...]], grace: float | None
+    ) -> list[tuple[Any, str | None]]:
         for rank in range(size):
             self._workers[rank][1].send((rank, size, port, list(sys.path), os.getcwd(), task))
         waiting = {self._workers[rank][1]: rank for rank in range(size)}
         outcomes: dict[int, tuple[Any, str | None]] = {}
         patience = Patience(lambda: [process.pid for process, _ in self._workers[:size]])
+        failed = math.inf  # when the first of them did
         while waiting:
             ready = wait(list(waiting), timeout=1.0)
-            if not ready and (why := patience.gone()):
+            why = f"did not end {grace} s after another failed" if time.monotonic() - failed > (grace or 0) else ""
+            if not ready and (why := why or patience.gone()):
                 stuck = sorted(waiting.values())
                 raise TimeoutError(f"ranks {stuck} of {task[1]} {why}; others: {outcomes}")
             for connection in ready:
@@ -98,6 +110,8 @@ class Pool:
                     outcomes[rank] = connection.recv()
                 except EOFError:
                     outcomes[rank] = (None, "the process died")
+                if grace is not None and outcomes[rank][1] is not None:
+                    failed = min(failed, time.monotonic())
         alive = all(process.is_alive() for process, _ in self._workers)
         if not alive or any(error is not None for _, error in outcomes.values()):
             # torch counts a process's groups; who failed to join one has counted further than the others for good
