@@ -1,8 +1,10 @@
 # Two commands do everything on a fresh machine, set-up included: `make train` and `make test`.
 # ARGS goes to the command: make train ARGS="strategy=ring_fp16 data=stdlib_text model=gpt"; make test ARGS="-k ring -x"
+# Another torch has an environment of its own: make test TORCH=2.9.0
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(addprefix -torch-,$(TORCH))
 ARGS ?=
 both := -m strategy=ddp,ring_int8
 
@@ -78,7 +80,8 @@ $(installed): extra := dev
 $(installed): contains := $(trains)
 $(documents): extra := docs
 $(trains) $(installed) $(documents): $(py) pyproject.toml constraints.txt
-	"$(py)" -m pip install --disable-pip-version-check -c constraints.txt -e ".[$(extra)]"
+	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton/d') constraints.txt > "$(VENV)/constraints.txt"
+	"$(py)" -m pip install --disable-pip-version-check -c "$(VENV)/constraints.txt" -e ".[$(extra)]"
 	@for stamp in $(if $(contains),"$(contains)") "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
 
 # Training and tests would compile them too, but while somebody waits.
@@ -89,7 +92,7 @@ $(kernels): $(wildcard ringstrategy/kernels/*.py)
 # Ray, Spark and Slurm's are large, and not everywhere: without one, its tests are skipped.
 launchers: $(installed)
 	@for extra in ray spark slurm; do \
-	    "$(py)" -m pip install --disable-pip-version-check --quiet -c constraints.txt -e ".[$$extra]" || \
+	    "$(py)" -m pip install --disable-pip-version-check --quiet -c "$(VENV)/constraints.txt" -e ".[$$extra]" || \
 	        echo "the extra \"$$extra\" cannot be installed here: its tests are skipped" >&2; \
 	done
 
