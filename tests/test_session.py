@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
-from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, PlanMismatchError
+from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, LocalSGD, Nesterov, PlanMismatchError
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.kernels import threads
 from ringstrategy.session import Session
@@ -116,6 +116,30 @@ def _looks() -> None:
 
 def test_the_mean_is_looked_at_and_each_rank_goes_on_with_its_own(ranks: Pool) -> None:
     ranks(3, _looks)
+
+
+def _trained_with_views(algorithm: Algorithm, views: bool) -> list[Tensor]:
+    """The parameters after training; with views, buffers lie in the memory of one, and in that of another buffer."""
+    with process_group():
+        module = model()
+        if views:
+            module.register_buffer("row", module[0].weight.data[0])
+            module.register_buffer("statistic", torch.full((4,), dist.get_rank() + 1.0))
+            module.register_buffer("half_of_it", module.statistic[2:])
+        with opened(module, algorithm) as (session, optimizer):
+            train(session, optimizer, batches(6))
+            with session.consensus():
+                return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, Nesterov(), overlap=1)], ids=str
+)
+def test_buffers_in_the_memory_of_parameters_change_nothing(ranks: Pool, algorithm: Algorithm) -> None:
+    for with_views, without in zip(
+        *(ranks(2, _trained_with_views, algorithm, on) for on in (True, False)), strict=True
+    ):
+        assert all(map(torch.equal, with_views, without))
 
 
 def _cores(algorithm: Algorithm) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from ringstrategy.algorithms.memory import apart
+
 
 def shared_parameters(module: Module) -> dict[str, Parameter]:
     """The parameters by name, except those that the module tells torch DDP to ignore."""
@@ -16,6 +18,11 @@ def shared_buffers(module: Module) -> list[Tensor]:
     """Likewise."""
     ignored = _ignored(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def buffers_apart(module: Module) -> list[Tensor]:
+    """Those that lie in no parameter's memory, nor in that of another buffer: what may be averaged beside them."""
+    return apart(shared_buffers(module), [*shared_parameters(module).values()])
 
 
 def _ignored(module: Module) -> set[str]:

@@ -23,7 +23,7 @@ from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
 from ringstrategy.session.optimizers import options, rates, stepped_by
-from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
+from ringstrategy.session.parameters import buffers_apart, shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
@@ -123,7 +123,7 @@ class Session:
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
-            self._parameters.attend(lambda: shared_buffers(self.module), lambda: self._optimizers)
+            self._parameters.attend(lambda: buffers_apart(self.module), lambda: self._optimizers)
             within = self._parameters.within
             if within is not None:
                 self._host = Host.around(self._peers, within, self._group, device, self._timeout)
@@ -446,7 +446,7 @@ class Session:
             return False
         # a validation may be in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
-            return self._parameters.enter_consensus(shared_buffers(self.module), replaced=replaced)
+            return self._parameters.enter_consensus(buffers_apart(self.module), replaced=replaced)
 
     def leave_consensus(self) -> None:
         """See `ParameterAlgorithm.leave_consensus`."""

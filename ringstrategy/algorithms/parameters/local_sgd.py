@@ -325,7 +325,9 @@ class LocalSGD(Periodic):
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
-            average_states(group.parameters, self._optimizers(), self.exchange, self._peers)
+            averaged = set(group.parameters.values())
+            stepped = {name: each for name, each in self._all.items() if self._first.get(each) in averaged}
+            average_states(stepped, self._optimizers(), self.exchange, self._peers)
 
     def _apply_beside(self, group: Group, square: Tensor, *, waited: bool) -> None:
         assert self._peers is not None

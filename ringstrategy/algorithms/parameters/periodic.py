@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.memory import firsts
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
@@ -50,7 +51,8 @@ class Periodic(ParameterAlgorithm):
         self.exchange = Exchange()
         self._peers: Peers | None = None
         self._all: dict[str, Parameter] = {}
-        self._known: dict[str, Parameter] = {}  # those that are averaged
+        self._known: dict[str, Parameter] = {}  # those that are averaged, one of those in the same memory
+        self._first: dict[Parameter, Parameter] = {}  # of those in a parameter's memory
         self._groups: list[Group] = []
         self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
         self._view: Consensus | None = None  # while there are peers
@@ -145,7 +147,9 @@ class Periodic(ParameterAlgorithm):
         known = set(self._all.values())
         self._bound = {}
         self._all = dict(parameters)
-        self._known, _ = split(parameters, self.local)
+        shared, _ = split(parameters, self.local)
+        self._first = firsts(shared)
+        self._known = {name: parameter for name, parameter in shared.items() if self._first[parameter] is parameter}
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
@@ -215,7 +219,8 @@ class Periodic(ParameterAlgorithm):
             return []
         asked = frozenset(parameters)
         if asked not in self._bound:
-            wanted = {n: p for n, p in self._known.items() if p in asked and has_a_mean(p)}
+            stepped = {self._first.get(parameter) for parameter in asked}
+            wanted = {n: p for n, p in self._known.items() if p in stepped and has_a_mean(p)}
             self._bound[asked] = self._bind(wanted) if wanted else []
         return self._bound[asked]
 
@@ -361,7 +366,7 @@ class Periodic(ParameterAlgorithm):
         """Forget the parameters, and drop an exchange in flight. The counts stay."""
         self._counts = self.state_dict()["counts"]
         self._peers, self._view, self._groups, self._bound = None, None, [], {}
-        self._all, self._known = {}, {}
+        self._all, self._known, self._first = {}, {}, {}
 
 
 def warm_up_codec(codec: Codec, parameters: Iterable[Parameter]) -> None:
