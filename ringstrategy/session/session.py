@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -22,7 +22,7 @@ from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
-from ringstrategy.session.optimizers import options, rates, stepped_by
+from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
 from ringstrategy.session.parameters import buffers_apart, shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.agree import compare_plans
@@ -153,10 +153,21 @@ class Session:
         """Give every rank rank 0's parameters and buffers."""
         self._from_rank_0([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
 
-    def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too."""
+    def bind(self, optimizers: Sequence[Optimizer], *, others: Collection[Parameter] = ()) -> None:
+        """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too.
+
+        ValueError if one steps a parameter that requires gradients and is not in the module, or exchanges parameters
+        itself where each rank steps its own gradients.
+
+        Args:
+            optimizers: all that step parameters of the module.
+            others: parameters that other sessions average, and these optimizers may step too.
+        """
         self._optimizers = optimizers
+        if self._peers is not None:
+            check_registered(optimizers, {*self.module.parameters(), *others})
         if self._peers is not None and self._parameters is not None:
+            check_alone(optimizers)
             for optimizer in optimizers:
                 self._parameters.bind(stepped_by(optimizer))
 

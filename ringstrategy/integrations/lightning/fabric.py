@@ -251,7 +251,8 @@ class RingFabricStrategyMixin(DDPStrategy):
     def _bind(self, model: RingModule) -> None:
         model.optimizers = [optimizer for optimizer in self._optimizers if model.stepped_by(optimizer)]
         if model.optimizers:
-            model.session.bind(model.optimizers)
+            others = {parameter for other in self._models for parameter in other.module.parameters()}
+            model.session.bind(model.optimizers, others=others)
             model.session.compare_optimizers()
 
     # A step
