@@ -745,17 +745,20 @@ def test_buffers_that_have_a_mean_get_it_once_however_many_optimizers_there_are(
         named, found = {f"{number}": nn.Parameter(torch.zeros(3)) for number in range(3)}, []
         algorithm = LocalSGD(1, overlap=overlap)
         algorithm.setup(named, peers)
-        algorithm.attend(lambda: [mask, turns, seen], tuple)
+        count = torch.tensor([0, 2**60 + peers.rank])
+        algorithm.attend(lambda: [mask, turns, seen], tuple, lambda: [count])
         for parameter in named.values():
             algorithm.bind({parameter})
         for _ in range(6):
             seen[1] += peers.rank  # which the mean must not lose, though it comes later
+            count[0] += 1  # nor what rank 0 has
             for parameter in named.values():
                 algorithm.after_step({parameter})
             found.append(seen[0].item())
         algorithm.settle()
         assert torch.equal(mask, torch.full((3,), -torch.inf))
         assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)), "has no real mean"
+        assert count.tolist() == [6, 2**60]
         assert seen[1] == (3.0 if not overlap else 2.5 + peers.rank)
         return found
 

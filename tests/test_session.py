@@ -142,6 +142,45 @@ def test_buffers_in_the_memory_of_parameters_change_nothing(ranks: Pool, algorit
         assert all(map(torch.equal, with_views, without))
 
 
+def _sees_buffers(algorithm: Algorithm) -> None:
+    """Statistics of batches have a mean, and masks, scales and counters are rank 0's: after training, and once seen."""
+    with process_group():
+        module, rank = model(), dist.get_rank()
+        others = {
+            "mask": torch.tensor([1.0, 0.0, 1.0]) if rank else torch.tensor([1.0, 1.0, 0.0]),
+            "scale": torch.full((2,), rank + 0.1, dtype=torch.float64).t(),
+            "zero_point": torch.tensor(rank + 3, dtype=torch.int8),
+            "seed": torch.tensor(2**60 + rank),
+            "on": torch.tensor([rank == 0]),
+            "narrow": torch.tensor([rank - 0.5], dtype=torch.bfloat16),
+            "turn": torch.polar(torch.ones(1), torch.full((1,), rank + 1.0)),
+            "empty": torch.empty(0),
+        }
+        for name, buffer in others.items():
+            module.register_buffer(name, buffer.clone())
+        with opened(module, algorithm) as (session, optimizer):
+            for name, buffer in others.items():  # which `synchronize` has replaced
+                module.get_buffer(name).copy_(buffer)
+            train(session, optimizer, batches(4))
+            own = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            of_rank_0 = [[value.clone() for value in others.values()]]
+            dist.broadcast_object_list(of_rank_0)
+            statistics = torch.stack(gathered([own["1.running_mean"]])).mean(0)
+            agrees = isinstance(algorithm, LocalSGD)
+            for name, expected in zip(others, of_rank_0[0], strict=True):
+                assert torch.equal(own[name], expected if agrees else others[name]), name
+            with session.consensus():
+                torch.testing.assert_close(module[1].running_mean.double(), statistics, rtol=0, atol=1e-6)
+                for name, expected in zip(others, of_rank_0[0], strict=True):
+                    assert torch.equal(module.get_buffer(name), expected), name
+            assert all(torch.equal(buffer, own[name]) for name, buffer in module.named_buffers())
+
+
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, overlap=1)], ids=str)
+def test_buffers_without_a_mean_are_rank_0s(ranks: Pool, algorithm: Algorithm) -> None:
+    ranks(3, _sees_buffers, algorithm)
+
+
 def _cores(algorithm: Algorithm) -> int:
     threads.use_threads(99)  # what an earlier training left
     with process_group(), mock.patch(CORES, lambda ranks: 10 * ranks), opened(model(), algorithm):

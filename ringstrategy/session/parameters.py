@@ -20,9 +20,26 @@ def shared_buffers(module: Module) -> list[Tensor]:
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
 
 
-def buffers_apart(module: Module) -> list[Tensor]:
-    """Those that lie in no parameter's memory, nor in that of another buffer: what may be averaged beside them."""
-    return apart(shared_buffers(module), [*shared_parameters(module).values()])
+def averaged_buffers(module: Module) -> list[Tensor]:
+    """The statistics of batches: floating-point buffers that have the names of batch norm's."""
+    return [buffer for name, buffer in _buffers_apart(module) if _has_statistics(name, buffer)]
+
+
+def copied_buffers(module: Module) -> list[Tensor]:
+    """All other buffers, such as masks, scales and counters, of which a mean would be none."""
+    return [buffer for name, buffer in _buffers_apart(module) if not _has_statistics(name, buffer)]
+
+
+def _has_statistics(name: str, buffer: Tensor) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var") and buffer.is_floating_point()
+
+
+def _buffers_apart(module: Module) -> list[tuple[str, Tensor]]:
+    """Those that lie in no parameter's memory, which has their values already, nor in that of another buffer."""
+    ignored = _ignored(module)
+    named = [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
+    there = {id(each) for each in apart([buffer for _, buffer in named], [*shared_parameters(module).values()])}
+    return [(name, buffer) for name, buffer in named if id(buffer) in there]
 
 
 def _ignored(module: Module) -> set[str]:

@@ -23,7 +23,13 @@ from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
 from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
-from ringstrategy.session.parameters import buffers_apart, shared_buffers, shared_parameters, sparse_parameters
+from ringstrategy.session.parameters import (
+    averaged_buffers,
+    copied_buffers,
+    shared_buffers,
+    shared_parameters,
+    sparse_parameters,
+)
 from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
@@ -123,7 +129,9 @@ class Session:
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
-            self._parameters.attend(lambda: buffers_apart(self.module), lambda: self._optimizers)
+            self._parameters.attend(
+                lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
+            )
             within = self._parameters.within
             if within is not None:
                 self._host = Host.around(self._peers, within, self._group, device, self._timeout)
@@ -452,12 +460,14 @@ class Session:
         return self._parameters is not None and self._parameters.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
-        """See `ParameterAlgorithm.enter_consensus`; buffers are averaged too. False where replicas are equal."""
+        """See `ParameterAlgorithm.enter_consensus`, to which buffers are given too. False where replicas are equal."""
         if self._parameters is None:
             return False
         # a validation may be in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
-            return self._parameters.enter_consensus(buffers_apart(self.module), replaced=replaced)
+            return self._parameters.enter_consensus(
+                averaged_buffers(self.module), copied_buffers(self.module), replaced=replaced
+            )
 
     def leave_consensus(self) -> None:
         """See `ParameterAlgorithm.leave_consensus`."""

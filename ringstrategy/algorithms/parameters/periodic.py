@@ -309,7 +309,9 @@ class Periodic(ParameterAlgorithm):
             self._wait(group)
 
     @torch.no_grad()
-    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
+    def enter_consensus(
+        self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
+    ) -> bool:
         """See `ParameterAlgorithm.enter_consensus`."""
         if self._peers is None or self._view is None or self._view.entered:
             return False
@@ -318,7 +320,7 @@ class Periodic(ParameterAlgorithm):
         compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
         seen = (pair for group in self._groups for pair in self.seen(group, replaced=replaced))
-        self._view.enter(seen, [*self._known.values(), *others])
+        self._view.enter(seen, [*self._known.values(), *others], copied)
         return True
 
     def leave_consensus(self) -> None:
