@@ -792,6 +792,20 @@ def test_the_state_of_inner_optimizers_is_averaged_on_demand(averages: bool) -> 
         assert 0 < found[1][1] <= 1, "two of three ranks moved it"
 
 
+def test_an_optimizer_without_state_has_nothing_to_average() -> None:
+    def steps(peers: FakePeers) -> float:
+        weight = nn.Parameter(torch.full((3,), float(peers.rank)))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        algorithm = LocalSGD(1, average_optimizer=True)
+        algorithm.setup({"weight": weight}, peers)
+        algorithm.attend(tuple, lambda: [optimizer])
+        optimizer.step()
+        algorithm.after_step({weight})
+        return weight[0].item()
+
+    assert on_all_ranks(3, steps) == [1.0] * 3
+
+
 def test_directions_agree_from_minus_one_to_one() -> None:
     def told(peers: FakePeers, sign: float) -> dict[str, float]:
         named = _weight(64)

@@ -214,8 +214,11 @@ def _refuses() -> None:
         odd = 0.05 * (1 + dist.get_rank())
         session = Session(module := model(), AllReduce(), timeout=MINUTE)
         session.open(CPU)
+        groups = [{"params": module.parameters(), "first_sample": dist.get_rank()}]
+        session.bind([torch.optim.SGD(groups, 0.05)])
+        session.compare_optimizers()  # what else is in a group may differ
         session.bind([torch.optim.SGD(module.parameters(), odd)])
-        with pytest.raises(PlanMismatchError, match=r"lr=0\.1.* where rank 0 has .*lr=0\.05"):
+        with pytest.raises(PlanMismatchError, match=r"group 0: lr=0\.1' where rank 0 has '.*group 0: lr=0\.05'"):
             session.compare_optimizers()
         session.close()
 

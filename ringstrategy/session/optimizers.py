@@ -51,11 +51,16 @@ def check_alone(optimizers: Sequence[Optimizer]) -> None:
 
 
 def options(optimizers: Sequence[Optimizer], equal: Collection[Parameter]) -> Iterator[str]:
-    """A line a group that steps any of `equal`: what makes an optimizer step the same gradients alike."""
+    """A line an option of a group that steps any of `equal`: what makes an optimizer step the same gradients alike.
+
+    Those that its class has defaults for: what a user puts beside them does not count.
+    """
     for place, optimizer, i, group in _groups(optimizers, equal):
-        known = ((name, _rounded(value)) for name, value in sorted(group.items()))
-        said = ", ".join(f"{name}={value}" for name, value in known if value is not None)
-        yield f"optimizer {place}, a {type(optimizer).__name__}, group {i}: {said}"
+        whose = f"optimizer {place}, a {type(optimizer).__name__}, group {i}"
+        for name in sorted((getattr(optimizer, "defaults", None) or group).keys() & group.keys()):
+            value = _rounded(group[name])
+            if value is not None:
+                yield f"{whose}: {name}={value}"
 
 
 def rates(optimizers: Sequence[Optimizer], equal: Collection[Parameter]) -> Iterator[str]:

@@ -182,6 +182,8 @@ class Session:
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
 
+        Compared are the options that the optimizer's class has defaults for, such as `lr`, `momentum` and
+        `weight_decay`; other entries of a group may be a rank's own.
         Where ranks have parameters of their own, optimizers may differ.
         """
         if self._peers is not None and self._gradients is not None:
