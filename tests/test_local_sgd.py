@@ -262,7 +262,8 @@ def _weight(numel: int, value: float = 0.0, dtype: torch.dtype = torch.float32) 
 def test_what_a_codec_lost_is_sent_later() -> None:
     """The same small progress is made again and again beside a large one."""
 
-    def moved(peers: FakePeers, feedback: bool) -> np.ndarray:
+    def moved(peers: FakePeers, feedback: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Before and after the end of training."""
         named = _weight(256)
         algorithm = LocalSGD(1, codec=BlockInt(4), collective=Direct(), error_feedback=feedback)
         algorithm = begun(peers, algorithm, named)
@@ -271,9 +272,12 @@ def test_what_a_codec_lost_is_sent_later() -> None:
         for _ in range(100):
             named["weight"].data += change
             algorithm.after_step(named.values())
-        return named["weight"].detach().numpy()
+        before = named["weight"].detach().numpy().copy()
+        algorithm.finish()
+        return before, named["weight"].detach().numpy()
 
-    fed, lost = (on_all_ranks(2, lambda peers, on=on: moved(peers, on))[0] for on in (True, False))
+    (fed, end), (lost, _) = (on_all_ranks(2, lambda peers, on=on: moved(peers, on))[0] for on in (True, False))
+    assert np.abs(end[1:] - 1.5).max() < 1e-5 < np.abs(fed[1:] - 1.5).max(), "the end has what was held back"
     np.testing.assert_allclose(fed[1:], 1.5, atol=0.1)
     assert np.abs(lost[1:] - 1.5).min() > 0.4, "so small a progress is rounded to nothing"
 

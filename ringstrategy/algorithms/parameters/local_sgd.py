@@ -410,7 +410,7 @@ class LocalSGD(Periodic):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks."""
+        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks, plus the sum of residuals."""
         peers = self._peers
         if peers is None or not self.consensus:
             return
