@@ -197,6 +197,32 @@ def test_each_session_says_on_how_many_cores_codecs_run(ranks: Pool) -> None:
         assert ranks(2, _cores, algorithm) == [cores] * 2
 
 
+def _odd(odd: Tensor, words: str) -> None:
+    module = model()
+    module.register_parameter("odd", odd) if isinstance(odd, nn.Parameter) else module.register_buffer("odd", odd)
+    session = Session(module, AllReduce(BlockInt(8)), timeout=MINUTE)
+    try:
+        with pytest.raises((TypeError, ValueError), match=words):
+            session.open(CPU)
+    finally:
+        session.close()
+
+
+def _refuses_tensors() -> None:
+    with process_group():
+        _odd(nn.Parameter(torch.eye(3).to_sparse()), "parameter odd is sparse .*to_dense")
+        _odd(torch.eye(3).to_sparse_csr(), "buffer odd is sparse .*to_dense")
+        _odd(nn.Parameter(torch.ones(3).expand(2, 3)), r"parameter odd has several .*contiguous\(\)")
+        _odd(torch.ones(1, 3).expand(2, 3), r"buffer odd has several .*contiguous\(\)")
+        _odd(nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), "parameter odd is of torch.float8_e5m2.*bfloat16")
+        _odd(torch.ones(3).to(torch.float8_e4m3fn), "buffer odd is of torch.float8_e4m3fn.*bfloat16")
+        _odd(nn.Parameter(torch.ones(3, dtype=torch.complex64)), r"parameter odd: BlockInt.*pass codec=Identity\(\)")
+
+
+def test_tensors_that_cannot_be_exchanged_are_named(ranks: Pool) -> None:
+    ranks(2, _refuses_tensors)
+
+
 def _refuses() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         Session(model(), AllReduce()).open(CPU)

@@ -9,6 +9,26 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
+def check_memory(what: str, tensor: Tensor) -> None:
+    """ValueError with the cure unless it is dense, with memory for each element; `what` names it."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{what} is sparse ({tensor.layout}), and only dense tensors can be exchanged: use to_dense()")
+    if any(size > 1 and not stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(
+            f"{what} has several elements in one place of memory, because it was expanded, and an exchange would write "
+            "there several times: give each memory of its own with contiguous()"
+        )
+
+
+def check_width(what: str, tensor: Tensor) -> None:
+    """ValueError with the cure for float8, which neither torch's sums nor gloo know; `what` names the tensor."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        raise ValueError(
+            f"{what} is of {tensor.dtype}, which can be neither added nor sent: keep it in torch.bfloat16 and cast it "
+            "where it is used"
+        )
+
+
 def firsts(parameters: Mapping[str, Parameter]) -> dict[Parameter, Parameter]:
     """For each parameter the first one that is the same memory, which may be itself.
 

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.sparse import SparseBucket
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.collectives.base import sums_dtype
 
 FIRST_BUCKET_BYTES = 1 << 20  # once the first bucket has these it is closed: the wire should not idle for long
@@ -56,7 +56,7 @@ def plan_buckets(
             continue
         codec = codec_of(name, parameter)
         dtype = sums_dtype(parameter.dtype)
-        codec.check(dtype)
+        check_carried(codec, name, dtype)
         key = (parameter.device, dtype, codec)
         held = sum(member.numel() for _, member in groups.get(key, [])) * dtype.itemsize
         nbytes = parameter.numel() * dtype.itemsize

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
-from ringstrategy.algorithms.memory import apart
+from ringstrategy.algorithms.memory import apart, check_memory, check_width
+from ringstrategy.transport.backend import backend_of
 
 
 def shared_parameters(module: Module) -> dict[str, Parameter]:
@@ -18,6 +20,19 @@ def shared_buffers(module: Module) -> list[Tensor]:
     """Likewise."""
     ignored = _ignored(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def check_tensors(module: Module) -> None:
+    """ValueError that names a parameter or a buffer that cannot be exchanged, and the cure."""
+    ignored = _ignored(module)
+    buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers() if name not in ignored}
+    parameters = {f"parameter {name}": parameter for name, parameter in shared_parameters(module).items()}
+    for what, tensor in (parameters | buffers).items():
+        if is_lazy(tensor):
+            continue
+        check_memory(what, tensor)
+        if tensor.requires_grad or backend_of(tensor.device.type) == "gloo":
+            check_width(what, tensor)
 
 
 def averaged_buffers(module: Module) -> list[Tensor]:

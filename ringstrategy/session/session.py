@@ -25,6 +25,7 @@ from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps
 from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
 from ringstrategy.session.parameters import (
     averaged_buffers,
+    check_tensors,
     copied_buffers,
     shared_buffers,
     shared_parameters,
@@ -109,7 +110,8 @@ class Session:
         """Connect and compare plans; every rank calls it.
 
         PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank. ValueError if the
-        algorithm cannot be right with a loss scaler, with clipping by norm, or with a `SyncBatchNorm`.
+        algorithm cannot be right with a loss scaler, with clipping by norm, or with a `SyncBatchNorm`, or for a tensor
+        that is sparse, expanded, or in 8 bits of floating point.
 
         Args:
             device: where the parameters are.
@@ -126,6 +128,7 @@ class Session:
         begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         if backend_of("cpu") == "gloo":
             self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
+        check_tensors(self.module)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
@@ -283,6 +286,7 @@ class Session:
 
     def _adopt(self) -> None:
         """Add new parameters, and give them rank 0's values on all ranks."""
+        check_tensors(self.module)
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
         if self._host is not None:

@@ -123,7 +123,7 @@ class Decentralized(Periodic):
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
         """See `Periodic.group`."""
-        warm_up_codec(self.codec, parameters.values())
+        warm_up_codec(self.codec, parameters)
         group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
             engine(flat.device).warm_up_mix(self.seen_dtype(flat.dtype))

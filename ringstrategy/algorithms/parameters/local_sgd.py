@@ -226,7 +226,7 @@ class LocalSGD(Periodic):
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
         self._sent.update(parameters.values())
         for flat in group.flats:
-            warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
+            warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
             if isinstance(self.outer, Nesterov):
                 engine(flat.device).warm_up_nesterov()
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}

@@ -22,7 +22,7 @@ from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
 from ringstrategy.algorithms.parameters.kept import Kept
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.algorithms.policy import described
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers
 
@@ -371,10 +371,10 @@ class Periodic(ParameterAlgorithm):
         self._all, self._known, self._first = {}, {}, {}
 
 
-def warm_up_codec(codec: Codec, parameters: Iterable[Parameter]) -> None:
+def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
     """Raise if it cannot carry them, and compile what it needs for them."""
-    for parameter in parameters:
-        codec.check(parameter.dtype)
+    for name, parameter in parameters.items():
+        check_carried(codec, name, parameter.dtype)
         codec.warm_up(parameter.device)
 
 
