@@ -24,6 +24,7 @@ from ringstrategy import RingStrategy
 
 LAYERS = ("linear", "tanh", "norm", "layer norm", "dropout", "turned", "tied", "residual")
 EXTRAS = ("embedding", "sparse", "unused", "used by turns", "used by some", "frozen", "scalar", "double", "skewed")
+SHARES = ("one memory", "view", "row")  # two parameters, or a parameter and a buffer, or two buffers
 LOOPS = ("automatic", "manual", "raw", "closure", "accumulating", "by turns", "surgery", "skipping", "freezing")
 GANS = ("toggled", "toggled late", "untoggled")
 HABITS = ("noise", "halves", "centers", "keeps", "hooks", "scales", "freezes", "decays", "attacks")
@@ -104,6 +105,14 @@ class Case:
             saves=None,
         )
         changes: dict[str, Any] = {}
+        later = random.Random(seed + 0.5)  # so that what was drawn before stays as it was
+        stays = is_automatic and precision not in ("64-true", "bf16-true")  # whose conversion parts what shares memory
+        shares = {share for share in SHARES if later.random() < 0.2 and stays}
+        changes["extras"] = case.extras | shares
+        if precision == "bf16-true" and optimizer in ("sgd", "groups"):  # others overflow in 16 bits with five of them
+            changes["precision"] = "16-true"
+        if shares and case.swaps == "lightning":
+            changes["swaps"] = "average"  # Lightning swaps one value after the other
         if case.drops == "one" and kind != "gossip":
             changes["drops"] = "all"
         if case.swaps == "lightning" and loop in ("raw", "closure"):
@@ -124,7 +133,7 @@ class Case:
         """
         without = self.extras & {"unused", "used by turns", "used by some"} or "freezes" in self.habits
         stays = self.zeroes_in_place and bool(without or self.loop == "freezing")
-        averages = self.swaps == "lightning" and ("norm" in self.layers or self.precision == "bf16-true")
+        averages = self.swaps == "lightning" and ("norm" in self.layers or self.precision in ("bf16-true", "16-true"))
         of_lightning = self.precision == "64-true" or self.schedule == "plateau" or averages
         return self.loop not in ("by turns", "untoggled") and not stays and not of_lightning
 
@@ -221,6 +230,14 @@ class Model(L.LightningModule):
             self.double_ = nn.Parameter(torch.randn(3, dtype=torch.float64))
         if "skewed" in case.extras:
             self.skewed = nn.Parameter(torch.randn(6, 3)[::2].contiguous().as_strided((3, 3), (1, 3)))
+        if "one memory" in case.extras:
+            self.parts["one memory"] = nn.Linear(5, 3)
+            self.parts["one memory"].weight.data = self.head.weight.data
+        if "view" in case.extras:
+            self.register_buffer("view", self.head.weight.data[1:])
+        if "row" in case.extras:
+            self.register_buffer("whole", torch.full((3, 2), float(self.rank)))
+            self.register_buffer("row", self.whole[1])
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.automatic_optimization = case.loop == "automatic"
         self.seen: list[float] = []
@@ -239,7 +256,7 @@ class Model(L.LightningModule):
         for name, part in self.parts.items():
             if name in ("embedding", "sparse"):
                 y = y + part(which)
-            elif name == "frozen" or (name == "used by turns" and self.count % 2):
+            elif name in ("frozen", "one memory") or (name == "used by turns" and self.count % 2):
                 y = y + part(x)
             elif name == "used by some" and (int(self.count) + self.rank) % 3 == 0:
                 y = y * part(x).sigmoid()

@@ -309,6 +309,8 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: wrapped(local=["wait"]), "a list of names of the optimizer's parameters"),
         (lambda: wrapped(sparse=["wait"]), "names ['wait'], which no parameter"),
         (lambda: wrapped(torch.optim.LBFGS), "ValueError: LBFGS"),
+        (lambda: hvd_sum(torch.eye(3).to_sparse()), "use hvd.sparse_allreduce_async"),
+        (lambda: hvd_sum(torch.ones(3).to(torch.float8_e4m3fn)), "the tensor is of torch.float8_e4m3fn"),
     ],
     "ddp_hook": [
         (lambda: ring.ddp_hook(ring.SmallExact(BlockInt(8))), "pass module=model"),
@@ -329,6 +331,8 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: ring.GroupOptions(AllReduce(on_nonfinite="skip")), "leave on_nonfinite"),
         (lambda: ring.GroupOptions(AllReduce(), exact_below=-1), "exact_below is a number of bytes"),
         (lambda: dist.new_group(backend="ring", pg_options={"bits": 4}), "TypeError: pg_options of backend 'ring' is"),
+        (lambda: group_sum(torch.ones(1, 3).expand(2, 3)), "memory of its own with contiguous()"),
+        (lambda: group_sum(torch.ones(3).to(torch.float8_e4m3fn)), "collective is of torch.float8_e4m3fn"),
     ],
     "fsdp": [
         (lambda: ring.fsdp(Net(0)), "call torch.distributed.fsdp.fully_shard on it first"),
@@ -344,6 +348,22 @@ class OfNoFamily(Algorithm):
     """As algorithms were before there were two families: nobody would call what averages."""
 
     setup = adopt = after_step = state_dict = load_state_dict = close = lambda *_, **__: None
+
+
+def hvd_sum(tensor: Tensor) -> None:
+    hvd.init()
+    try:
+        hvd.allreduce(tensor, op=hvd.Sum)
+    finally:
+        hvd.shutdown()
+
+
+def group_sum(tensor: Tensor) -> None:
+    group = dist.new_group(backend="ring")
+    try:
+        dist.all_reduce(tensor, group=group)
+    finally:
+        dist.destroy_process_group(group)
 
 
 def wrapped(make: Callable[..., Any] = torch.optim.SGD, **arguments: Any) -> None:

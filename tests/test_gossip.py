@@ -37,6 +37,8 @@ from ringstrategy import (
     Gaussian,
     Gossip,
     Identity,
+    LocalSGD,
+    Nesterov,
     PeerLostError,
     PlanMismatchError,
     PushSum,
@@ -524,6 +526,57 @@ def test_an_optimizer_may_get_more_parameters_but_not_anothers(algorithm: Decent
 
     begin, end = map(torch.stack, zip(*on_all_ranks(3, grows), strict=True))
     torch.testing.assert_close(end.mean(0), begin.mean(0), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        Gossip(),
+        PushSum(directed(3)),
+        Choco(),
+        LocalSGD(2),
+        LocalSGD(2, overlap=1),
+        LocalSGD(2, Nesterov(), overlap=True),
+    ],
+    ids=str,
+)
+def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None:
+    def ends(peers: FakePeers, stepped: slice) -> Tensor:
+        """Where it ends if an optimizer steps these two of the names of one memory; the third is of it alone."""
+        mine, generator = copy.deepcopy(algorithm), torch.Generator().manual_seed(peers.rank)
+        one = nn.Parameter(torch.randn(4, 5, generator=generator))
+        named = {"one": one, "other": nn.Parameter(torch.empty(0)), "alone": nn.Parameter(torch.zeros(3))}
+        named["other"].data = one.data
+        if stepped == slice(0, 1):
+            del named["other"]
+        mine.setup(named, peers)
+        for _ in range(9):
+            one.data.add_(torch.randn(4, 5, generator=generator))
+            mine.after_step([*list(named.values())[stepped], named["alone"]])
+        return one.detach().clone()
+
+    alone, both, second = (
+        on_all_ranks(3, lambda peers, which=which: ends(peers, which))
+        for which in (slice(0, 1), slice(0, 2), slice(1, 2))
+    )
+    for rank in range(3):
+        assert torch.equal(both[rank], alone[rank])
+        assert torch.equal(second[rank], alone[rank])
+
+
+def test_parameters_that_share_a_part_of_their_memory_are_refused() -> None:
+    def named(one: Tensor, other: Tensor) -> dict[str, nn.Parameter]:
+        return {"one": nn.Parameter(one), "other": nn.Parameter(other)}
+
+    def work(peers: FakePeers) -> None:
+        whole = torch.zeros(6, 4)
+        for shares in (named(whole, whole[2:4]), named(whole, whole.t()), named(whole[:, ::2], whole[:, 2:])):
+            with pytest.raises(ValueError, match=r"one and other have a part .*: give each memory of its own"):
+                Gossip().setup(shares, peers)
+        for apart in (named(whole[:, ::2], whole[:, 1::2]), named(whole[:2], whole[2:]), named(whole[:0], whole)):
+            Gossip().setup(apart, peers)
+
+    on_all_ranks(2, work)
 
 
 def test_each_optimizer_mixes_its_own_parameters_and_an_interval_may_count_epochs() -> None:

@@ -941,6 +941,25 @@ class OtherOptimizer(Net):
         return (torch.optim.Adam if self.global_rank == 1 else torch.optim.AdamW)(self.parameters(), 0.1)
 
 
+class Outside(Net):
+    """Its optimizer also steps a loss's weight, which it does not register, besides one that is frozen."""
+
+    local = False
+
+    def configure_optimizers(self) -> Any:
+        frozen, weight = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
+        weight.ring_local = self.local
+        self.beside = [frozen, weight]
+        return torch.optim.SGD([{"params": [*self.parameters(), frozen]}, {"params": [weight]}], 0.1)
+
+
+class Zero(Net):
+    def configure_optimizers(self) -> Any:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns
+
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
 class OwnPlateau(Net):
     """The learning rate falls when the validation loss of this rank's own data does not."""
 
@@ -991,11 +1010,15 @@ ALONE = (
 )
 AT_FIRST = PLAN + r"nothing \(is it frozen there\?\) where rank 0 has 'layers\.2\.bias: \(3,\)"
 FROZEN = PLAN + r"'layers\.0\.weight: frozen{}' where rank 0 has 'layers\.0\.weight: trained"
+OUTSIDE = r"^ValueError: optimizer 0, a SGD, steps in group 1 a parameter of shape \(1,\) .*: register it"
 HAS_NO = "^AttributeError: 'Unwraps' object has no attribute "
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "backward": (lambda: fit("ring", BackwardItself()), r"^RuntimeError: .*self\.manual_backward\(loss\)"),
     "never syncs": (lambda: fit("ring", NeverSyncs()), "^RuntimeError: .*outside of that"),
     "LBFGS": (lambda: fit("ring", Lbfgs()), "^ValueError: LBFGS decides .*use another optimizer, or devices=1"),
+    "a parameter of no module": (lambda: fit("ring", Outside()), OUTSIDE),
+    "a parameter of no module, gossip": (lambda: fit("gossip", Outside()), OUTSIDE),
+    "ZeRO, gossip": (lambda: fit("gossip", Zero()), "^ValueError: ZeroRedundancyOptimizer exchanges .*AdamW, or use"),
     "monitor": (lambda: fit("ddp", Net(), callbacks=[CommunicationMonitor()]), r"^ValueError: .*strategy='ring'\)"),
     "grows late": (lambda: fit("ring", Grows(2, late=True)), r"^RuntimeError: .*added\.0\.weight joined .*this batch"),
     "no_sync": (lambda: fit("ring", Unwraps("no_sync")), HAS_NO + r"'no_sync': .*strategy\.block_backward_sync\(\)"),
@@ -1017,6 +1040,17 @@ def _refused(name: str) -> str:
     with pytest.raises(Exception) as caught:  # noqa: PT011  all of them are of the table
         REFUSED[name][0]()
     return f"{caught.typename}: {caught.value}"
+
+
+def _keeps_its_own() -> None:
+    model = Outside()
+    model.local = True
+    fit("ring", model)
+    fit("ring", Zero())
+
+
+def test_a_parameter_of_no_module_may_be_a_ranks_own_and_equal_gradients_be_stepped_in_shards(ranks: Pool) -> None:
+    ranks(2, _keeps_its_own)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,13 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 FACTORS = [(1.0, 1.0), (2.0, 1.0), (1.0, 0.25)]
 
 
+@on_ranks(2)
+def test_complex_numbers_have_an_average() -> None:
+    with horovod() as rank:
+        average = hvd.allreduce(torch.tensor([2.0 + 1j * rank, 4.0 * rank]))
+        assert average.tolist() == [2 + 0.5j, 2]
+
+
 @on_ranks(2, 3)
 def test_reductions_are_what_torch_computes() -> None:
     with horovod() as rank:

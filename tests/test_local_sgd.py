@@ -262,7 +262,8 @@ def _weight(numel: int, value: float = 0.0, dtype: torch.dtype = torch.float32) 
 def test_what_a_codec_lost_is_sent_later() -> None:
     """The same small progress is made again and again beside a large one."""
 
-    def moved(peers: FakePeers, feedback: bool) -> np.ndarray:
+    def moved(peers: FakePeers, feedback: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Before and after the end of training."""
         named = _weight(256)
         algorithm = LocalSGD(1, codec=BlockInt(4), collective=Direct(), error_feedback=feedback)
         algorithm = begun(peers, algorithm, named)
@@ -271,9 +272,12 @@ def test_what_a_codec_lost_is_sent_later() -> None:
         for _ in range(100):
             named["weight"].data += change
             algorithm.after_step(named.values())
-        return named["weight"].detach().numpy()
+        before = named["weight"].detach().numpy().copy()
+        algorithm.finish()
+        return before, named["weight"].detach().numpy()
 
-    fed, lost = (on_all_ranks(2, lambda peers, on=on: moved(peers, on))[0] for on in (True, False))
+    (fed, end), (lost, _) = (on_all_ranks(2, lambda peers, on=on: moved(peers, on))[0] for on in (True, False))
+    assert np.abs(end[1:] - 1.5).max() < 1e-5 < np.abs(fed[1:] - 1.5).max(), "the end has what was held back"
     np.testing.assert_allclose(fed[1:], 1.5, atol=0.1)
     assert np.abs(lost[1:] - 1.5).min() > 0.4, "so small a progress is rounded to nothing"
 
@@ -745,17 +749,20 @@ def test_buffers_that_have_a_mean_get_it_once_however_many_optimizers_there_are(
         named, found = {f"{number}": nn.Parameter(torch.zeros(3)) for number in range(3)}, []
         algorithm = LocalSGD(1, overlap=overlap)
         algorithm.setup(named, peers)
-        algorithm.attend(lambda: [mask, turns, seen], tuple)
+        count = torch.tensor([0, 2**60 + peers.rank])
+        algorithm.attend(lambda: [mask, turns, seen], tuple, lambda: [count])
         for parameter in named.values():
             algorithm.bind({parameter})
         for _ in range(6):
             seen[1] += peers.rank  # which the mean must not lose, though it comes later
+            count[0] += 1  # nor what rank 0 has
             for parameter in named.values():
                 algorithm.after_step({parameter})
             found.append(seen[0].item())
         algorithm.settle()
         assert torch.equal(mask, torch.full((3,), -torch.inf))
         assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)), "has no real mean"
+        assert count.tolist() == [6, 2**60]
         assert seen[1] == (3.0 if not overlap else 2.5 + peers.rank)
         return found
 
@@ -787,6 +794,20 @@ def test_the_state_of_inner_optimizers_is_averaged_on_demand(averages: bool) -> 
         assert (len({moment for moment, _ in found}) == 1) == (averages and agreed), step
         assert (len({rare for _, rare in found}) == 1) == agreed
         assert 0 < found[1][1] <= 1, "two of three ranks moved it"
+
+
+def test_an_optimizer_without_state_has_nothing_to_average() -> None:
+    def steps(peers: FakePeers) -> float:
+        weight = nn.Parameter(torch.full((3,), float(peers.rank)))
+        optimizer = torch.optim.SGD([weight], 0.1)
+        algorithm = LocalSGD(1, average_optimizer=True)
+        algorithm.setup({"weight": weight}, peers)
+        algorithm.attend(tuple, lambda: [optimizer])
+        optimizer.step()
+        algorithm.after_step({weight})
+        return weight[0].item()
+
+    assert on_all_ranks(3, steps) == [1.0] * 3
 
 
 def test_directions_agree_from_minus_one_to_one() -> None:

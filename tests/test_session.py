@@ -22,7 +22,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
-from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, PlanMismatchError
+from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, LocalSGD, Nesterov, PlanMismatchError
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.kernels import threads
 from ringstrategy.session import Session
@@ -118,6 +118,69 @@ def test_the_mean_is_looked_at_and_each_rank_goes_on_with_its_own(ranks: Pool) -
     ranks(3, _looks)
 
 
+def _trained_with_views(algorithm: Algorithm, views: bool) -> list[Tensor]:
+    """The parameters after training; with views, buffers lie in the memory of one, and in that of another buffer."""
+    with process_group():
+        module = model()
+        if views:
+            module.register_buffer("row", module[0].weight.data[0])
+            module.register_buffer("statistic", torch.full((4,), dist.get_rank() + 1.0))
+            module.register_buffer("half_of_it", module.statistic[2:])
+        with opened(module, algorithm) as (session, optimizer):
+            train(session, optimizer, batches(6))
+            with session.consensus():
+                return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    "algorithm", [AllReduce(), Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, Nesterov(), overlap=1)], ids=str
+)
+def test_buffers_in_the_memory_of_parameters_change_nothing(ranks: Pool, algorithm: Algorithm) -> None:
+    for with_views, without in zip(
+        *(ranks(2, _trained_with_views, algorithm, on) for on in (True, False)), strict=True
+    ):
+        assert all(map(torch.equal, with_views, without))
+
+
+def _sees_buffers(algorithm: Algorithm) -> None:
+    """Statistics of batches have a mean, and masks, scales and counters are rank 0's: after training, and once seen."""
+    with process_group():
+        module, rank = model(), dist.get_rank()
+        others = {
+            "mask": torch.tensor([1.0, 0.0, 1.0]) if rank else torch.tensor([1.0, 1.0, 0.0]),
+            "scale": torch.full((2,), rank + 0.1, dtype=torch.float64).t(),
+            "zero_point": torch.tensor(rank + 3, dtype=torch.int8),
+            "seed": torch.tensor(2**60 + rank),
+            "on": torch.tensor([rank == 0]),
+            "narrow": torch.tensor([rank - 0.5], dtype=torch.bfloat16),
+            "turn": torch.polar(torch.ones(1), torch.full((1,), rank + 1.0)),
+            "empty": torch.empty(0),
+        }
+        for name, buffer in others.items():
+            module.register_buffer(name, buffer.clone())
+        with opened(module, algorithm) as (session, optimizer):
+            for name, buffer in others.items():  # which `synchronize` has replaced
+                module.get_buffer(name).copy_(buffer)
+            train(session, optimizer, batches(4))
+            own = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            of_rank_0 = [[value.clone() for value in others.values()]]
+            dist.broadcast_object_list(of_rank_0)
+            statistics = torch.stack(gathered([own["1.running_mean"]])).mean(0)
+            agrees = isinstance(algorithm, LocalSGD)
+            for name, expected in zip(others, of_rank_0[0], strict=True):
+                assert torch.equal(own[name], expected if agrees else others[name]), name
+            with session.consensus():
+                torch.testing.assert_close(module[1].running_mean.double(), statistics, rtol=0, atol=1e-6)
+                for name, expected in zip(others, of_rank_0[0], strict=True):
+                    assert torch.equal(module.get_buffer(name), expected), name
+            assert all(torch.equal(buffer, own[name]) for name, buffer in module.named_buffers())
+
+
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, overlap=1)], ids=str)
+def test_buffers_without_a_mean_are_rank_0s(ranks: Pool, algorithm: Algorithm) -> None:
+    ranks(3, _sees_buffers, algorithm)
+
+
 def _cores(algorithm: Algorithm) -> int:
     threads.use_threads(99)  # what an earlier training left
     with process_group(), mock.patch(CORES, lambda ranks: 10 * ranks), opened(model(), algorithm):
@@ -132,6 +195,32 @@ def _cores(algorithm: Algorithm) -> int:
 def test_each_session_says_on_how_many_cores_codecs_run(ranks: Pool) -> None:
     for algorithm, cores in ((AllReduce(BlockInt(8)), 20), (Auto(), 20), (AllReduce(codec_threads=3), 3)):
         assert ranks(2, _cores, algorithm) == [cores] * 2
+
+
+def _odd(odd: Tensor, words: str) -> None:
+    module = model()
+    module.register_parameter("odd", odd) if isinstance(odd, nn.Parameter) else module.register_buffer("odd", odd)
+    session = Session(module, AllReduce(BlockInt(8)), timeout=MINUTE)
+    try:
+        with pytest.raises((TypeError, ValueError), match=words):
+            session.open(CPU)
+    finally:
+        session.close()
+
+
+def _refuses_tensors() -> None:
+    with process_group():
+        _odd(nn.Parameter(torch.eye(3).to_sparse()), "parameter odd is sparse .*to_dense")
+        _odd(torch.eye(3).to_sparse_csr(), "buffer odd is sparse .*to_dense")
+        _odd(nn.Parameter(torch.ones(3).expand(2, 3)), r"parameter odd has several .*contiguous\(\)")
+        _odd(torch.ones(1, 3).expand(2, 3), r"buffer odd has several .*contiguous\(\)")
+        _odd(nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), "parameter odd is of torch.float8_e5m2.*bfloat16")
+        _odd(torch.ones(3).to(torch.float8_e4m3fn), "buffer odd is of torch.float8_e4m3fn.*bfloat16")
+        _odd(nn.Parameter(torch.ones(3, dtype=torch.complex64)), r"parameter odd: BlockInt.*pass codec=Identity\(\)")
+
+
+def test_tensors_that_cannot_be_exchanged_are_named(ranks: Pool) -> None:
+    ranks(2, _refuses_tensors)
 
 
 def _refuses() -> None:
@@ -151,8 +240,11 @@ def _refuses() -> None:
         odd = 0.05 * (1 + dist.get_rank())
         session = Session(module := model(), AllReduce(), timeout=MINUTE)
         session.open(CPU)
+        groups = [{"params": module.parameters(), "first_sample": dist.get_rank()}]
+        session.bind([torch.optim.SGD(groups, 0.05)])
+        session.compare_optimizers()  # what else is in a group may differ
         session.bind([torch.optim.SGD(module.parameters(), odd)])
-        with pytest.raises(PlanMismatchError, match=r"lr=0\.1.* where rank 0 has .*lr=0\.05"):
+        with pytest.raises(PlanMismatchError, match=r"group 0: lr=0\.1' where rank 0 has '.*group 0: lr=0\.05'"):
             session.compare_optimizers()
         session.close()
 

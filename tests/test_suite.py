@@ -34,7 +34,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 def test_published_rows_can_be_read_and_are_of_the_campaign():
     count = 0
     for path in sorted(RESULTS.rglob("*.jsonl")):
-        if path.name == "accuracy.jsonl":
+        if path.name == "accuracy.jsonl" or path.parent.name == "gpu":  # a machine with a GPU is lent at times
             continue
         found = read(path)
         assert found, path

@@ -185,8 +185,19 @@ class ParameterAlgorithm(Algorithm):
     consensus: bool = True
     within: GradientAlgorithm | None = None
 
-    def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
-        """Where the module's buffers and the optimizers are found, until `close`; before `bind`."""
+    def attend(
+        self,
+        buffers: Callable[[], Sequence[Tensor]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        copied: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
+        """Where the module's buffers and the optimizers are found, until `close`; before `bind`.
+
+        Args:
+            buffers: those that have a mean.
+            optimizers: all.
+            copied: the other buffers, of which rank 0's values count.
+        """
 
     def start(self) -> None:
         """A batch begins; all ranks call it. Before the first step, what ranks share is what they have now."""
@@ -230,7 +241,9 @@ class ParameterAlgorithm(Algorithm):
         """Restore what `own_state` gave; after `setup`. False if another algorithm gave it, so that it is of no use."""
 
     @abstractmethod
-    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
+    def enter_consensus(
+        self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
+    ) -> bool:
         """Put the exact mean of all ranks into the parameters and into `others`, until `leave_consensus`.
 
         All ranks call it. Parameters show `shared_values` instead, if the algorithm `replicates`. What no optimizer
@@ -238,7 +251,8 @@ class ParameterAlgorithm(Algorithm):
         there is nothing to leave.
 
         Args:
-            others: what is averaged too, such as buffers.
+            others: what is averaged too, such as batch-norm statistics.
+            copied: what shows rank 0's values, such as other buffers.
             replaced: the parameters hold other values than those that are trained, such as their moving average.
         """
 

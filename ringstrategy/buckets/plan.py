@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.sparse import SparseBucket
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import sums_dtype
 
@@ -57,7 +57,7 @@ def plan_buckets(
             continue
         codec = wire_of(codec_of(name, parameter), parameter.dtype)
         dtype = sums_dtype(parameter.dtype)
-        codec.check(dtype)
+        check_carried(codec, name, dtype)
         key = (parameter.device, dtype, codec)
         held = sum(member.numel() for _, member in groups.get(key, [])) * dtype.itemsize
         nbytes = parameter.numel() * dtype.itemsize

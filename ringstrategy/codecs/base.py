@@ -195,3 +195,11 @@ class Codec(ABC):
     def lossless(self) -> bool:
         """True if decoding gives back every bit."""
         return False
+
+
+def check_carried(codec: Codec, name: str, dtype: torch.dtype) -> None:
+    """See `Codec.check`; the error names the parameter."""
+    try:
+        codec.check(dtype)
+    except TypeError as error:
+        raise TypeError(f"parameter {name}: {error}") from error

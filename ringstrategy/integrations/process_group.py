@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from torch.futures import Future
 
 from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms.memory import check_memory, check_width
 from ringstrategy.codecs import Codec, RandomK, TopK, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
@@ -244,7 +245,10 @@ class RingProcessGroup(dist.ProcessGroup):
     def _is_ours(self, tensors: Sequence[Tensor], op: Any) -> bool | None:
         """Is it a mean (True) or a sum (False) that travels encoded? None: it is torch's."""
         mean = op == dist.ReduceOp.AVG  # `in` finds neither
-        floats = all(tensor.is_floating_point() for tensor in tensors)
+        floats = all(tensor.is_floating_point() and tensor.layout == torch.strided for tensor in tensors)
+        for tensor in tensors if floats else ():
+            check_memory("the tensor of this collective", tensor)
+            check_width("the tensor of this collective", tensor)
         if not floats or not (mean or op == dist.ReduceOp.SUM) or self.size() == 1:
             return None
         return mean if sum(tensor.nbytes for tensor in tensors) >= self.options.exact_below else None

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
+
+from ringstrategy.algorithms.memory import apart, check_memory, check_width
+from ringstrategy.transport.backend import backend_of
 
 
 def shared_parameters(module: Module) -> dict[str, Parameter]:
@@ -16,6 +20,41 @@ def shared_buffers(module: Module) -> list[Tensor]:
     """Likewise."""
     ignored = _ignored(module)
     return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
+def check_tensors(module: Module) -> None:
+    """ValueError that names a parameter or a buffer that cannot be exchanged, and the cure."""
+    ignored = _ignored(module)
+    buffers = {f"buffer {name}": buffer for name, buffer in module.named_buffers() if name not in ignored}
+    parameters = {f"parameter {name}": parameter for name, parameter in shared_parameters(module).items()}
+    for what, tensor in (parameters | buffers).items():
+        if is_lazy(tensor):
+            continue
+        check_memory(what, tensor)
+        if tensor.requires_grad or backend_of(tensor.device.type) == "gloo":
+            check_width(what, tensor)
+
+
+def averaged_buffers(module: Module) -> list[Tensor]:
+    """The statistics of batches: floating-point buffers that have the names of batch norm's."""
+    return [buffer for name, buffer in _buffers_apart(module) if _has_statistics(name, buffer)]
+
+
+def copied_buffers(module: Module) -> list[Tensor]:
+    """All other buffers, such as masks, scales and counters, of which a mean would be none."""
+    return [buffer for name, buffer in _buffers_apart(module) if not _has_statistics(name, buffer)]
+
+
+def _has_statistics(name: str, buffer: Tensor) -> bool:
+    return name.rpartition(".")[2] in ("running_mean", "running_var") and buffer.is_floating_point()
+
+
+def _buffers_apart(module: Module) -> list[tuple[str, Tensor]]:
+    """Those that lie in no parameter's memory, which has their values already, nor in that of another buffer."""
+    ignored = _ignored(module)
+    named = [(name, buffer) for name, buffer in module.named_buffers() if name not in ignored]
+    there = {id(each) for each in apart([buffer for _, buffer in named], [*shared_parameters(module).values()])}
+    return [(name, buffer) for name, buffer in named if id(buffer) in there]
 
 
 def _ignored(module: Module) -> set[str]:

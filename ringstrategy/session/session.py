@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -22,8 +22,15 @@ from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
-from ringstrategy.session.optimizers import options, rates, stepped_by
-from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
+from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
+from ringstrategy.session.parameters import (
+    averaged_buffers,
+    check_tensors,
+    copied_buffers,
+    shared_buffers,
+    shared_parameters,
+    sparse_parameters,
+)
 from ringstrategy.session.state import Means, copied
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
@@ -103,7 +110,8 @@ class Session:
         """Connect and compare plans; every rank calls it.
 
         PeerLostError if a rank does not come, PlanMismatchError if ranks differ; both on every rank. ValueError if the
-        algorithm cannot be right with a loss scaler, with clipping by norm, or with a `SyncBatchNorm`.
+        algorithm cannot be right with a loss scaler, with clipping by norm, or with a `SyncBatchNorm`, or for a tensor
+        that is sparse, expanded, or in 8 bits of floating point.
 
         Args:
             device: where the parameters are.
@@ -120,10 +128,13 @@ class Session:
         begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         if backend_of("cpu") == "gloo":
             self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
+        check_tensors(self.module)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
-            self._parameters.attend(lambda: shared_buffers(self.module), lambda: self._optimizers)
+            self._parameters.attend(
+                lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
+            )
             within = self._parameters.within
             if within is not None:
                 self._host = Host.around(self._peers, within, self._group, device, self._timeout)
@@ -153,16 +164,29 @@ class Session:
         """Give every rank rank 0's parameters and buffers."""
         self._from_rank_0([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
 
-    def bind(self, optimizers: Sequence[Optimizer]) -> None:
-        """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too."""
+    def bind(self, optimizers: Sequence[Optimizer], *, others: Collection[Parameter] = ()) -> None:
+        """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too.
+
+        ValueError if one steps a parameter that requires gradients and is not in the module, or exchanges parameters
+        itself where each rank steps its own gradients.
+
+        Args:
+            optimizers: all that step parameters of the module.
+            others: parameters that other sessions average, and these optimizers may step too.
+        """
         self._optimizers = optimizers
+        if self._peers is not None:
+            check_registered(optimizers, {*self.module.parameters(), *others})
         if self._peers is not None and self._parameters is not None:
+            check_alone(optimizers)
             for optimizer in optimizers:
                 self._parameters.bind(stepped_by(optimizer))
 
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
 
+        Compared are the options that the optimizer's class has defaults for, such as `lr`, `momentum` and
+        `weight_decay`; other entries of a group may be a rank's own.
         Where ranks have parameters of their own, optimizers may differ.
         """
         if self._peers is not None and self._gradients is not None:
@@ -262,6 +286,7 @@ class Session:
 
     def _adopt(self) -> None:
         """Add new parameters, and give them rank 0's values on all ranks."""
+        check_tensors(self.module)
         parameters = shared_parameters(self.module)
         new = self.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
         if self._host is not None:
@@ -441,12 +466,14 @@ class Session:
         return self._parameters is not None and self._parameters.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
-        """See `ParameterAlgorithm.enter_consensus`; buffers are averaged too. False where replicas are equal."""
+        """See `ParameterAlgorithm.enter_consensus`, to which buffers are given too. False where replicas are equal."""
         if self._parameters is None:
             return False
         # a validation may be in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
-            return self._parameters.enter_consensus(shared_buffers(self.module), replaced=replaced)
+            return self._parameters.enter_consensus(
+                averaged_buffers(self.module), copied_buffers(self.module), replaced=replaced
+            )
 
     def leave_consensus(self) -> None:
         """See `ParameterAlgorithm.leave_consensus`."""

@@ -76,7 +76,7 @@ def all_gather_texts(peers: Peers, text: str) -> list[str]:
     said = text.encode()
     length = torch.tensor([len(said)]).view(torch.uint8)
     lengths = all_gather(peers, length)().view(torch.int64).view(-1).tolist()
-    padded = torch.frombuffer(bytearray(said.ljust(max(lengths), b"\0")), dtype=torch.uint8)
+    padded = torch.frombuffer(bytearray(said.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     rows = zip(all_gather(peers, padded)(), lengths, strict=True)
     return [bytes(row[:length].tolist()).decode() for row, length in rows]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, row_of
+from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.base import Peers
@@ -35,13 +35,16 @@ class Consensus:
         """Do the tensors show the mean now?"""
         return self._shown is not None
 
-    def enter(self, seen: Iterable[tuple[Flat, Tensor]], tensors: Iterable[Tensor]) -> None:
+    def enter(
+        self, seen: Iterable[tuple[Flat, Tensor]], tensors: Iterable[Tensor], copied: Sequence[Tensor] = ()
+    ) -> None:
         """Show what all see, until `leave`; all ranks call it, with no exchange in flight.
 
         Args:
             seen: what the trained parameters of each flat show.
             tensors: whatever else may differ between ranks shows its mean. Those that are equal on all ranks keep their
                 bits, and whole numbers and booleans, which have no mean, keep each rank's own values.
+            copied: show rank 0's values.
         """
         self._shown = Shown()
         trained: set[Tensor] = set()
@@ -55,6 +58,11 @@ class Consensus:
             mean = row_of(kind)
             self._exchange.average_(mean, self._peers, where)
             self._shown.show(list(zip(kind, cut_like(mean, kind), strict=True)))
+        where = "for the buffers of rank 0"
+        for kind in by_dtype(differing(copied, self._peers, self._digests, where)):
+            words = self._exchange.from_rank_0(words_of(kind), self._peers)
+            self._exchange.average_(words, self._peers, where)
+            self._shown.show(list(zip(kind, cut_words(words, kind), strict=True)))
 
     def leave(self) -> None:
         """Each tensor gets its own values back; no collective."""

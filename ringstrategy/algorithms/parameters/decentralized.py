@@ -24,9 +24,9 @@ class Decentralized(Periodic):
     """Every rank steps with its own gradients; every `interval` steps of an optimizer its parameters are mixed.
 
     Parameters of one optimizer are mixed together, after its own steps, also after one that a loss scaler skipped.
-    Validation, test, checkpoints and what training returns see the exact mean over ranks, floating-point buffers such
-    as batch-norm statistics included; then each rank's own values come back, and training goes on as if nobody had
-    looked. Integer buffers are each rank's own, in a checkpoint rank 0's; optimizer state is never mixed. A checkpoint
+    Validation, test, checkpoints and what training returns see the exact mean over ranks, also of the `running_mean`
+    and `running_var` of norms, and rank 0's other buffers; then each rank's own values come back, and training goes on
+    as if nobody had looked. Optimizer state is never mixed. A checkpoint
     has a file of each rank's own parameters, optimizers and whatever the algorithm keeps beside it, from which the same
     number of ranks goes on bit for bit; another number starts from the mean, as do ranks whose optimizer gets more
     parameters.
@@ -123,7 +123,7 @@ class Decentralized(Periodic):
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
         """See `Periodic.group`."""
-        warm_up_codec(self.codec, parameters.values())
+        warm_up_codec(self.codec, parameters)
         group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
             engine(flat.device).warm_up_mix(self.seen_dtype(flat.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -165,6 +166,21 @@ def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """`flat` as tensors of these shapes, one after the other."""
     runs = flat.split([tensor.numel() for tensor in like])
     return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
+
+
+def words_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Their bytes, of any dtypes, as numbers of 32 bits: flat, float64."""
+    runs = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    whole = torch.cat([*runs, runs[0].new_zeros(-sum(map(len, runs)) % 4)])
+    return whole.view(torch.int32).double()
+
+
+def cut_words(words: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of these dtypes and shapes whose `words_of` these are."""
+    whole = words.to(torch.int32).view(torch.uint8)
+    ends = list(accumulate(tensor.nbytes for tensor in like))
+    runs = [whole[end - tensor.nbytes : end].clone() for end, tensor in zip(ends, like, strict=True)]
+    return [run.view(tensor.dtype).view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
 
 
 def row_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like, cut_words, words_of
 from ringstrategy.algorithms.parameters.inner_states import average_states
 from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
@@ -41,11 +41,11 @@ class LocalSGD(Periodic):
     without one, Theta becomes the mean of all ranks (local SGD, Stich 2018). Theta has the same bits on all ranks,
     whatever the codec. With error feedback, what a codec loses is added to the progress of the next agreement.
 
-    Validation, test and checkpoints see Theta as last agreed, with the mean of buffers. When training ends, all ranks
-    take their exact mean. A checkpoint also has a file of each rank, from which the same number of ranks goes on bit
-    for bit. Another number starts from Theta, with the outer optimizer's state. Real floating-point buffers, such as
-    batch-norm statistics, are averaged at the agreements of the first fragment. Parameters that have been frozen from
-    the start are not sent.
+    Validation, test and checkpoints see Theta as last agreed. When training ends, all ranks take their exact mean. A
+    checkpoint also has a file of each rank, from which the same number of ranks goes on bit for bit. Another number
+    starts from Theta, with the outer optimizer's state. At the agreements of the first fragment, and in validation and
+    checkpoints, `running_mean` and `running_var` of norms are the mean of all ranks, and all other buffers rank 0's.
+    Parameters that have been frozen from the start are not sent.
 
     Args:
         interval: optimizer steps from one agreement to the next. More: fewer bytes, ranks drift further apart.
@@ -144,6 +144,7 @@ class LocalSGD(Periodic):
         self._saved_anchors: dict[str, Mapping[str, Any]] = {}
         self._buffers: Callable[[], Sequence[Tensor]] = tuple
         self._optimizers: Callable[[], Sequence[Optimizer]] = tuple
+        self._copied: Callable[[], Sequence[Tensor]] = tuple
 
     def argument(self, name: str) -> str:
         """See `Periodic.argument`."""
@@ -196,9 +197,14 @@ class LocalSGD(Periodic):
         self._metrics, self._trial, self._chosen = {}, Trial(), None
         super().setup(parameters, peers, sparse=sparse)
 
-    def attend(self, buffers: Callable[[], Sequence[Tensor]], optimizers: Callable[[], Sequence[Optimizer]]) -> None:
+    def attend(
+        self,
+        buffers: Callable[[], Sequence[Tensor]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        copied: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
         """See `ParameterAlgorithm.attend`."""
-        self._buffers, self._optimizers = buffers, optimizers
+        self._buffers, self._optimizers, self._copied = buffers, optimizers, copied
 
     def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
         """See `Periodic.parts`."""
@@ -220,7 +226,7 @@ class LocalSGD(Periodic):
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
         self._sent.update(parameters.values())
         for flat in group.flats:
-            warm_up_codec(flat.codec, [parameters[name] for name in flat.names])
+            warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
             if isinstance(self.outer, Nesterov):
                 engine(flat.device).warm_up_nesterov()
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
@@ -278,13 +284,17 @@ class LocalSGD(Periodic):
         torch.mul(flat.correction, share, out=own)
 
     def _gather_beside(self, group: Group) -> None:
+        assert self._peers is not None
         squares = _squares(group, self.exchange.ranks)
-        values = torch.cat([squares, *(buffer.detach().reshape(-1).double() for buffer in self._averaged_buffers())])
+        averaged = [buffer.detach().reshape(-1).double() for buffer in self._averaged_buffers()]
+        copied = [words_of(buffers) for buffers in (self._copied_buffers(),) if buffers]
+        values = torch.cat([squares, *averaged, *copied])
         beside = group.others.get(_BESIDE)
         if beside is None or beside.numel != values.numel():
             beside = group.others[_BESIDE] = Vector(values.numel(), values.dtype, values.device)
         beside.values.copy_(values)
-        beside.correction.copy_(values)
+        words = [self.exchange.from_rank_0(row, self._peers) for row in copied]
+        torch.cat([squares, *averaged, *words], out=beside.correction)
 
     def meet(self, group: Group, peers: Peers, number: int) -> None:
         """Average the progress, and exactly what is beside it."""
@@ -325,7 +335,9 @@ class LocalSGD(Periodic):
             self._apply_beside(group, square, waited=waited)
         if self.average_optimizer:
             assert self._peers is not None
-            average_states(group.parameters, self._optimizers(), self.exchange, self._peers)
+            averaged = set(group.parameters.values())
+            stepped = {name: each for name, each in self._all.items() if self._first.get(each) in averaged}
+            average_states(stepped, self._optimizers(), self.exchange, self._peers)
 
     def _apply_beside(self, group: Group, square: Tensor, *, waited: bool) -> None:
         assert self._peers is not None
@@ -335,16 +347,23 @@ class LocalSGD(Periodic):
             "outer_gradient_norm": square.sqrt(),
             "direction_agreement": (size * alike - 1) / max(1, size - 1),
         }
-        buffers = self._averaged_buffers()
-        if sum(buffer.numel() for buffer in buffers) != beside.numel - ranks:
+        buffers, copied = self._averaged_buffers(), self._copied_buffers()
+        words = ranks + sum(buffer.numel() for buffer in buffers)
+        if words + -(-sum(buffer.nbytes for buffer in copied) // 4) != beside.numel:
             return  # others than were sent
-        rows = (cut_like(row[ranks:], buffers) for row in (beside.values, beside.correction))
-        for buffer, sent, mean in zip(buffers, *rows, strict=True):
+        both = beside.values, beside.correction
+        for buffer, sent, mean in zip(buffers, *(cut_like(row[ranks:words], buffers) for row in both), strict=True):
             buffer.copy_(mean if waited else torch.where(mean == sent, buffer, buffer + (mean - sent)))
+        for buffer, sent, first in zip(copied, *(cut_words(row[words:], copied) for row in both), strict=True):
+            buffer.copy_(torch.where(first == sent, buffer, first))
 
     def _averaged_buffers(self) -> list[Tensor]:
         """Those that have a mean in real numbers."""
         return [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
+
+    def _copied_buffers(self) -> list[Tensor]:
+        """Those of which rank 0's values count."""
+        return [buffer for buffer in self._copied() if buffer.numel()]
 
     def metrics(self) -> dict[str, float]:
         """The norm of the last outer gradient (of the first fragment), and how far the ranks' directions agree.
@@ -391,7 +410,7 @@ class LocalSGD(Periodic):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks."""
+        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks, plus the sum of residuals."""
         peers = self._peers
         if peers is None or not self.consensus:
             return
@@ -496,7 +515,7 @@ class LocalSGD(Periodic):
         self._saved = self.state_dict()["shared"]
         super().close()
         self._shared, self._anchors, self._sent = {}, {}, set()
-        self._buffers = self._optimizers = tuple
+        self._buffers = self._optimizers = self._copied = tuple
 
 
 def _taken(saved: dict[str, Mapping[str, Any]], shared: Shared) -> bool:

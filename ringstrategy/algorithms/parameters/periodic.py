@@ -15,13 +15,14 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.memory import firsts
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
 from ringstrategy.algorithms.parameters.kept import Kept
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.algorithms.policy import described
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers
 
@@ -50,7 +51,8 @@ class Periodic(ParameterAlgorithm):
         self.exchange = Exchange()
         self._peers: Peers | None = None
         self._all: dict[str, Parameter] = {}
-        self._known: dict[str, Parameter] = {}  # those that are averaged
+        self._known: dict[str, Parameter] = {}  # those that are averaged, one of those in the same memory
+        self._first: dict[Parameter, Parameter] = {}  # of those in a parameter's memory
         self._groups: list[Group] = []
         self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
         self._view: Consensus | None = None  # while there are peers
@@ -145,7 +147,9 @@ class Periodic(ParameterAlgorithm):
         known = set(self._all.values())
         self._bound = {}
         self._all = dict(parameters)
-        self._known, _ = split(parameters, self.local)
+        shared, _ = split(parameters, self.local)
+        self._first = firsts(shared)
+        self._known = {name: parameter for name, parameter in shared.items() if self._first[parameter] is parameter}
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
@@ -215,7 +219,8 @@ class Periodic(ParameterAlgorithm):
             return []
         asked = frozenset(parameters)
         if asked not in self._bound:
-            wanted = {n: p for n, p in self._known.items() if p in asked and has_a_mean(p)}
+            stepped = {self._first.get(parameter) for parameter in asked}
+            wanted = {n: p for n, p in self._known.items() if p in stepped and has_a_mean(p)}
             self._bound[asked] = self._bind(wanted) if wanted else []
         return self._bound[asked]
 
@@ -304,7 +309,9 @@ class Periodic(ParameterAlgorithm):
             self._wait(group)
 
     @torch.no_grad()
-    def enter_consensus(self, others: Sequence[Tensor] = (), *, replaced: bool = False) -> bool:
+    def enter_consensus(
+        self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
+    ) -> bool:
         """See `ParameterAlgorithm.enter_consensus`."""
         if self._peers is None or self._view is None or self._view.entered:
             return False
@@ -313,7 +320,7 @@ class Periodic(ParameterAlgorithm):
         compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
         seen = (pair for group in self._groups for pair in self.seen(group, replaced=replaced))
-        self._view.enter(seen, [*self._known.values(), *others])
+        self._view.enter(seen, [*self._known.values(), *others], copied)
         return True
 
     def leave_consensus(self) -> None:
@@ -361,13 +368,13 @@ class Periodic(ParameterAlgorithm):
         """Forget the parameters, and drop an exchange in flight. The counts stay."""
         self._counts = self.state_dict()["counts"]
         self._peers, self._view, self._groups, self._bound = None, None, [], {}
-        self._all, self._known = {}, {}
+        self._all, self._known, self._first = {}, {}, {}
 
 
-def warm_up_codec(codec: Codec, parameters: Iterable[Parameter]) -> None:
+def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
     """Raise if it cannot carry them, and compile what it needs for them."""
-    for parameter in parameters:
-        codec.check(parameter.dtype)
+    for name, parameter in parameters.items():
+        check_carried(codec, name, parameter.dtype)
         codec.warm_up(parameter.device)
 
 

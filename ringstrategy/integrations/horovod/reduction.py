@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.algorithms.memory import check_width
 from ringstrategy.codecs.base import Codec
 from ringstrategy.integrations.horovod.compression import check_codec
 from ringstrategy.integrations.horovod.members import Members
@@ -62,7 +63,10 @@ class Reduction:
         return ", ".join(parts)
 
     def check(self, values: Tensor) -> None:
-        """ValueError for a codec that cannot carry them."""
+        """ValueError for a codec that cannot carry them, or if nobody can add them."""
+        if values.layout != torch.strided:
+            raise ValueError(f"this takes dense tensors, got {values.layout}: use hvd.sparse_allreduce_async")
+        check_width("the tensor", values)
         if not self.codec.lossless and not values.is_floating_point():
             raise ValueError(f"compression= is for floating-point tensors, got {values.dtype}: leave it out")
         if self.op is Average and values.dtype == torch.bool:
@@ -103,7 +107,8 @@ class Reduction:
 
     def _end_(self, values: Tensor, members: Members, *, divides: bool) -> None:
         if self.op is Average and divides:
-            values.div_(members.size) if values.is_floating_point() else values.floor_divide_(members.size)
+            has_parts = values.is_floating_point() or values.is_complex()
+            values.div_(members.size) if has_parts else values.floor_divide_(members.size)
         if self.after != 1:
             values.copy_(values * self.after)
 

@@ -251,7 +251,8 @@ class RingFabricStrategyMixin(DDPStrategy):
     def _bind(self, model: RingModule) -> None:
         model.optimizers = [optimizer for optimizer in self._optimizers if model.stepped_by(optimizer)]
         if model.optimizers:
-            model.session.bind(model.optimizers)
+            others = {parameter for other in self._models for parameter in other.module.parameters()}
+            model.session.bind(model.optimizers, others=others)
             model.session.compare_optimizers()
 
     # A step
@@ -557,8 +558,8 @@ def consensus(model: Module, *, replaced: bool = False) -> Generator[None, None,
 def finish(model: Module) -> None:
     """Training of a model that `fabric.setup` returned has ended, after as many batches on all ranks, who all call it.
 
-    With `LocalSGD` all ranks take their exact mean, so that steps after the last agreement count. Otherwise nothing
-    happens.
+    With `LocalSGD` all ranks take their exact mean, so that steps after the last agreement count; error feedback adds
+    what codecs have lost so far. Otherwise nothing happens.
 
     Raises:
         TypeError: Fabric has not set up this model.
