@@ -29,6 +29,8 @@ from ringstrategy import (
     Choco,
     Direct,
     GroupOptions,
+    Identity,
+    Native,
     PlanMismatchError,
     SmallExact,
     TopK,
@@ -206,6 +208,14 @@ def test_the_default_group_may_be_ours_for_one_type_of_device() -> None:
     assert sent_by(group, lambda: dist.all_reduce(data(dist.get_rank())))
     with pytest.raises(ValueError, match="has cpu tensors only, got one on 'meta': move it to the CPU"):
         dist.all_reduce(torch.empty(100_000, device="meta"))
+
+
+@on_ranks(2)
+def test_gloos_own_all_reduce_serves_too() -> None:
+    rank, _ = begin()
+    values = data(rank)
+    dist.all_reduce(values, group=made("ring", pg_options=AllReduce(Identity(), Native())))
+    assert torch.equal(values, data(0) + data(1))
 
 
 # Threads and errors

@@ -34,6 +34,7 @@ def connect(
     *,
     beside_steps: bool = False,
     group: dist.ProcessGroup | None = None,
+    tagged: bool = True,
 ) -> Peers:
     """Join all ranks of a process group.
 
@@ -49,6 +50,8 @@ def connect(
         group: whose ranks. If it has gloo for CPU tensors, host messages travel on its connections, beside its
             collectives, and these stay open when the peers are closed. None: all ranks, in a new group for gradient
             traffic alone.
+        tagged: all messages will be, see `Collective.tagged`. False: they would meet collectives that other threads
+            call in `group`, so its ranks get a new group, too.
     """
     raise_file_limit()
     ranks = None if group is None else dist.get_process_group_ranks(group)
@@ -72,7 +75,7 @@ def connect(
         hosts = tuple(lifeline.greet(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
-        lent = group if has_gloo else None
+        lent = group if has_gloo and tagged else None
         host_group = lent or _heard(
             lifeline,
             lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None),
