@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,35 @@ def test_gloos_own_all_reduce_serves_too() -> None:
     values = data(rank)
     dist.all_reduce(values, group=made("ring", pg_options=AllReduce(Identity(), Native())))
     assert torch.equal(values, data(0) + data(1))
+
+
+def _modes(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Any]:
+    """What collectives leave behind, whatever autograd knows of their tensors."""
+    rank, numel, found = dist.get_rank(), 10 * dist.get_world_size(), list[Any]()
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        leaf = torch.ones(numel, dtype=dtype, requires_grad=True)
+        in_graph, bare = leaf * (rank + 1), torch.full((numel,), rank + 1.0, dtype=dtype)
+        with mode():
+            made_here, shard, whole = bare * 2, torch.empty(10, dtype=dtype), torch.empty_like(bare)
+            parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+            for values in (in_graph, bare, made_here, parameter):
+                dist.all_reduce(values, group=group)
+            dist.reduce_scatter_tensor(shard, made_here, group=group)
+            dist.all_gather_into_tensor(whole, made_here[:10], group=group)
+        dist.all_reduce(made_here, group=group)  # now outside of that mode
+        in_graph.sum().backward()
+        for tensor in (in_graph, bare, made_here, parameter, shard, whole, leaf.grad):
+            found.append((tensor.tolist(), tensor.requires_grad, tensor.is_inference()))
+        found.append([tensor._version for tensor in (in_graph, bare)])
+    return found
+
+
+@on_ranks(2)
+def test_autograd_sees_as_little_of_it_as_of_gloo() -> None:
+    begin()
+    group, twin = made("ring", pg_options=GroupOptions(AllReduce(), 0)), dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _modes(group, dtype) == _modes(twin, dtype)
 
 
 # Threads and errors

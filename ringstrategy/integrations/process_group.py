@@ -26,6 +26,7 @@ from ringstrategy.codecs import Codec, RandomK, TopK, derive_seed
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
 from ringstrategy.integrations.encoded import close_at_exit, peers_for, wire_of
+from ringstrategy.integrations.memory import memory_of
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
@@ -161,7 +162,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
             return exact
-        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUMS) -> dist.Work:
         """See `torch.distributed.all_reduce_coalesced`: one sum of all of them."""
@@ -169,7 +170,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs(tensors).allreduce_coalesced(tensors, opts)
             return exact
-        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any) -> dist.Work:
         """See `torch.distributed.reduce_scatter_tensor`."""
@@ -183,7 +184,7 @@ class RingProcessGroup(dist.ProcessGroup):
                 "Ring(), Direct() or BySize(), to the AllReduce of this group's options"
             )
         self._check_shapes("reduce_scatter_tensor", values, output)
-        return self._run("reduce-scatter", [output], lambda lane, seed: lane.scatter_(output, values, mean, seed))
+        return self._run("reduce-scatter", [output], lambda lane, out, seed: lane.scatter_(out[0], values, mean, seed))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> dist.Work:
         """Its name since torch 2.13."""
@@ -196,7 +197,7 @@ class RingProcessGroup(dist.ProcessGroup):
             exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
             return exact
         self._check_shapes("all_gather_into_tensor", output, input)
-        return self._run("all-gather", [output], lambda lane, _: lane.gather_(output, input))
+        return self._run("all-gather", [output], lambda lane, out, _: lane.gather_(out[0], input))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
         """Its name since torch 2.13."""
@@ -260,7 +261,7 @@ class RingProcessGroup(dist.ProcessGroup):
             )
         return self._exact[kind]
 
-    def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, int], None]) -> dist.Work:
+    def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, list[Tensor], int], None]) -> dist.Work:
         self._torchs(out)
         device = out[0].device
         if device.type not in self._lanes:
@@ -273,7 +274,8 @@ class RingProcessGroup(dist.ProcessGroup):
         lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
-        exchange = lane.peers.submit(lambda: task(lane, seed), where)
+        written = [memory_of(tensor) for tensor in out]
+        exchange = lane.peers.submit(lambda: task(lane, written, seed), where)
         promise = Promise(out, device)
         lane.futures.keep(promise, [exchange])
         return _Work(exchange, promise.future)
