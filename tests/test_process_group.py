@@ -22,6 +22,7 @@ from on_ranks import on_ranks
 from pool import Pool
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import (
     AllReduce,
@@ -209,6 +210,25 @@ def test_the_default_group_may_be_ours_for_one_type_of_device() -> None:
     assert sent_by(group, lambda: dist.all_reduce(data(dist.get_rank())))
     with pytest.raises(ValueError, match="has cpu tensors only, got one on 'meta': move it to the CPU"):
         dist.all_reduce(torch.empty(100_000, device="meta"))
+
+
+@on_ranks(2)
+def test_sparse_tensors_are_torchs() -> None:
+    rank, _ = begin()
+    sums = [torch.sparse_coo_tensor([[rank, 2]], data(rank, 6).view(2, 3), (4, 3)) for _ in range(2)]
+    dist.all_reduce(sums[0], group=made("ring", pg_options=GroupOptions(AllReduce(), 0)))
+    dist.all_reduce(sums[1])
+    assert torch.equal(*(total.to_dense() for total in sums))
+    weights = []
+    for backend in ("ring", "gloo"):
+        torch.manual_seed(0)
+        bag = torch.nn.EmbeddingBag(9, 5000, sparse=True)
+        model = DistributedDataParallel(bag, process_group=dist.new_group(backend=backend))
+        model(torch.tensor([[rank, 3, 4]])).sum().backward()
+        assert bag.weight.grad is not None
+        weights.append(bag.weight.grad.to_dense())
+    assert torch.equal(*weights)
+    assert weights[0][:, 0].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 1 / 3, 1 / 3, 0, 0, 0, 0])
 
 
 @on_ranks(2)

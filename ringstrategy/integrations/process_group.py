@@ -244,7 +244,7 @@ class RingProcessGroup(dist.ProcessGroup):
     def _is_ours(self, tensors: Sequence[Tensor], op: Any) -> bool | None:
         """Is it a mean (True) or a sum (False) that travels encoded? None: it is torch's."""
         mean = op == dist.ReduceOp.AVG  # `in` finds neither
-        floats = all(tensor.is_floating_point() for tensor in tensors)
+        floats = all(tensor.is_floating_point() and tensor.layout == torch.strided for tensor in tensors)
         if not floats or not (mean or op == dist.ReduceOp.SUM) or self.size() == 1:
             return None
         return mean if sum(tensor.nbytes for tensor in tensors) >= self.options.exact_below else None
