@@ -352,6 +352,28 @@ def test_options_are_checked_and_errors_name_the_cure() -> None:
             GroupOptions(algorithm, **how)
 
 
+@on_ranks(2)
+def test_a_work_answers_as_gloos() -> None:
+    rank, _ = begin()
+    for group in (made("ring"), dist.new_group(backend="gloo")):
+        dist.all_reduce(data(rank), group=group)  # connects
+        for _ in range(20):
+            values = data(rank)
+            if rank == 1:
+                dist.barrier()
+            work = dist.all_reduce(values, group=group, async_op=True)
+            assert work is not None
+            if rank == 0:  # alone, so far
+                assert not work.is_completed()
+                with pytest.raises(RuntimeError, match=r"wait\(\) before result\(\)"):
+                    work.result()
+                dist.barrier()
+            work.wait()
+            assert work.is_completed()
+            assert [tensor.data_ptr() for tensor in work.result()] == [values.data_ptr()]
+        group.monitored_barrier(MINUTE, False)
+
+
 def test_several_works_are_waited_for_each() -> None:
     waited = []
 

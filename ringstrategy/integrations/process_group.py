@@ -278,7 +278,7 @@ class RingProcessGroup(dist.ProcessGroup):
         exchange = lane.peers.submit(lambda: task(lane, written, seed), where)
         promise = Promise(out, device)
         lane.futures.keep(promise, [exchange])
-        return _Work(exchange, promise.future)
+        return _Work(exchange, promise.future, out)
 
 
 class _Lane:
@@ -330,25 +330,34 @@ class _Lane:
 
 
 class _Work(dist.Work):
-    """An exchange under way."""
+    """An exchange under way, which changes the tensors `out`."""
 
-    def __init__(self, exchange: Waitable, future: Future[Any]) -> None:
+    def __init__(self, exchange: Waitable, future: Future[Any], out: list[Tensor]) -> None:
         super().__init__()
-        self._exchange, self._future = exchange, future
+        self._exchange, self._future, self._out = exchange, future, out
+        self._waited = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done (on a GPU: the current stream waits). PeerLostError if a rank is lost."""
         del timeout  # the group's own counts
         self._exchange.wait()
+        self._waited = True  # another thread may not yet have told the future
         return True
 
     def is_completed(self) -> bool:
         """Has it ended?"""
-        return self._future.done()
+        return self._waited or self._future.done()
 
     def get_future(self) -> Future[Any]:
         """Its tensors, once it is done."""
         return self._future
+
+    def result(self) -> list[Tensor]:
+        """Its tensors. RuntimeError before it has ended; it raises the error of the exchange."""
+        if not self.is_completed():
+            raise RuntimeError("this collective has not ended: call wait() before result()")
+        self._exchange.wait()
+        return self._out
 
 
 class _Works(dist.Work):
