@@ -263,6 +263,8 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, list[Tensor], int], None]) -> dist.Work:
         self._torchs(out)
+        if any(torch._debug_has_internal_overlap(tensor) == 1 for tensor in out):
+            raise ValueError(f"{what} writes to a tensor whose elements share memory: pass tensor.contiguous()")
         device = out[0].device
         if device.type not in self._lanes:
             algorithm = self.options.algorithm
