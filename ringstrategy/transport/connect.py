@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
-from ringstrategy.transport.backend import backend_of, claim_gpu
+from ringstrategy.transport.backend import backend_of, check_settings, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.exposure import raise_file_limit
 from ringstrategy.transport.gloo import GlooPeers
@@ -61,6 +61,7 @@ def connect(
     lifeline = Lifeline.cast(rank, size, ranks)
     try:
         begin_if_asked()
+        check_settings()
         claim_gpu(device, dist.get_rank(), this_host(), lifeline.first, group)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
