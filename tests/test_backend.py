@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
@@ -102,6 +103,28 @@ def test_two_ranks_on_one_gpu_are_told_so(ranks: Pool) -> None:
     told = dict(ranks(2, _on_one_gpu))
     assert set(told) == {ValueError, PeerLostError}
     assert all("use the same GPU (cuda:0, 0000:07:00)" in message for message in told.values())
+
+
+def _with_setting(name: str) -> tuple[type[Exception], str]:
+    """On rank 1 alone."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    comms = name == "TORCH_DISTRIBUTED_USE_TORCHCOMMS" and dist.get_rank() == 1
+    if dist.get_rank() == 1:
+        os.environ[name] = "1"
+    with (
+        patch.object(dist.distributed_c10d, "_use_torchcomms_enabled", lambda: comms, create=True),
+        pytest.raises((ValueError, PeerLostError)) as caught,
+    ):
+        connect(torch.device("cpu"), timedelta(seconds=30))
+    return caught.type, str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["TORCH_GLOO_LAZY_INIT", "TORCH_DISTRIBUTED_USE_TORCHCOMMS"])
+def test_settings_under_which_ranks_would_hang_are_refused(ranks: Pool, name: str) -> None:
+    told = ranks(2, _with_setting, name)
+    assert [kind for kind, _ in told] == [PeerLostError, ValueError]
+    assert all(name in message for _, message in told)
+    assert "unset " in told[1][1]
 
 
 def _fit_on_one_gpu() -> tuple[type[Exception] | None, list[str]]:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
-from ringstrategy import BlockInt, Direct, Gaussian, Identity, Ring, Rotated, Sign, SmallExact, TopK
+from ringstrategy import (
+    BlockInt,
+    Codec,
+    Collective,
+    Direct,
+    Gaussian,
+    Identity,
+    Native,
+    Ring,
+    Rotated,
+    Sign,
+    SmallExact,
+    TopK,
+)
 from ringstrategy.integrations.ddp_hook import DdpHookState
 from ringstrategy.transport.futures import Futures, Promise
 
@@ -69,10 +82,18 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def hooked(
-    codec: Any = None, collective: Any = None, *, seed: int = 0, feedback: bool | None = None, **of_ddp: Any
+    codec: Any = None,
+    collective: Any = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    seed: int = 0,
+    feedback: bool | None = None,
+    **of_ddp: Any,
 ) -> Iterator[tuple[DistributedDataParallel, DdpHookState]]:
     model = DistributedDataParallel(Net(seed), **{"bucket_cap_mb": 0.01, **of_ddp})
-    state, hook = ringstrategy.ddp_hook(codec, collective, error_feedback=feedback, module=model, timeout=MINUTE)
+    state, hook = ringstrategy.ddp_hook(
+        codec, collective, error_feedback=feedback, process_group=group, module=model, timeout=MINUTE
+    )
     model.register_comm_hook(state, hook)
     try:
         yield model, state
@@ -301,6 +322,25 @@ def test_a_process_group_averages_alone(ranks: Pool) -> None:
     found = ranks(4, _in_groups)
     assert [far for far, _ in found] == [0.0] * 4
     assert found[0] == found[1] != found[2] == found[3]
+
+
+def _twins(codec: Codec, collective: Collective | None) -> None:
+    with process_group(), ExitStack() as open_:
+        one, other = (open_.enter_context(hooked(codec, collective, group=dist.group.WORLD))[0] for _ in range(2))
+        for step in range(4):
+            one.zero_grad()
+            other.zero_grad()
+            (loss(one, step) + 1024 * loss(other, step)).backward()
+            mine, *others = everyones([p.grad for p in one.parameters() if p.grad is not None])
+            assert all(torch.equal(mine, theirs) for theirs in others)
+            for a, b in zip(one.parameters(), other.parameters(), strict=True):
+                assert torch.equal(b.grad, 1024 * a.grad), step
+
+
+@pytest.mark.parametrize("how", [(BlockInt(8), None), (Identity(), Native())], ids=["tagged", "native"])
+def test_two_hooks_on_one_group_average_in_one_backward(ranks: Pool, how: tuple[Codec, Collective | None]) -> None:
+    """As of twin critics, whose plans read alike."""
+    ranks(2, _twins, *how)
 
 
 @on_ranks(2)

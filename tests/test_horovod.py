@@ -283,6 +283,31 @@ def chain(operation: Callable[..., Any], **how: Any) -> Callable[[Tensor], Tenso
     return lambda x: torch.cat(operation([x, 3 * x[:2]], **how))
 
 
+@on_ranks(2)
+def test_results_go_into_any_tensor_and_autograd_sees_no_change() -> None:
+    with horovod() as rank:
+        for mode in (contextlib.nullcontext, torch.no_grad, torch.inference_mode):
+            leaf = torch.ones(5, requires_grad=True)
+            in_graph = leaf * (rank + 1)
+            square = in_graph.square()  # keeps it for backward
+            with mode():
+                made_here = torch.full((5,), rank + 1.0)
+                parameter = nn.Parameter(torch.full((5,), rank + 1.0))
+                for values in (in_graph, made_here, parameter):
+                    assert hvd.allreduce_(values) is values
+                    assert hvd.grouped_allreduce_([values])[0] is values
+                    assert values.tolist() == [1.5] * 5
+                for values, scale in ((made_here, 1), (parameter, 2)):
+                    values.data.fill_(scale * rank)
+                    assert hvd.broadcast_(values, 1) is values
+                    assert values.tolist() == [scale] * 5
+                    values.data.fill_(3 * rank)
+                hvd.broadcast_parameters({"weight": parameter, "made": made_here}, 1)
+                assert made_here.tolist() == parameter.tolist() == [3.0] * 5
+            square.sum().backward()
+            assert leaf.grad.tolist() == [2 * 1.5 * (rank + 1)] * 5
+
+
 @on_ranks(3)
 def test_gradients_flow_back_as_in_one_process() -> None:
     """Each rank's loss is the product with weights of its own; the twin sums them over all tensors, in float64."""

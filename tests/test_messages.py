@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor
 
@@ -107,10 +108,13 @@ def test_messages_are_numbered_by_kind_and_forgotten_when_they_end() -> None:
     assert difference(begun[3]._replace(nbytes=8), 1, messages.written()) is not None
 
 
-def _tag(message: Message, said: str | None = None) -> int:
-    """Of the message, among ranks that said this."""
+def _tag(message: Message, said: str | None = None, name: str = "all 1") -> int:
+    """Of the message, among ranks that said this, in the set of peers of this name."""
     tags: list[int] = []
-    peers: Any = SimpleNamespace(_group="gloo", _global_ranks=[0, 1], _said="", submit=lambda task, where: task())
+    lifeline = SimpleNamespace(name=name)
+    peers: Any = SimpleNamespace(
+        _group="gloo", _global_ranks=[0, 1], _said="", _lifeline=lifeline, submit=lambda task, where: task()
+    )
     if said is not None:
         GlooPeers.only_with(peers, Word(said, str), tagged=True, where="here")
 
@@ -126,6 +130,24 @@ def test_messages_of_ranks_that_differ_in_anything_never_meet() -> None:
     message = Message(0, 1, False, number=3, nbytes=8, where="at step 3")
     changes: list[dict[str, Any]] = [{"number": 4}, {"nbytes": 12}, {"where": "at step 4"}, {"control": True}]
     tags = [_tag(message), *(_tag(message._replace(**by)) for by in changes)]
-    tags += [_tag(message, "one plan"), _tag(message, "another")]
+    tags += [_tag(message, "one plan"), _tag(message, "another"), _tag(message, "one plan", "all 2")]
     assert len(set(tags)) == len(tags)
     assert _tag(message, "one plan") == _tag(message, "one plan")
+
+
+@on_ranks(2)
+def test_two_sets_of_peers_on_one_group_do_not_meet() -> None:
+    dist.init_process_group("gloo")
+    first, second = (connect(torch.device("cpu"), timedelta(seconds=120), group=dist.group.WORLD) for _ in range(2))
+    other = 1 - first.rank
+    arrived = {peers: torch.empty(4, dtype=torch.uint8) for peers in (first, second)}
+    handles = [
+        peers.swap(other, torch.full((4,), 1 if peers is first else 2, dtype=torch.uint8), other, arrived[peers])
+        for peers in ((first, second) if other else (second, first))
+    ]
+    for handle in handles:
+        handle.wait()
+    assert (arrived[first].tolist(), arrived[second].tolist()) == ([1] * 4, [2] * 4)
+    for peers in (first, second):
+        peers.close()
+    dist.barrier()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as L
 import pytest
@@ -21,6 +23,7 @@ from on_ranks import on_ranks
 from pool import Pool
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import (
     AllReduce,
@@ -29,6 +32,8 @@ from ringstrategy import (
     Choco,
     Direct,
     GroupOptions,
+    Identity,
+    Native,
     PlanMismatchError,
     SmallExact,
     TopK,
@@ -208,6 +213,221 @@ def test_the_default_group_may_be_ours_for_one_type_of_device() -> None:
         dist.all_reduce(torch.empty(100_000, device="meta"))
 
 
+@on_ranks(2)
+def test_sparse_tensors_are_torchs() -> None:
+    rank, _ = begin()
+    sums = [torch.sparse_coo_tensor([[rank, 2]], data(rank, 6).view(2, 3), (4, 3)) for _ in range(2)]
+    dist.all_reduce(sums[0], group=made("ring", pg_options=GroupOptions(AllReduce(), 0)))
+    dist.all_reduce(sums[1])
+    assert torch.equal(*(total.to_dense() for total in sums))
+    weights = []
+    for backend in ("ring", "gloo"):
+        torch.manual_seed(0)
+        bag = torch.nn.EmbeddingBag(9, 5000, sparse=True)
+        model = DistributedDataParallel(bag, process_group=dist.new_group(backend=backend))
+        model(torch.tensor([[rank, 3, 4]])).sum().backward()
+        assert bag.weight.grad is not None
+        weights.append(bag.weight.grad.to_dense())
+    assert torch.equal(*weights)
+    assert weights[0][:, 0].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 1 / 3, 1 / 3, 0, 0, 0, 0])
+
+
+@on_ranks(2)
+def test_gloos_own_all_reduce_serves_too() -> None:
+    rank, _ = begin()
+    values = data(rank)
+    dist.all_reduce(values, group=made("ring", pg_options=AllReduce(Identity(), Native())))
+    assert torch.equal(values, data(0) + data(1))
+
+
+def _modes(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Any]:
+    """What collectives leave behind, whatever autograd knows of their tensors."""
+    rank, numel, found = dist.get_rank(), 10 * dist.get_world_size(), list[Any]()
+    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
+        leaf = torch.ones(numel, dtype=dtype, requires_grad=True)
+        in_graph, bare = leaf * (rank + 1), torch.full((numel,), rank + 1.0, dtype=dtype)
+        with mode():
+            made_here, shard, whole = bare * 2, torch.empty(10, dtype=dtype), torch.empty_like(bare)
+            parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
+            for values in (in_graph, bare, made_here, parameter):
+                dist.all_reduce(values, group=group)
+            dist.reduce_scatter_tensor(shard, made_here, group=group)
+            dist.all_gather_into_tensor(whole, made_here[:10], group=group)
+        dist.all_reduce(made_here, group=group)  # now outside of that mode
+        in_graph.sum().backward()
+        for tensor in (in_graph, bare, made_here, parameter, shard, whole, leaf.grad):
+            found.append((tensor.tolist(), tensor.requires_grad, tensor.is_inference()))
+        found.append([tensor._version for tensor in (in_graph, bare)])
+    return found
+
+
+@on_ranks(2)
+def test_autograd_sees_as_little_of_it_as_of_gloo() -> None:
+    begin()
+    group, twin = made("ring", pg_options=GroupOptions(AllReduce(), 0)), dist.new_group(backend="gloo")
+    for dtype in (torch.float32, torch.bfloat16):
+        assert _modes(group, dtype) == _modes(twin, dtype)
+
+
+# Random programs, beside gloo
+
+
+class Step(NamedTuple):
+    thread: int
+    group: int
+    call: str
+    dtype: torch.dtype
+    numel: int
+    kind: str
+    mode: Any
+    op: dist.ReduceOp.RedOpType
+    root: int
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+DTYPES += [torch.int32, torch.int64, torch.uint8, torch.bool]
+IN_PLACE = ["all_reduce", "all_reduce_async", "broadcast"]
+CALLS = [*IN_PLACE * 3, "coalesced", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "gather"]
+CALLS += ["reduce_scatter_tensor", "coalesced_scatters", "wrong_scatter", "wrong_gather", "all_to_all", "scatter"]
+CALLS += ["send", "objects", "barrier"]
+OPS = [*[dist.ReduceOp.SUM] * 4, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.BAND]
+
+
+def _steps(seed: int, size: int) -> list[Step]:
+    draw = random.Random(seed)
+    steps = []
+    for _ in range(10):
+        group, call = draw.randrange(3), draw.choice(CALLS)
+        # torch's own calls with other results make nodes of a graph for them, or refuse them outside of the mode
+        kinds = ["plain", "inference", "graph", "leaf"] if call in IN_PLACE else ["plain"]
+        mode = draw.choice([nullcontext, torch.no_grad, torch.inference_mode])
+        numel, root = draw.choice([0, 1, 2, 5, 300]), draw.randrange(size)
+        steps.append(
+            Step(group // 2, group, call, draw.choice(DTYPES), numel, draw.choice(kinds), mode, draw.choice(OPS), root)
+        )
+    return steps
+
+
+def _called(step: Step, x: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
+    """What the call leaves behind."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    long, parts = x.repeat(size), [torch.zeros_like(x) for _ in range(size)]
+    match step.call:
+        case "all_reduce":
+            dist.all_reduce(x, step.op, group=group)
+        case "all_reduce_async":
+            dist.all_reduce(x, step.op, group=group, async_op=True).wait()
+        case "broadcast":
+            dist.broadcast(x, step.root, group=group)
+        case "coalesced":
+            dist.all_reduce_coalesced([x, long], step.op, group=group)
+        case "reduce":
+            dist.reduce(x, step.root, step.op, group=group)
+            return [x] * (rank == step.root)
+        case "all_gather":
+            dist.all_gather(parts, x, group=group)
+        case "all_gather_into_tensor":
+            dist.all_gather_into_tensor(long, x, group=group)
+        case "reduce_scatter":
+            dist.reduce_scatter(x, list(long.chunk(size)), step.op, group=group)
+        case "reduce_scatter_tensor":
+            dist.reduce_scatter_tensor(x, long, step.op, group=group)
+        case "coalesced_scatters":
+            with dist._coalescing_manager(group):
+                dist.reduce_scatter_tensor(x, long, step.op, group=group)
+                dist.reduce_scatter_tensor(parts[0], long * 2, step.op, group=group)
+            return [x, long, parts[0]]
+        case "wrong_scatter":
+            dist.reduce_scatter_tensor(torch.empty(7), torch.empty(13), group=group)
+        case "wrong_gather":
+            dist.all_gather_into_tensor(torch.empty(7), torch.empty(13), group=group)
+        case "gather":
+            dist.gather(x, parts if rank == step.root else None, step.root, group=group)
+            return parts * (rank == step.root)
+        case "scatter":
+            dist.scatter(x, list(long.chunk(size)) if rank == step.root else None, step.root, group=group)
+        case "all_to_all":
+            dist.all_to_all_single(long, x.repeat(size), group=group)
+        case "send":
+            works = [
+                dist.isend(x, (rank + 1) % size, group=group),
+                dist.irecv(parts[0], (rank - 1) % size, group=group),
+            ]
+            for work in works:
+                work.wait()
+            return [x, parts[0]]
+        case "objects":
+            objects: list[Any] = [None] * size
+            dist.all_gather_object(objects, rank, group=group)
+            return [torch.tensor(objects)]
+        case "barrier":
+            dist.barrier(group=group)
+    return [x, long, *parts] if step.call in ("all_gather", "coalesced", "all_to_all") or "into" in step.call else [x]
+
+
+def _outcome(step: Step, number: int, group: dist.ProcessGroup) -> Any:
+    """Of a step. Sums of these numbers are exact in all dtypes."""
+    generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
+    drawn = torch.randint(0, 3, (step.numel,), generator=generator).to(step.dtype)
+    leaf = None
+    if step.kind == "inference":
+        with torch.inference_mode():
+            drawn = drawn + 0
+    elif step.kind != "plain" and (drawn.is_floating_point() or drawn.is_complex()):
+        leaf = drawn.requires_grad_()
+    try:
+        x = leaf * 2 if leaf is not None and step.kind == "graph" else drawn
+        with step.mode():
+            x = x + 0 if step.kind == "plain" else x
+            left = [(t.tolist(), t.requires_grad, t.is_inference()) for t in _called(step, x, group)]
+        if leaf is not None and step.kind == "graph":
+            x.abs().sum().backward()
+            left.append(leaf.grad.tolist())
+        return left
+    except (TypeError, ValueError, RuntimeError):
+        return "an error"
+
+
+def _programs(first: int, count: int) -> list[str]:
+    """How the outcomes of random programs differ from those of gloo."""
+    begin()
+    groups = [made("ring", pg_options=GroupOptions(AllReduce(), draw)) for draw in (0, 0, 64)]
+    twins = [dist.new_group(backend="gloo") for _ in groups]
+    for group in groups:  # they connect in one order
+        dist.all_reduce(torch.zeros(64), group=group)
+    differ = []
+    for seed in range(first, first + count):
+        steps = _steps(seed, dist.get_world_size())
+        outcomes: list[dict[int, Any]] = [{}, {}]
+
+        def run(thread: int, of: list[Any], found: dict[int, Any], steps: list[Step] = steps) -> None:
+            for number, step in enumerate(steps):
+                if step.thread == thread:
+                    found[number] = _outcome(step, number, of[step.group])
+
+        for found, of in zip(outcomes, (groups, twins), strict=True):
+            other = threading.Thread(target=run, args=(1, of, found))
+            other.start()
+            run(0, of, found)
+            other.join()
+        differ += [
+            f"{seed}: {step}: {outcomes[0].get(number)} but gloo {outcomes[1].get(number)}"
+            for number, step in enumerate(steps)
+            if outcomes[0].get(number) != outcomes[1].get(number)
+        ]
+    return differ
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_random_programs_have_gloos_results(ranks: Pool, size: int) -> None:
+    assert ranks(size, _programs, 0, 30) == [[]] * size
+
+
+@pytest.mark.nightly
+def test_2000_random_programs_have_gloos_results(ranks: Pool) -> None:
+    assert ranks(2, _programs, 1000, 2000) == [[]] * 2
+
+
 # Threads and errors
 
 
@@ -267,6 +487,8 @@ def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
             dist.reduce_scatter_tensor(torch.empty(7), data(0), group=group)
         with pytest.raises(ValueError, match="all_gather_into_tensor in a group of 2"):
             dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
+        with pytest.raises(ValueError, match=r"elements share memory: pass tensor\.contiguous"):
+            dist.all_reduce(torch.zeros(1).expand(NUMEL), group=group)
     dist.all_reduce(values, group=group)  # it still works
     several = made("ring", pg_options=AllReduce(BlockInt(8), TwoShot()))
     with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
@@ -290,6 +512,28 @@ def test_options_are_checked_and_errors_name_the_cure() -> None:
     ):
         with pytest.raises(kind, match=said):
             GroupOptions(algorithm, **how)
+
+
+@on_ranks(2)
+def test_a_work_answers_as_gloos() -> None:
+    rank, _ = begin()
+    for group in (made("ring"), dist.new_group(backend="gloo")):
+        dist.all_reduce(data(rank), group=group)  # connects
+        for _ in range(20):
+            values = data(rank)
+            if rank == 1:
+                dist.barrier()
+            work = dist.all_reduce(values, group=group, async_op=True)
+            assert work is not None
+            if rank == 0:  # alone, so far
+                assert not work.is_completed()
+                with pytest.raises(RuntimeError, match=r"wait\(\) before result\(\)"):
+                    work.result()
+                dist.barrier()
+            work.wait()
+            assert work.is_completed()
+            assert [tensor.data_ptr() for tensor in work.result()] == [values.data_ptr()]
+        group.monitored_barrier(MINUTE, False)
 
 
 def test_several_works_are_waited_for_each() -> None:

@@ -68,3 +68,10 @@ def test_who_waits_looks_around_and_may_give_up_and_a_task_that_does_not_end_is_
     assert not worker.close(0.01)
     end.set()
     assert worker.close(60)
+
+
+def test_autograd_sees_no_task() -> None:
+    worker, modes = Worker("test"), list[bool]()
+    worker.submit(lambda: modes.append(torch.is_grad_enabled()), _nothing).wait()
+    assert modes == [False]
+    assert worker.close(60)

@@ -179,7 +179,8 @@ class DdpHookState:
     def _connect(self, device: torch.device) -> Peers:
         """At the first bucket; every rank comes here."""
         if self._connection is None:
-            peers = connect(device, self._timeout, self.stats, group=self._process_group)
+            tagged = self._options.collective.tagged
+            peers = connect(device, self._timeout, self.stats, group=self._process_group, tagged=tagged)
             begin_threads(free_cores(peers.hosts.count(peers.hosts[peers.rank])))
             self._connection = _Connection(peers, Futures(device))
             self._plans = {}  # the ranks are to compare them

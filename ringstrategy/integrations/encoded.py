@@ -46,7 +46,7 @@ def peers_for(
     group: dist.ProcessGroup,
 ) -> Peers:
     """The ranks of a group, connected, with a codec that is ready. PlanMismatchError on all if they differ in these."""
-    peers = connect(device, timeout, stats, group=group)
+    peers = connect(device, timeout, stats, group=group, tagged=collective.tagged)
     said = f"codec: {codec}\ncollective: {collective}\nexact_below: {exact_below}"
     word = Word(said, lambda: said)
     try:

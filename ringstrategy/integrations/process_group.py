@@ -28,6 +28,7 @@ from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
 from ringstrategy.integrations.encoded import close_at_exit, peers_for
+from ringstrategy.integrations.memory import memory_of
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
@@ -163,7 +164,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
             return exact
-        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUMS) -> dist.Work:
         """See `torch.distributed.all_reduce_coalesced`: one sum of all of them."""
@@ -171,7 +172,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs(tensors).allreduce_coalesced(tensors, opts)
             return exact
-        return self._run("all-reduce", tensors, lambda lane, seed: lane.sum_(tensors, mean, seed))
+        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any) -> dist.Work:
         """See `torch.distributed.reduce_scatter_tensor`."""
@@ -185,7 +186,7 @@ class RingProcessGroup(dist.ProcessGroup):
                 "Ring(), Direct() or BySize(), to the AllReduce of this group's options"
             )
         self._check_shapes("reduce_scatter_tensor", values, output)
-        return self._run("reduce-scatter", [output], lambda lane, seed: lane.scatter_(output, values, mean, seed))
+        return self._run("reduce-scatter", [output], lambda lane, out, seed: lane.scatter_(out[0], values, mean, seed))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> dist.Work:
         """Its name since torch 2.13."""
@@ -198,7 +199,7 @@ class RingProcessGroup(dist.ProcessGroup):
             exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
             return exact
         self._check_shapes("all_gather_into_tensor", output, input)
-        return self._run("all-gather", [output], lambda lane, _: lane.gather_(output, input))
+        return self._run("all-gather", [output], lambda lane, out, _: lane.gather_(out[0], input))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
         """Its name since torch 2.13."""
@@ -265,8 +266,10 @@ class RingProcessGroup(dist.ProcessGroup):
             )
         return self._exact[kind]
 
-    def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, int], None]) -> dist.Work:
+    def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, list[Tensor], int], None]) -> dist.Work:
         self._torchs(out)
+        if any(torch._debug_has_internal_overlap(tensor) == 1 for tensor in out):
+            raise ValueError(f"{what} writes to a tensor whose elements share memory: pass tensor.contiguous()")
         device = out[0].device
         if device.type not in self._lanes:
             algorithm = self.options.algorithm
@@ -278,10 +281,11 @@ class RingProcessGroup(dist.ProcessGroup):
         lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
-        exchange = lane.peers.submit(lambda: task(lane, seed), where)
+        written = [memory_of(tensor) for tensor in out]
+        exchange = lane.peers.submit(lambda: task(lane, written, seed), where)
         promise = Promise(out, device)
         lane.futures.keep(promise, [exchange])
-        return _Work(exchange, promise.future)
+        return _Work(exchange, promise.future, out)
 
 
 class _Lane:
@@ -333,25 +337,34 @@ class _Lane:
 
 
 class _Work(dist.Work):
-    """An exchange under way."""
+    """An exchange under way, which changes the tensors `out`."""
 
-    def __init__(self, exchange: Waitable, future: Future[Any]) -> None:
+    def __init__(self, exchange: Waitable, future: Future[Any], out: list[Tensor]) -> None:
         super().__init__()
-        self._exchange, self._future = exchange, future
+        self._exchange, self._future, self._out = exchange, future, out
+        self._waited = False
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until it is done (on a GPU: the current stream waits). PeerLostError if a rank is lost."""
         del timeout  # the group's own counts
         self._exchange.wait()
+        self._waited = True  # another thread may not yet have told the future
         return True
 
     def is_completed(self) -> bool:
         """Has it ended?"""
-        return self._future.done()
+        return self._waited or self._future.done()
 
     def get_future(self) -> Future[Any]:
         """Its tensors, once it is done."""
         return self._future
+
+    def result(self) -> list[Tensor]:
+        """Its tensors. RuntimeError before it has ended; it raises the error of the exchange."""
+        if not self.is_completed():
+            raise RuntimeError("this collective has not ended: call wait() before result()")
+        self._exchange.wait()
+        return self._out
 
 
 class _Works(dist.Work):

@@ -1,4 +1,4 @@
-"""Which backend moves a device's tensors, and what NCCL would refuse without a cure."""
+"""Which backend moves a device's tensors, and where a backend would fail without a cure, or hang."""
 
 from __future__ import annotations
 
@@ -19,6 +19,22 @@ def backend_of(device_type: str, group: dist.ProcessGroup | None = None) -> str:
         has_any = device_type in (device.type for device in group._device_types)
         return group._get_backend(torch.device(device_type)).name() if has_any else ""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(",")).get(device_type, "")
+
+
+def check_settings() -> None:
+    """ValueError with the cure if torch's own settings would make ranks wait for each other without an end."""
+    if os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "t", "true", "y", "yes"):  # as torch reads it
+        raise ValueError(
+            "with TORCH_GLOO_LAZY_INIT=1 gloo waits without a limit for a connection to a rank that was lost: unset it "
+            "on all ranks"
+        )
+    # only where torchcomms is installed; older torch does not know it
+    enabled: Callable[[], bool] = getattr(dist.distributed_c10d, "_use_torchcomms_enabled", bool)
+    if enabled():
+        raise ValueError(
+            "over torchcomms sends and receives of a group may wait for each other, and exchanges need both at once: "
+            "unset TORCH_DISTRIBUTED_USE_TORCHCOMMS, or torch.distributed.config.use_torchcomms, on all ranks"
+        )
 
 
 def claim_gpu(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
-from ringstrategy.transport.backend import backend_of, claim_gpu
+from ringstrategy.transport.backend import backend_of, check_settings, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.exposure import raise_file_limit
 from ringstrategy.transport.gloo import GlooPeers
@@ -34,6 +34,7 @@ def connect(
     *,
     beside_steps: bool = False,
     group: dist.ProcessGroup | None = None,
+    tagged: bool = True,
 ) -> Peers:
     """Join all ranks of a process group.
 
@@ -49,6 +50,8 @@ def connect(
         group: whose ranks. If it has gloo for CPU tensors, host messages travel on its connections, beside its
             collectives, and these stay open when the peers are closed. None: all ranks, in a new group for gradient
             traffic alone.
+        tagged: all messages will be, see `Collective.tagged`. False: they would meet collectives that other threads
+            call in `group`, so its ranks get a new group, too.
     """
     raise_file_limit()
     ranks = None if group is None else dist.get_process_group_ranks(group)
@@ -58,6 +61,7 @@ def connect(
     lifeline = Lifeline.cast(rank, size, ranks)
     try:
         begin_if_asked()
+        check_settings()
         claim_gpu(device, dist.get_rank(), this_host(), lifeline.first, group)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
@@ -72,7 +76,7 @@ def connect(
         hosts = tuple(lifeline.greet(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
-        lent = group if has_gloo else None
+        lent = group if has_gloo and tagged else None
         host_group = lent or _heard(
             lifeline,
             lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None),

@@ -159,7 +159,8 @@ class GlooPeers(Peers):
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, message: Message
     ) -> dist.Work:
         group = opened(self._group)
-        tag = _FIRST_TAG + 2 * (message.digest(self._said) % _TAGS) + message.control
+        said = f"{self._lifeline.name} {self._said}"  # by the ranks of this set of peers, which may not be alone here
+        tag = _FIRST_TAG + 2 * (message.digest(said) % _TAGS) + message.control
         try:
             work = operation(tensor, self._global_ranks[peer], group=group, tag=tag)
         except RuntimeError as error:

@@ -6,6 +6,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 Task = Callable[[], None]
 CLOSE_SECONDS = 30.0
 CLOSE_SECONDS_AFTER_ERROR = 5.0  # the thread may be finding out which rank was lost
@@ -57,6 +59,7 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    @torch.no_grad()  # the mode is of a thread; tasks write to users' tensors
     def _loop(self) -> None:
         error: BaseException | None = None
         while (handed_in := self._handed_in.get()) is not None:

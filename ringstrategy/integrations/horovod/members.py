@@ -81,7 +81,7 @@ class Members:
         for peer, rank in enumerate(self.ranks):
             if peer != self.rank:
                 try:
-                    dist.irecv(nothing, rank, group=self.group, tag=_NOBODYS_TAG)  # nothing comes
+                    dist.irecv(nothing, rank, group=self.group, tag=_NOBODYS_TAG)  # nothing comes; gloo keeps 70 bytes
                 except RuntimeError as error:
                     raise peers.explain(TransportError(peer, error), where) from error
 

@@ -20,6 +20,7 @@ from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.named import Handle, Operation
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduction, Sum, reduction
+from ringstrategy.integrations.memory import memory_of
 
 Run = Callable[[list[Any]], Any]
 
@@ -160,7 +161,7 @@ def reduce(
             flat = torch.cat([tensors[place].reshape(-1) for place in places])
             how.reduce_(flat, members)
             for place, values in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
-                into[place].copy_(values.view(tensors[place].shape))
+                memory_of(into[place]).copy_(values.view(tensors[place].shape))
         return result(into)
 
     said = f"{how}, {', '.join(map(_shown, tensors))}"
@@ -326,7 +327,9 @@ def _broadcast(tensor: Tensor, in_place: bool, root_rank: int, name: str | None,
     def run(said: list[Any]) -> Tensor:
         values = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
         members.broadcast_(values, root_rank)
-        return tensor.copy_(values) if in_place else values
+        if in_place:
+            memory_of(tensor).copy_(values)
+        return tensor if in_place else values
 
     said = f"from rank {root_rank}, {_shown(tensor)}"
     return submit("broadcast", name, said, None, [tensor], members, run)

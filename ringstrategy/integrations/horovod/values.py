@@ -19,6 +19,7 @@ from ringstrategy.integrations.horovod.operations import (
 )
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import ReduceOp
+from ringstrategy.integrations.memory import memory_of
 
 
 def broadcast_parameters(
@@ -54,7 +55,7 @@ def broadcast_parameters(
             flat = torch.cat([value.reshape(-1) for value in values])
             members.broadcast_(flat, root_rank)
             for value, part in zip(values, flat.split([value.numel() for value in values]), strict=True):
-                value.copy_(part.view(value.shape))
+                memory_of(value).copy_(part.view(value.shape))
 
     lines = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in named.items())
     submit(
