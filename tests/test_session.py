@@ -278,7 +278,8 @@ class CallsItsBase(torch.optim.SGD):
 @contextmanager
 def noticed() -> Iterator[list[tuple[str, torch.optim.Optimizer]]]:
     calls: list[tuple[str, torch.optim.Optimizer]] = []
-    watching = OptimizerSteps(lambda o: calls.append(("before", o)), lambda o: calls.append(("after", o)))
+    before, after = (lambda o: calls.append(("before", o))), (lambda o: calls.append(("after", o)))
+    watching = OptimizerSteps(before, after, within_backward=lambda o: calls.append(("within backward", o)))
     try:
         yield calls
     finally:

@@ -17,6 +17,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.policy import Policy
@@ -24,6 +26,8 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.errors import last_words
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
+from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
+from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
@@ -184,7 +188,15 @@ class DdpHookState:
             self._plans = {}  # the ranks are to compare them
             # not atexit, which forked ranks skip
             self._end = Finalize(None, self._connection.end_of_process, exitpriority=0)
+            self._steps = register_optimizer_step_pre_hook(self._before_step)
         return self._connection.peers
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """RuntimeError if it steps a parameter within the backward that is to average it."""
+        if is_within_backward():
+            exchanged = {parameter for plan in self._plans.values() for parameter in plan.parameters}
+            for parameter in exchanged & stepped_by(optimizer):
+                raise stepped_within_backward(self._name_of.get(parameter, f"a parameter {tuple(parameter.shape)}"))
 
     def _keep(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
         assert self._connection is not None
@@ -285,6 +297,7 @@ class DdpHookState:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
             self._end.cancel()
+            self._steps.remove()
             connection, self._connection = self._connection, None
             try:
                 connection.close()

@@ -21,7 +21,7 @@ from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
-from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
+from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of, stepped_within_backward
 from ringstrategy.session.optimizers import options, rates, stepped_by
 from ringstrategy.session.parameters import shared_buffers, shared_parameters, sparse_parameters
 from ringstrategy.session.state import Means, copied
@@ -53,8 +53,8 @@ class Session:
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
         stats: counters to add to.
         broadcast_buffers: give every rank rank 0's buffers, where ranks have equal parameters.
-        notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer; for optimizers
-            that are none of torch's.
+        notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer, and
+            `check_within_backward` before one in a hook; for optimizers that are none of torch's.
         group: the ranks, whose connections nobody else may use for gradients. None: all, over connections of their own.
         divisor: of gradients. None: the number of ranks, so that they are averaged; 1: they are summed.
 
@@ -136,7 +136,7 @@ class Session:
             self._joined.open(self._peers.size, device, scales_local=scaled_loss and self._parameters is not None)
         self._know(parameters)
         if self._notices_steps:
-            self._steps = OptimizerSteps(self._before_step, self._after_step)
+            self._steps = OptimizerSteps(self._before_step, self._after_step, self.check_within_backward)
         self._new_parts = NewParts()
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
@@ -426,6 +426,13 @@ class Session:
                         "to the optimizer at the next batch"
                     )
         self._gradients.before_step(parameters)
+
+    def check_within_backward(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step within a backward. RuntimeError if it steps what is averaged at its end."""
+        early = self._equal & stepped_by(optimizer)
+        for name, parameter in shared_parameters(self.module).items() if early else ():
+            if parameter in early and parameter.grad is not None:
+                raise stepped_within_backward(name)
 
     # What all ranks see, where they have parameters of their own
 
