@@ -442,6 +442,11 @@ class Session:
         for lifeline in self._lifelines():
             lifeline.leave_training(what)
 
+    def end_training(self) -> None:
+        """Training has ended on this rank, and what it has begun to exchange."""
+        self.leave_training("at the end of training", "the end of its training")
+        self.settle()
+
     @property
     def shows_consensus(self) -> bool:
         """Do validation, and whoever takes the model after training, see the same on all ranks?"""
