@@ -192,11 +192,14 @@ class Watches(L.Callback):
     def __init__(self) -> None:
         self.seen = 0
         self.threads: set[str] = set()
-        self.sent_before = 0
+        self.sent_before = self.sent_after = 0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")}
         self.sent_before = trainer.strategy.stats.bytes_sent
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.sent_after = trainer.strategy.stats.bytes_sent
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Net)
@@ -233,7 +236,7 @@ def _watched(folder: str) -> int:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     trainer.strategy.teardown()  # again
     model.loss(next(iter(rows()))).backward()  # the model is the user's own again
-    return trainer.strategy.stats.bytes_sent - watch.sent_before
+    return watch.sent_after - watch.sent_before
 
 
 def test_hooks_see_means_the_monitor_logs_them_and_nothing_is_left_behind(ranks: Pool, tmp_path: Path) -> None:

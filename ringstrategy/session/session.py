@@ -30,12 +30,13 @@ from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off_default
-from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.lifeline import Lifeline, Wait
 from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.watch import Watch
 
 _BROADCAST_BYTES = 250 * 2**20
+_FROM_RANK_0 = "a broadcast of rank 0's tensors"
 _NO_GROUP = "Session.open needs a process group: call torch.distributed.init_process_group before"
 
 
@@ -269,12 +270,13 @@ class Session:
         self._know(parameters)
         self._from_rank_0(new)
 
-    def end_batch(self, steps: int | None) -> None:
+    def end_batch(self, steps: int | None, *, skipped: bool = False) -> None:
         """All exchanges of this batch have begun.
 
         Args:
             steps: how many the loop has counted, with those that a user dropped on this rank alone: mixing goes on
                 even so. None: nobody can tell a dropped step from none.
+            skipped: the user has skipped the batch, on all ranks. If another one waits in it, its error says so.
 
         Raises:
             ValueError: a step was dropped, and with several optimizers nobody knows whose it was.
@@ -290,7 +292,7 @@ class Session:
             self._tell_of_step(stepped_by(self._optimizers[0]), False)
         self._joined.put_buffers_back()
         for lifeline in self._lifelines():
-            lifeline.end_batch()
+            lifeline.end_batch(skipped=skipped)
 
     def send_buffers(self, *, between: bool = False) -> None:
         """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
@@ -446,6 +448,11 @@ class Session:
         """Training has ended on this rank, and what it has begun to exchange."""
         self.leave_training("at the end of training", "the end of its training")
         self.settle()
+
+    def compare_ends(self) -> None:
+        """PeerLostError on all ranks if one trains on; all ranks call it when training has ended."""
+        if self._gradients is not None and self._peers is not None:
+            self._gradients.compare("the end of training")
 
     @property
     def shows_consensus(self) -> bool:
@@ -612,20 +619,26 @@ class Session:
         lines = [self.lifeline, None if self._host is None else self._host.peers.lifeline]
         return [line for line in lines if line is not None]
 
-    def _listen(self) -> None:
+    def _listen(self, waits_in: Wait | None) -> None:
         lifeline = self.lifeline  # once: `close` may come between
         if lifeline is not None:
             lifeline.listen()
+            world: Any = dist.group.WORLD  # torch's stubs lack the method
+            lifeline.waits(waits_in, world._get_sequence_number_for_group())
 
     def _waits_in_vain(self) -> bool:
         lifeline = self.lifeline  # once, as above
         return lifeline is not None and lifeline.news(self.place) is not None
 
     @contextmanager
-    def naming_lost_peers(self) -> Generator[None, None, None]:
-        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank."""
+    def naming_lost_peers(self, what: str = _FROM_RANK_0) -> Generator[None, None, None]:
+        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank.
+
+        Args:
+            what: this rank waits in, for messages, if no user's call of a collective shows it.
+        """
         try:
-            with nullcontext() if self._watch is None else self._watch.over():
+            with nullcontext() if self._watch is None else self._watch.over(what):
                 yield
         except RuntimeError as error:
             if self._peers is None or not is_of_a_connection(error):

@@ -36,6 +36,7 @@ class LooksMixin(Callback):
         self._before: list[Tensor] = []
         self._due = self._replaced = False
         self._global_step = 0  # at this batch's beginning
+        self._in_batch = False
         self._put(_Callbacks(callbacks(trainer), self))
 
     @property
@@ -60,6 +61,8 @@ class LooksMixin(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others, who see what training returns."""
         self._session.end_training()
+        if trainer.strategy.on_peer_loss == "raise":  # type: ignore[attr-defined]  # of this package
+            self._session.compare_ends()
         if self._session.shows_consensus:
             self._session.finish()
             self._session.enter_consensus()
@@ -82,11 +85,19 @@ class LooksMixin(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others."""
         self._global_step = trainer.global_step
+        self._in_batch = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others: when this ends, all exchanges of this batch have begun."""
+        self._in_batch = False
         counts = pl_module.automatic_optimization and not trainer.interrupted
         self._session.end_batch(trainer.global_step - self._global_step if counts else None)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before all others. Lightning ends no batch whose `on_train_batch_start` returned -1."""
+        if self._in_batch:
+            self._in_batch = False
+            self._session.end_batch(None, skipped=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Before others save checkpoints, which may take long: the other ranks wait for this one."""
