@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -469,6 +471,27 @@ def test_failed_ranks_wait_for_each_other_but_never_for_the_dead() -> None:
     now = clock.now
     lines[0].gather()
     assert clock.now == now, "rank 3 is dead, and is not waited for again"
+
+
+def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_not() -> None:
+    """Rank 1 has not even failed yet; rank 2 has been killed, and nobody has asked for its exit code."""
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    clock = Clock()
+    store, lines = lines_of(3, clock)
+    with pytest.raises(PeerLostError):
+        lines[0].greet("here 4711", timedelta(0), lambda: None)
+    store.set("process/1", f"{os.getpid()} here 4711")
+    store.set("process/2", f"{killed.pid} here 4711")
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+
+    def fails_late() -> None:
+        clock.sleep(3 * GRACE_SECONDS)
+        lines[1].gather()
+
+    clock.run(lines[0].gather, fails_late)
+    assert 3 * GRACE_SECONDS <= clock.now < 4 * GRACE_SECONDS + 0.1
+    killed.communicate()
 
 
 # What peers over gloo make of it

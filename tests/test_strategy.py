@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import HERE, run_script
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
@@ -246,6 +247,21 @@ def test_hooks_see_means_the_monitor_logs_them_and_nothing_is_left_behind(ranks:
     assert [int(row["step"]) for row in logged] == [3, 7]
     assert sum(4 * float(row["communication/bytes_sent"]) for row in logged) == sent[0] > 0
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
+
+
+def _without_a_trainer() -> tuple[float, float]:
+    """As Lightning's own tests of strategies do."""
+    cpus = [torch.device("cpu")] * 2
+    strategy = RingStrategy(
+        accelerator=CPUAccelerator(), parallel_devices=cpus, cluster_environment=LightningEnvironment()
+    )
+    strategy.setup_environment()
+    mine = torch.tensor([1.0 + strategy.global_rank])
+    return float(strategy.reduce(mine.clone(), reduce_op="sum")), float(strategy.all_gather(mine).prod())
+
+
+def test_a_strategy_without_a_trainer_has_collectives(ranks: Pool) -> None:
+    assert ranks(2, _without_a_trainer) == [(3.0, 2.0)] * 2
 
 
 # Names and objects

@@ -14,11 +14,13 @@ compares. The store may be lost or frozen with its host, so no call waits for it
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -131,6 +133,7 @@ class Lifeline:
         self._ranks = range(size) if ranks is None else ranks
         self.name = ""
         self.hosts = ["unknown"] * size
+        self._card = ""  # of this rank's host
         self._addresses = [""] * size  # of the hosts, from here; empty: not known
         self._unreachable: set[int] = set()  # ranks, when this one last looked
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
@@ -187,6 +190,8 @@ class Lifeline:
         self._store.limit = _GREETING_SECONDS
         try:
             self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
+            self._card = card
+            self._store.set(f"process/{self._rank}", f"{os.getpid()} {card}")
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(self._clock.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
@@ -315,7 +320,8 @@ class Lifeline:
     def gather(self) -> None:
         """After a failure, wait for the other failed ranks, as a barrier would; never for dead ranks.
 
-        Ranks that left without a reason are waited for briefly, others as long as saving a checkpoint may take.
+        Ranks that left without a reason are waited for briefly, unless their processes live on this host; others as
+        long as saving a checkpoint may take.
         """
         self._meetings += 1
         if self._meet_no_more:
@@ -334,10 +340,21 @@ class Lifeline:
     def _is_waited_for(self, rank: int, waited: float) -> bool:
         if self._has_any(f"met/{self._meetings}/{rank}", f"gone/{rank}"):
             return False
-        patience = GRACE_SECONDS if self._last_words(rank) is None else _PATIENCE_SECONDS
+        patience = _PATIENCE_SECONDS if self._last_words(rank) is not None or self._lives(rank) else GRACE_SECONDS
         if waited > patience:
             self._meet_no_more = True
         return waited <= patience
+
+    def _lives(self, rank: int) -> bool:
+        """Is its process known to live? Nobody knows of another host."""
+        pid, _, card = (self._store.read(f"process/{rank}") or "").partition(" ")
+        if not pid or card != self._card:
+            return False
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"
 
     def _has_any(self, *keys: str) -> bool:
         return any(self._store.has([key]) for key in keys)

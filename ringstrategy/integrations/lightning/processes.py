@@ -103,8 +103,9 @@ class ProcessesMixin(DDPStrategy):
 
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
-        assert self.lightning_module is not None
-        refusals.check_callbacks(self.lightning_module.trainer, self.package)
+        module = self.lightning_module
+        if module is not None:  # else a user starts the processes without a Trainer
+            refusals.check_callbacks(module.trainer, self.package)
         super().setup_environment()
         self._has_met = self._has_told = False
         backend = None if self.world_size == 1 else self._get_process_group_backend()
