@@ -508,14 +508,14 @@ class RingStrategyMixin(ProcessesMixin):
         session, looks, self._means = self.session, self._looks, None
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(super().teardown)
+            if self.members is not None:  # after the session, whose store may be this member's
+                ends.callback(self.members.close)
+                self.members = None
             ends.callback(self.algorithm.close if session is None else session.close)
             if looks is not None:
                 ends.callback(looks.close)
             if self._elastic is not None:
                 ends.callback(self._elastic.close)
-            if self.members is not None:
-                ends.callback(self.members.close)
-                self.members = None
             if self._stopping is not None:
                 ends.callback(self._stopping.close)
             if self._joining is not None:
