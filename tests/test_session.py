@@ -180,7 +180,7 @@ def _drops_steps() -> None:
             if dist.get_rank():
                 optimizer.step()
             session.end_batch(1)  # the loop has counted it
-            assert session.stats.steps == 1, "mixing goes on"
+            assert session.stats.exchanges == 1, "mixing goes on"
             [one, other] = gathered(list(session.module.parameters()))
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
@@ -350,7 +350,7 @@ def _other_modules() -> None:
         seldom = partial(Gossip, interval=2, overlap=False)
         with opened(model(), seldom()) as (one, first), opened(model(), seldom()) as (other, _):
             train(one, first, batches(4))
-            assert (one.stats.steps, other.stats.steps) == (2, 0)
+            assert (one.stats.exchanges, one.stats.steps, other.stats.steps) == (2, 4, 0)
 
 
 def test_what_is_not_averaged_is_left_alone(ranks: Pool) -> None:

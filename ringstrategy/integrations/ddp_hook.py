@@ -92,7 +92,7 @@ class DdpHookState:
     exceptions lose their type on the way through DDP.
 
     Attributes:
-        stats: bytes, steps and times. `exposed_seconds` stays 0, because only DDP knows how long it waited.
+        stats: bytes, exchanges and times; `steps` and `exposed_seconds` are None, because only DDP knows them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class DdpHookState:
         self._parameters = {} if inner is None else dict(inner.named_parameters())
         self._name_of = {parameter: name for name, parameter in self._parameters.items()}
         self._options, self._process_group, self._timeout = options, process_group, timeout
-        self.stats = Stats()
+        self.stats = Stats(steps=None, exposed_seconds=None)
         self._connection: _Connection | None = None
         self._error: BaseException | None = None  # of an earlier connection
         self._step = 0
@@ -139,7 +139,7 @@ class DdpHookState:
                 del self._plans[gone]
         if last:
             self._step += 1
-            self.stats.steps += 1
+            self.stats.exchanges += 1
         return promise.future
 
     def _exchange_as_loaded(self) -> None:

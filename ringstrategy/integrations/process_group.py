@@ -124,14 +124,15 @@ class RingProcessGroup(dist.ProcessGroup):
 
     Attributes:
         options: its own.
-        stats: what was encoded, or gathered over the ring, in bytes. Not what gloo and NCCL send.
+        stats: what was encoded, or gathered over the ring, in bytes. Not what gloo and NCCL send. `steps` and
+            `exposed_seconds` are None, because a group knows neither.
     """
 
     def __init__(
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, options: GroupOptions
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stubs know only what a store makes
-        self.options, self.stats = options, Stats()
+        self.options, self.stats = options, Stats(steps=None, exposed_seconds=None)
         self._name, self._timeout = name, timeout
         self._exact: dict[str, Any] = {}  # by type of device: torch's own
         self._lanes: dict[str, _Lane] = {}  # likewise: ours
@@ -272,6 +273,7 @@ class RingProcessGroup(dist.ProcessGroup):
             close_at_exit(lane)
         lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
+        self.stats.exchanges += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
         exchange = lane.peers.submit(lambda: task(lane, seed), where)
         promise = Promise(out, device)

@@ -115,6 +115,9 @@ class Session:
             raise RuntimeError(_NO_GROUP)
         end_with_agent()
         if dist.get_world_size(self._group) == 1:
+            self._known = set(shared_parameters(self.module).values())
+            if self._notices_steps:
+                self._steps = OptimizerSteps(lambda _: None, self.after_step, lambda _: None)
             return
         beside_steps = isinstance(self.algorithm, ParameterAlgorithm)
         self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
@@ -332,9 +335,7 @@ class Session:
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        if self._peers is None:
-            self.stats.steps += not self.accumulating
-        elif self._gradients is not None:
+        if self._peers is not None and self._gradients is not None:
             self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
@@ -364,7 +365,9 @@ class Session:
             scale: the loss scale now; None without a loss scaler.
         """
         if self._peers is None:
-            yield
+            with nullcontext() if self._steps is None else self._steps.expecting():
+                yield
+            self.stats.step()
             return
         before = scale()
         seen: list[Tensor | bool] = []
@@ -394,10 +397,13 @@ class Session:
         """An optimizer has stepped. Parameters are final when this returns."""
         self._noticed += optimizer in self._optimizers
         parameters = stepped_by(optimizer)
-        if not self._known.isdisjoint(parameters):  # else another module's
+        if not self._notices_steps or not self._known.isdisjoint(parameters):  # else another module's
             self._end_step(parameters, True)
 
     def _end_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
+        self.stats.step()
+        if self._peers is None:
+            return
         self._joined.after_step(parameters)
         self._tell_of_step(parameters, stepped)
 
