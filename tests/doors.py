@@ -70,6 +70,7 @@ class Story:
         scaled: there is a loss scaler.
         spoils: the factor of rank 1's loss in step BAD.
         dies: rank 1, after the first forward of the second half.
+        hurries: from step BAD on, an optimizer for each parameter steps it within backward.
         saves: after the first half, to this folder.
         resumes: from that folder, with the second half.
     """
@@ -81,6 +82,7 @@ class Story:
     scaled: bool = False
     spoils: float = 1.0
     dies: bool = False
+    hurries: bool = False
     saves: str | None = None
     resumes: str | None = None
 
@@ -164,6 +166,10 @@ def begin_step(story: Story, module: Any, step: int) -> None:
     """What the user does between two steps."""
     if story.thaws:
         module.first.requires_grad_(step >= HALF)
+    if story.hurries and step == BAD:
+        for parameter in module.parameters():
+            early = torch.optim.SGD([parameter], RATE)
+            parameter.register_post_accumulate_grad_hook(lambda _, early=early: early.step())
 
 
 def algorithm_of(story: Story) -> Algorithm:

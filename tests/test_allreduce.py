@@ -191,7 +191,7 @@ def _check_replicas(results: list[tuple[list[Tensor], list[list[Tensor]], Stats]
     error = max((a - e).abs().max() / largest for a, e in zip(history[0], exact, strict=True) if e.numel())
     assert error < ALGORITHMS[algorithm]
     assert error > 0 or algorithm.codec == Identity()
-    assert stats.steps == 3
+    assert stats.exchanges == 3
     assert stats.values_averaged == 3 * sum(p.numel() for p in parameters)
     assert stats.bytes_sent is None if isinstance(algorithm.collective, Native) else stats.bytes_sent > 0
 

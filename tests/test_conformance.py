@@ -249,6 +249,14 @@ def ranks_that_differ_are_told(tells: Tells, door: str) -> None:
 
 
 @law
+def a_step_within_backward_is_an_error(tells: Tells, door: str) -> None:
+    """Of a hook on each parameter: the gradient is this rank's alone there."""
+    for mine in tells.on(door, Story(hurries=True), fails=True):
+        assert "within backward, where its gradient is this rank's alone" in mine.error
+        assert len(mine.parameters) == 1 + doors.BAD
+
+
+@law
 def one_rank_is_plain_training(tells: Tells, door: str) -> None:
     (mine,) = tells.on(door, Story("int8"), 1)
     assert all(map(torch.equal, mine.parameters, tells.twin(Story(), 1).parameters))
@@ -425,6 +433,11 @@ _not_there(
 GROUPS = ["group", "fsdp_in_group"]
 _not_there("a process group keeps nothing", [nothing_is_lost, resumes_bit_for_bit, resumes_at_another_size], GROUPS)
 _not_there("FSDP2 sums all gradients of a module: test_fsdp.py has the refusal", [unused_parameters], FSDP)
+_not_there(
+    "torch DDP steps so too, and nobody tells a group; FSDP2 calls the hooks when gradients are averaged",
+    [a_step_within_backward_is_an_error],
+    ["group", *FSDP],
+)
 _not_there("torch DDP and FSDP2 watch what trains when they are made", [thawed_parameters], PARTS)
 _not_there(
     "neither DDP nor FSDP2 tells of steps and loss scales (docs/torch.md)",

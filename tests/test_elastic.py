@@ -561,6 +561,15 @@ class Bringing(BringingLauncherMixin, Launches):
         self._give, self._take = mock.Mock(), mock.Mock()
 
 
+def test_a_rank_leaves_the_others_before_it_closes_the_store_that_they_share() -> None:
+    """Else torch's client writes traces of what it cannot tell them any more."""
+    strategy, calls = RingStrategy(on_peer_loss="shrink"), mock.Mock()
+    strategy.session, strategy.members = calls.session, calls.members
+    with mock.patch("lightning.pytorch.strategies.DDPStrategy.teardown"):
+        strategy.teardown()
+    assert [name for name, *_ in calls.mock_calls] == ["session.close", "members.close"]
+
+
 def test_a_process_that_sigterm_ends_hands_that_to_the_one_that_waits() -> None:
     results = mock.Mock()
     for process in (0, 1):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -295,6 +297,69 @@ def test_ranks_with_other_numbers_of_batches_are_told(
     assert all("the same number of batches" in message for message in messages), messages
     assert all("uneven='join'" in message for message in messages), messages
     assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
+
+
+class Leaves(Net):
+    """Rank 1 skips its second batch, or is the only one that stops."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.how == "skips" and (self.global_rank, batch_idx) == (1, 1) else None
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.how == "stops" and self.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+def _leaves(how: str, epochs: int) -> tuple[int, str]:
+    with mock.patch.object(lifeline, "DOUBT_SECONDS", 1.0), pytest.raises(PeerLostError) as caught:
+        fit("ring", Leaves(how), max_epochs=epochs)
+    return caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "epochs"), [("skips", 2), ("skips", 1), ("stops", 1)])
+def test_a_rank_that_leaves_an_epoch_alone_is_named_by_all(ranks: Pool, how: str, epochs: int) -> None:
+    for rank, said in ranks(2, _leaves, how, epochs):
+        assert rank == 1
+        where = "its next batch" if epochs == 2 else "the end of its training"
+        assert f"{where}{', having skipped batch 2' if how == 'skips' else ''} after " in said
+
+
+class Alone(Net):
+    """Rank 1 calls a collective that no other rank calls."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.where == "training" and (self.global_rank, batch_idx) == (1, 1):
+            dist.barrier()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        if self.where == "validation" and (self.global_rank, batch_idx) == (1, 1):
+            self.log("alone", 1.0, sync_dist=True)
+
+
+def _alone(where: str) -> str:
+    trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=2)
+    with mock.patch.object(lifeline, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
+        trainer.fit(Alone(where), rows(), rows(12))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_a_rank_that_calls_a_collective_alone_is_named_by_all_with_its_place(ranks: Pool, where: str) -> None:
+    other = "an exchange" if where == "training" else "the broadcast before its next batch"
+    for said in ranks(2, _alone, where):
+        assert "lost rank 1" in said
+        caller = "test_failures" if where == "training" else "distributed"  # of Lightning, for what was logged
+        assert re.search(rf"it waits in barrier\(\) at \S*{caller}.py:\d+, and rank 0 in {other}:", said)
+        assert "on all ranks or on none" in said
 
 
 # All fail, or one ends all

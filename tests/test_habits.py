@@ -499,6 +499,32 @@ def test_what_callbacks_put_in_at_the_end_stays_with_local_sgd() -> None:
     assert int(counted.layers[1].num_batches_tracked) == 0 < int(plain.layers[1].num_batches_tracked)
 
 
+class SeesTheEnd(Callback):
+    """What callbacks find in the model from `on_train_end` on."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.seen.append(flat(pl_module))
+        assert trainer.callbacks[0] is self, "users know their callbacks by their places"
+        assert len(trainer.callbacks) == 1
+
+    on_fit_end = on_train_end
+
+
+@on(2)
+def test_whoever_looks_when_training_ends_sees_what_it_returns() -> None:
+    for algorithm in (LocalSGD(4, Nesterov(0.4, 0.8), overlap=True), Gossip(interval=3)):
+        sees = SeesTheEnd()
+        trainer = trainer_with(RingStrategy(algorithm), callbacks=[sees], enable_checkpointing=False, max_epochs=1)
+        trainer.fit(model := normed(), rows())
+        assert len(sees.seen) == 2
+        assert all(torch.equal(seen, flat(model)) for seen in sees.seen)
+        assert same_everywhere(flat(model))
+        assert type(trainer.callbacks) is list
+
+
 # Gradients in their buckets
 
 

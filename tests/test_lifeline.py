@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from ringstrategy.transport import gloo, lifeline, watch
 from ringstrategy.transport.base import TransportError
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import GlooPeers
-from ringstrategy.transport.lifeline import DOUBT_SECONDS, GRACE_SECONDS, Lifeline
+from ringstrategy.transport.lifeline import DOUBT_SECONDS, GRACE_SECONDS, Lifeline, Wait
 
 HARD_END = 120.0
 BLOCKED = 0.05  # seconds after which a thread waits for a lock
@@ -252,6 +254,11 @@ def goes_on(rank: Lifeline) -> None:
     rank.leave_training("its validation")
 
 
+def skips(rank: Lifeline) -> None:
+    rank.begin_batch()
+    rank.end_batch(skipped=True)
+
+
 def goes_elsewhere(rank: Lifeline) -> None:
     rank.leave_training("its test")
 
@@ -262,6 +269,9 @@ def goes_elsewhere(rank: Lifeline) -> None:
         ([trains, goes_on], [trains, exchanges], "it went on to its validation after 1 batches.*at batch 2"),
         ([trains, goes_on], [trains, goes_elsewhere], "rank 0 went on to its test"),
         ([trains, trains], [trains, exchanges, Lifeline.begin_exchange], "its next batch after 2 batches.*exchange 3"),
+        ([trains, skips], [trains, exchanges], "its next batch, having skipped batch 2 after 2 batches"),
+        ([skips, goes_on], [exchanges], "its validation, having skipped batch 1 after 1 batches and 0"),
+        ([skips], [skips, exchanges], None),
         ([trains, goes_on], [trains], None),
         ([trains, goes_on], [exchanges], None),
         ([trains, goes_on], [trains, goes_on, exchanges], None),
@@ -282,8 +292,46 @@ def test_a_rank_that_waits_where_this_one_will_not_come_is_named(
     else:
         assert error is not None
         assert error.rank == 1
-        with pytest.raises(PeerLostError, match=found + ".*the same number of batches"):
+        with pytest.raises(PeerLostError, match=f"{found}.*(the same number of batches|on all ranks or on none)"):
             raise error
+
+
+BARRIER, REDUCES, EXCHANGE = (
+    Wait("barrier", "barrier() at a.py:1"),
+    Wait("all_reduce", "theirs"),
+    Wait("", "an exchange"),
+)
+
+
+@pytest.mark.parametrize(
+    ("waits", "named"),
+    [
+        ([(EXCHANGE, 1, 2), (BARRIER, 2, 1), (EXCHANGE, 1, 2)], 1),
+        ([(REDUCES, 2, 1), (REDUCES, 2, 1), (BARRIER, 2, 1)], 2),
+        ([(EXCHANGE, 1, 2), (BARRIER, 2, 1), (None, 1, 2)], None),  # the last one is late
+        ([(EXCHANGE, 2, 2), (BARRIER, 2, 1), (EXCHANGE, 2, 2)], None),  # has still to get what the others have sent
+        ([(EXCHANGE, 1, 2), (BARRIER, 2, 2), (EXCHANGE, 1, 2)], None),  # has that exchange behind itself
+        ([(REDUCES, 1, 1), (BARRIER, 2, 1), (BARRIER, 2, 1)], None),  # the first one is slower
+    ],
+)
+def test_a_rank_alone_in_a_collective_is_named_if_all_wait_in_vain(
+    waits: list[tuple[Wait | None, int, int]], named: int | None
+) -> None:
+    clock = Clock()
+    _, lines = lines_of(len(waits), clock)
+    for line, (_, _, exchanges) in zip(lines, waits, strict=True):
+        for _ in range(exchanges):
+            line.begin_exchange()
+    while clock.now < DOUBT_SECONDS:
+        for line, (wait, called, _) in zip(lines, waits, strict=True):
+            line.waits(wait, called)
+        clock.sleep(1.0)
+    for line in lines:
+        line.news("here")
+    clock.sleep(GRACE_SECONDS)
+    errors = [line.news("here") for line in lines]
+    assert [error and error.rank for error in errors] == [named] * len(waits)
+    assert all("on all ranks or on none" in str(error) for error in errors if error is not None)
 
 
 def test_a_rank_that_never_comes_is_named() -> None:
@@ -425,6 +473,27 @@ def test_failed_ranks_wait_for_each_other_but_never_for_the_dead() -> None:
     assert clock.now == now, "rank 3 is dead, and is not waited for again"
 
 
+def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_not() -> None:
+    """Rank 1 has not even failed yet; rank 2 has been killed, and nobody has asked for its exit code."""
+    killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    clock = Clock()
+    store, lines = lines_of(3, clock)
+    with pytest.raises(PeerLostError):
+        lines[0].greet("here 4711", timedelta(0), lambda: None)
+    store.set("process/1", f"{os.getpid()} here 4711")
+    store.set("process/2", f"{killed.pid} here 4711")
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+
+    def fails_late() -> None:
+        clock.sleep(3 * GRACE_SECONDS)
+        lines[1].gather()
+
+    clock.run(lines[0].gather, fails_late)
+    assert 3 * GRACE_SECONDS <= clock.now < 4 * GRACE_SECONDS + 0.1
+    killed.communicate()
+
+
 # What peers over gloo make of it
 
 
@@ -499,16 +568,16 @@ def test_the_watch_ends_a_collective_that_waits_in_vain(monkeypatch: pytest.Monk
         events.append("look")
         return True
 
-    watching = watch.Watch(lambda: events.append("listen"), look, ended.set)
+    watching = watch.Watch(lambda _: events.append("listen"), look, ended.set)
     assert ended.wait(HARD_END)
     watching.close()
     assert events == ["listen"] * 5 + ["look"]
 
 
 def test_the_watch_sees_collectives_of_torch_and_what_is_announced() -> None:
-    watching = watch.Watch(lambda: None, lambda: False, lambda: None)
+    watching = watch.Watch(lambda _: None, lambda: False, lambda: None)
     assert not watching._in_a_collective()
-    with watching.over():
+    with watching.over("a broadcast"):
         assert watching._in_a_collective()
     assert not watching._in_a_collective()
     frame = mock.Mock(f_back=None, f_globals={"__name__": dist.distributed_c10d.__name__})

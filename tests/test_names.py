@@ -94,7 +94,8 @@ def _train_all(size: int) -> dict[str, int]:
         interval = algorithm.interval if isinstance(algorithm, LocalSGD) else 1
         assert isinstance(interval, int)
         parts = algorithm.fragments if isinstance(algorithm, LocalSGD) else 1
-        assert 60 // interval <= strategy.stats.steps <= -(-60 // interval) * parts
+        assert strategy.stats.steps == trainer.global_step == 60
+        assert 60 // interval <= strategy.stats.exchanges <= -(-60 // interval) * parts
         for parameter in model.parameters():
             others = [torch.empty_like(parameter) for _ in range(size)]
             dist.all_gather(others, parameter.detach())

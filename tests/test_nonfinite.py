@@ -73,7 +73,7 @@ def train(peers: FakePeers, algorithm: Synchronous, place: int) -> list[list[Ten
                 *(residual.clone() for _, residual in algorithm.residuals()),
             ]
         )
-    assert peers.stats.steps == STEPS
+    assert peers.stats.exchanges == STEPS
     assert peers.stats.steps_skipped == len(BAD)
     said = [line for line in algorithm.news() if "skipped" in line]
     assert len(said) == 2, "the first, the second, but not the third"

@@ -155,9 +155,10 @@ def test_all_else_is_exact_and_torchs() -> None:
     dist.all_gather_object(objects, {"rank": rank}, group=group)
     assert objects == [{"rank": other} for other in range(size)]
     dist.barrier(group=group)
-    assert group.stats.bytes_sent == 0
+    assert (group.stats.bytes_sent, group.stats.exchanges) == (0, 0)
     dist.all_reduce(data(rank, 1 << 14), group=group)  # of as many bytes as travel encoded
     assert group.stats.bytes_sent
+    assert (group.stats.exchanges, group.stats.steps, group.stats.exposed_seconds) == (1, None, None)
 
 
 def _kinds() -> list[torch.Tensor]:

@@ -272,7 +272,7 @@ def _drops_steps() -> None:
             if dist.get_rank():
                 optimizer.step()
             session.end_batch(1)  # the loop has counted it
-            assert session.stats.steps == 1, "mixing goes on"
+            assert session.stats.exchanges == 1, "mixing goes on"
             [one, other] = gathered(list(session.module.parameters()))
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
@@ -370,7 +370,8 @@ class CallsItsBase(torch.optim.SGD):
 @contextmanager
 def noticed() -> Iterator[list[tuple[str, torch.optim.Optimizer]]]:
     calls: list[tuple[str, torch.optim.Optimizer]] = []
-    watching = OptimizerSteps(lambda o: calls.append(("before", o)), lambda o: calls.append(("after", o)))
+    before, after = (lambda o: calls.append(("before", o))), (lambda o: calls.append(("after", o)))
+    watching = OptimizerSteps(before, after, within_backward=lambda o: calls.append(("within backward", o)))
     try:
         yield calls
     finally:
@@ -441,7 +442,7 @@ def _other_modules() -> None:
         seldom = partial(Gossip, interval=2, overlap=False)
         with opened(model(), seldom()) as (one, first), opened(model(), seldom()) as (other, _):
             train(one, first, batches(4))
-            assert (one.stats.steps, other.stats.steps) == (2, 0)
+            assert (one.stats.exchanges, one.stats.steps, other.stats.steps) == (2, 4, 0)
 
 
 def test_what_is_not_averaged_is_left_alone(ranks: Pool) -> None:

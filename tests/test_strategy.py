@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import HERE, run_script
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import BackboneFinetuning, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
@@ -192,11 +193,14 @@ class Watches(L.Callback):
     def __init__(self) -> None:
         self.seen = 0
         self.threads: set[str] = set()
-        self.sent_before = 0
+        self.sent_before = self.sent_after = 0
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.threads = {thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")}
         self.sent_before = trainer.strategy.stats.bytes_sent
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.sent_after = trainer.strategy.stats.bytes_sent
 
     def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         assert isinstance(pl_module, Net)
@@ -233,7 +237,7 @@ def _watched(folder: str) -> int:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     trainer.strategy.teardown()  # again
     model.loss(next(iter(rows()))).backward()  # the model is the user's own again
-    return trainer.strategy.stats.bytes_sent - watch.sent_before
+    return watch.sent_after - watch.sent_before
 
 
 def test_hooks_see_means_the_monitor_logs_them_and_nothing_is_left_behind(ranks: Pool, tmp_path: Path) -> None:
@@ -243,6 +247,21 @@ def test_hooks_see_means_the_monitor_logs_them_and_nothing_is_left_behind(ranks:
     assert [int(row["step"]) for row in logged] == [3, 7]
     assert sum(4 * float(row["communication/bytes_sent"]) for row in logged) == sent[0] > 0
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
+
+
+def _without_a_trainer() -> tuple[float, float]:
+    """As Lightning's own tests of strategies do."""
+    cpus = [torch.device("cpu")] * 2
+    strategy = RingStrategy(
+        accelerator=CPUAccelerator(), parallel_devices=cpus, cluster_environment=LightningEnvironment()
+    )
+    strategy.setup_environment()
+    mine = torch.tensor([1.0 + strategy.global_rank])
+    return float(strategy.reduce(mine.clone(), reduce_op="sum")), float(strategy.all_gather(mine).prod())
+
+
+def test_a_strategy_without_a_trainer_has_collectives(ranks: Pool) -> None:
+    assert ranks(2, _without_a_trainer) == [(3.0, 2.0)] * 2
 
 
 # Names and objects
@@ -368,7 +387,7 @@ def _counts_steps() -> dict[str, Stats]:
 
 
 def test_one_process_counts_the_steps_that_several_count_and_sends_nothing(ranks: Pool) -> None:
-    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 8, "gan": 16}
+    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 4, "gan": 16}  # of optimizers
     for found in ranks(2, _counts_steps):
         assert {kind: stats.steps for kind, stats in found.items()} == steps
     [alone] = ranks(1, _counts_steps)

@@ -91,7 +91,8 @@ class RunReport(L.Callback):
         exposed: float | None = None
         communication: float | None = None
         if now is not None and before is not None:
-            exposed = now.exposed_seconds - before.exposed_seconds
+            if now.exposed_seconds is not None and before.exposed_seconds is not None:
+                exposed = now.exposed_seconds - before.exposed_seconds
             communication = now.communication_seconds - before.communication_seconds
             if now.bytes_sent is not None and before.bytes_sent is not None:
                 sent = now.bytes_sent - before.bytes_sent

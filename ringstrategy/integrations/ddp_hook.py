@@ -17,6 +17,8 @@ from torch.distributed.constants import default_pg_timeout
 from torch.futures import Future
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.policy import Policy
@@ -25,6 +27,8 @@ from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.errors import last_words
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
+from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
+from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
@@ -89,7 +93,7 @@ class DdpHookState:
     exceptions lose their type on the way through DDP.
 
     Attributes:
-        stats: bytes, steps and times. `exposed_seconds` stays 0, because only DDP knows how long it waited.
+        stats: bytes, exchanges and times; `steps` and `exposed_seconds` are None, because only DDP knows them.
     """
 
     def __init__(
@@ -101,7 +105,7 @@ class DdpHookState:
         self._parameters = {} if inner is None else dict(inner.named_parameters())
         self._name_of = {parameter: name for name, parameter in self._parameters.items()}
         self._options, self._process_group, self._timeout = options, process_group, timeout
-        self.stats = Stats()
+        self.stats = Stats(steps=None, exposed_seconds=None)
         self._connection: _Connection | None = None
         self._error: BaseException | None = None  # of an earlier connection
         self._step = 0
@@ -136,7 +140,7 @@ class DdpHookState:
                 del self._plans[gone]
         if last:
             self._step += 1
-            self.stats.steps += 1
+            self.stats.exchanges += 1
         return promise.future
 
     def _exchange_as_loaded(self) -> None:
@@ -186,7 +190,15 @@ class DdpHookState:
             self._plans = {}  # the ranks are to compare them
             # not atexit, which forked ranks skip
             self._end = Finalize(None, self._connection.end_of_process, exitpriority=0)
+            self._steps = register_optimizer_step_pre_hook(self._before_step)
         return self._connection.peers
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """RuntimeError if it steps a parameter within the backward that is to average it."""
+        if is_within_backward():
+            exchanged = {parameter for plan in self._plans.values() for parameter in plan.parameters}
+            for parameter in exchanged & stepped_by(optimizer):
+                raise stepped_within_backward(self._name_of.get(parameter, f"a parameter {tuple(parameter.shape)}"))
 
     def _keep(self, promise: Promise, exchanges: Sequence[Waitable]) -> None:
         assert self._connection is not None
@@ -287,6 +299,7 @@ class DdpHookState:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
             self._end.cancel()
+            self._steps.remove()
             connection, self._connection = self._connection, None
             try:
                 connection.close()

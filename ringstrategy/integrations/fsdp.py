@@ -103,7 +103,7 @@ class FsdpResiduals:
         exact_below: int,
         timeout: timedelta,
     ) -> None:
-        self.stats = Stats()
+        self.stats = Stats(steps=None)
         self.codec, self._collective, self._exact_below = codec, collective, exact_below
         self._timeout = timeout
         self._peers: dict[tuple[dist.ProcessGroup, torch.device], Peers] = {}
@@ -123,6 +123,7 @@ class FsdpResiduals:
                 self.codec, self._collective, self._exact_below, device, self._timeout, self.stats, group
             )
         peers = self._peers[group, device]
+        self.stats.exchanges += 1
         peers.finish([peers.submit(lambda: self._collective.scatter_(summand, peers), where)])
         return peers.rank
 

@@ -127,14 +127,15 @@ class RingProcessGroup(dist.ProcessGroup):
 
     Attributes:
         options: its own.
-        stats: what was encoded, or gathered over the ring, in bytes. Not what gloo and NCCL send.
+        stats: what was encoded, or gathered over the ring, in bytes. Not what gloo and NCCL send. `steps` and
+            `exposed_seconds` are None, because a group knows neither.
     """
 
     def __init__(
         self, name: str, store: dist.Store, rank: int, size: int, timeout: timedelta, options: GroupOptions
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # torch's stubs know only what a store makes
-        self.options, self.stats = options, Stats()
+        self.options, self.stats = options, Stats(steps=None, exposed_seconds=None)
         self._name, self._timeout = name, timeout
         self._exact: dict[str, Any] = {}  # by type of device: torch's own
         self._lanes: dict[str, _Lane] = {}  # likewise: ours
@@ -248,7 +249,6 @@ class RingProcessGroup(dist.ProcessGroup):
         mean = op == dist.ReduceOp.AVG  # `in` finds neither
         floats = all(tensor.is_floating_point() and tensor.layout == torch.strided for tensor in tensors)
         for tensor in tensors if floats else ():
-            check_memory("the tensor of this collective", tensor)
             check_width("the tensor of this collective", tensor)
         if not floats or not (mean or op == dist.ReduceOp.SUM) or self.size() == 1:
             return None
@@ -268,8 +268,8 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, list[Tensor], int], None]) -> dist.Work:
         self._torchs(out)
-        if any(torch._debug_has_internal_overlap(tensor) == 1 for tensor in out):
-            raise ValueError(f"{what} writes to a tensor whose elements share memory: pass tensor.contiguous()")
+        for tensor in out:
+            check_memory(f"a tensor of this {what}", tensor)
         device = out[0].device
         if device.type not in self._lanes:
             algorithm = self.options.algorithm
@@ -280,6 +280,7 @@ class RingProcessGroup(dist.ProcessGroup):
             close_at_exit(lane)
         lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
+        self.stats.exchanges += 1
         where = f"in {what} {self._calls} of process group {self.group_name} ({self._name})"
         written = [memory_of(tensor) for tensor in out]
         exchange = lane.peers.submit(lambda: task(lane, written, seed), where)

@@ -32,10 +32,16 @@ class OptimizerSteps:
     Args:
         before: called with the optimizer. Not if the step computes its own gradients, by a closure.
         after: called with the optimizer when its parameters are final.
+        within_backward: called with the optimizer before a step within a backward pass, whoever announces it.
     """
 
-    def __init__(self, before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]) -> None:
-        self._before, self._after = before, after
+    def __init__(
+        self,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer], None],
+        within_backward: Callable[[Optimizer], None],
+    ) -> None:
+        self._before, self._after, self._within_backward = before, after, within_backward
         self._here = _UnderWay()
         self._hooks = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
 
@@ -59,6 +65,8 @@ class OptimizerSteps:
             self._here.expected = around
 
     def _begin(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if is_within_backward():
+            self._within_backward(optimizer)
         caller = sys._getframe(1)
         for place, (known, frame) in enumerate(self._here.steps):
             if known is optimizer and not _is_running(frame, caller):  # it ended in an exception, which somebody caught
@@ -78,6 +86,19 @@ class OptimizerSteps:
             self._here.expected.append(True if found_inf is None else found_inf.reshape(()) == 0)
         elif not self._here.steps:
             self._after(optimizer)
+
+
+def is_within_backward() -> bool:
+    """Does this thread run a hook or a function of a backward pass?"""
+    return torch._C._current_graph_task_id() != -1
+
+
+def stepped_within_backward(name: str) -> RuntimeError:
+    """The error for an optimizer that steps a parameter before its gradient is averaged."""
+    return RuntimeError(
+        f"an optimizer steps {name} within backward, where its gradient is this rank's alone, so replicas would "
+        "differ: step after backward, not in a hook such as register_post_accumulate_grad_hook"
+    )
 
 
 def _is_running(frame: FrameType, caller: FrameType | None) -> bool:

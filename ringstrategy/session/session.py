@@ -21,7 +21,7 @@ from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.new_parts import NewParts
-from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of
+from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of, stepped_within_backward
 from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
 from ringstrategy.session.parameters import (
     averaged_buffers,
@@ -37,12 +37,13 @@ from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off_default
-from ringstrategy.transport.lifeline import Lifeline
+from ringstrategy.transport.lifeline import Lifeline, Wait
 from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.watch import Watch
 
 _BROADCAST_BYTES = 250 * 2**20
+_FROM_RANK_0 = "a broadcast of rank 0's tensors"
 _NO_GROUP = "Session.open needs a process group: call torch.distributed.init_process_group before"
 
 
@@ -60,8 +61,8 @@ class Session:
         timeout: how long a peer may stay silent before it counts as lost (`PeerLostError`).
         stats: counters to add to.
         broadcast_buffers: give every rank rank 0's buffers, where ranks have equal parameters.
-        notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer; for optimizers
-            that are none of torch's.
+        notice_steps: False: call `check_step` before and `after_step` after each step of an optimizer, and
+            `check_within_backward` before one in a hook; for optimizers that are none of torch's.
         group: the ranks, whose connections nobody else may use for gradients. None: all, over connections of their own.
         divisor: of gradients. None: the number of ranks, so that they are averaged; 1: they are summed.
 
@@ -122,6 +123,9 @@ class Session:
             raise RuntimeError(_NO_GROUP)
         end_with_agent()
         if dist.get_world_size(self._group) == 1:
+            self._known = set(shared_parameters(self.module).values())
+            if self._notices_steps:
+                self._steps = OptimizerSteps(lambda _: None, self.after_step, lambda _: None)
             return
         beside_steps = isinstance(self.algorithm, ParameterAlgorithm)
         self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
@@ -147,7 +151,7 @@ class Session:
             self._joined.open(self._peers.size, device, scales_local=scaled_loss and self._parameters is not None)
         self._know(parameters)
         if self._notices_steps:
-            self._steps = OptimizerSteps(self._before_step, self._after_step)
+            self._steps = OptimizerSteps(self._before_step, self._after_step, self.check_within_backward)
         self._new_parts = NewParts()
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
@@ -294,12 +298,13 @@ class Session:
         self._know(parameters)
         self._from_rank_0(new)
 
-    def end_batch(self, steps: int | None) -> None:
+    def end_batch(self, steps: int | None, *, skipped: bool = False) -> None:
         """All exchanges of this batch have begun.
 
         Args:
             steps: how many the loop has counted, with those that a user dropped on this rank alone: mixing goes on
                 even so. None: nobody can tell a dropped step from none.
+            skipped: the user has skipped the batch, on all ranks. If another one waits in it, its error says so.
 
         Raises:
             ValueError: a step was dropped, and with several optimizers nobody knows whose it was.
@@ -315,7 +320,7 @@ class Session:
             self._tell_of_step(stepped_by(self._optimizers[0]), False)
         self._joined.put_buffers_back()
         for lifeline in self._lifelines():
-            lifeline.end_batch()
+            lifeline.end_batch(skipped=skipped)
 
     def send_buffers(self, *, between: bool = False) -> None:
         """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
@@ -355,9 +360,7 @@ class Session:
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        if self._peers is None:
-            self.stats.steps += not self.accumulating
-        elif self._gradients is not None:
+        if self._peers is not None and self._gradients is not None:
             self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
@@ -387,7 +390,9 @@ class Session:
             scale: the loss scale now; None without a loss scaler.
         """
         if self._peers is None:
-            yield
+            with nullcontext() if self._steps is None else self._steps.expecting():
+                yield
+            self.stats.step()
             return
         before = scale()
         seen: list[Tensor | bool] = []
@@ -417,10 +422,13 @@ class Session:
         """An optimizer has stepped. Parameters are final when this returns."""
         self._noticed += optimizer in self._optimizers
         parameters = stepped_by(optimizer)
-        if not self._known.isdisjoint(parameters):  # else another module's
+        if not self._notices_steps or not self._known.isdisjoint(parameters):  # else another module's
             self._end_step(parameters, True)
 
     def _end_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
+        self.stats.step()
+        if self._peers is None:
+            return
         self._joined.after_step(parameters)
         self._tell_of_step(parameters, stepped)
 
@@ -452,6 +460,13 @@ class Session:
                     )
         self._gradients.before_step(parameters)
 
+    def check_within_backward(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step within a backward. RuntimeError if it steps what is averaged at its end."""
+        early = self._equal & stepped_by(optimizer)
+        for name, parameter in shared_parameters(self.module).items() if early else ():
+            if parameter in early and parameter.grad is not None:
+                raise stepped_within_backward(name)
+
     # What all ranks see, where they have parameters of their own
 
     def leave_training(self, place: str, what: str) -> None:
@@ -459,6 +474,16 @@ class Session:
         self.place = place
         for lifeline in self._lifelines():
             lifeline.leave_training(what)
+
+    def end_training(self) -> None:
+        """Training has ended on this rank, and what it has begun to exchange."""
+        self.leave_training("at the end of training", "the end of its training")
+        self.settle()
+
+    def compare_ends(self) -> None:
+        """PeerLostError on all ranks if one trains on; all ranks call it when training has ended."""
+        if self._gradients is not None and self._peers is not None:
+            self._gradients.compare("the end of training")
 
     @property
     def shows_consensus(self) -> bool:
@@ -627,20 +652,26 @@ class Session:
         lines = [self.lifeline, None if self._host is None else self._host.peers.lifeline]
         return [line for line in lines if line is not None]
 
-    def _listen(self) -> None:
+    def _listen(self, waits_in: Wait | None) -> None:
         lifeline = self.lifeline  # once: `close` may come between
         if lifeline is not None:
             lifeline.listen()
+            world: Any = dist.group.WORLD  # torch's stubs lack the method
+            lifeline.waits(waits_in, world._get_sequence_number_for_group())
 
     def _waits_in_vain(self) -> bool:
         lifeline = self.lifeline  # once, as above
         return lifeline is not None and lifeline.news(self.place) is not None
 
     @contextmanager
-    def naming_lost_peers(self) -> Generator[None, None, None]:
-        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank."""
+    def naming_lost_peers(self, what: str = _FROM_RANK_0) -> Generator[None, None, None]:
+        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank.
+
+        Args:
+            what: this rank waits in, for messages, if no user's call of a collective shows it.
+        """
         try:
-            with nullcontext() if self._watch is None else self._watch.over():
+            with nullcontext() if self._watch is None else self._watch.over(what):
                 yield
         except RuntimeError as error:
             if self._peers is None or not is_of_a_connection(error):

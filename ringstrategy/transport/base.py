@@ -188,7 +188,7 @@ class Peers(ABC):
         with trace.span("wait for exchanges"):
             for ticket in tickets:
                 ticket.wait()
-        self.stats.exposed_seconds += time.perf_counter() - begin
+        self.stats.wait(time.perf_counter() - begin)
 
     def scratch(self, name: str, nbytes: int, device: torch.device) -> Tensor:
         """A flat uint8 tensor of at least `nbytes`, the same memory at each call: no allocation in the steady state."""

@@ -14,11 +14,13 @@ compares. The store may be lost or frozen with its host, so no call waits for it
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -41,8 +43,11 @@ _CHANGE = "parameters that its model got or lost"
 _CURE = "If ranks have different numbers of batches, pass uneven='join' to the algorithm"
 _SAME_BATCHES = f"do all ranks have the same number of batches? {_CURE}"
 _SAME_STEPS = f"do all ranks have the same number of batches, and step equally often? {_CURE}"
+_SKIPPED = ", having skipped batch"
+_SAME_SKIPS = "skip a batch on all ranks or on none (in Lightning, on_train_batch_start returned -1 there)"
 _SAME_MODEL = "give all ranks the same layers, at the same time"
-_ALIVE = ("it stopped with", "it went on to")  # causes of a rank that can still listen
+_SAME_CALLS = "call a collective (sync_dist=True, a metric's compute, a barrier) on all ranks or on none"
+_ALIVE = ("it stopped with", "it went on to", "it waits in")  # causes of a rank that can still listen
 _LAST_WORDS = "the end of its training"
 
 
@@ -64,6 +69,35 @@ class _Place(NamedTuple):
         """The rank, and how often it has been outside training."""
         rank, count, batches, exchanges, what = said.split(" ", 4)
         return int(rank), int(count), cls(what, int(batches), int(exchanges))
+
+
+class Wait(NamedTuple):
+    """What the training thread of a rank waits in.
+
+    Attributes:
+        collective: of torch, on the default group; empty: an exchange of this package.
+        where: words for messages.
+    """
+
+    collective: str
+    where: str
+
+
+class _Waiting(NamedTuple):
+    """A rank's wait, how many collectives of the default group it has called, and how many exchanges it has begun."""
+
+    collective: str
+    where: str
+    called: int
+    exchanges: int
+
+    def misses(self, other: _Waiting) -> bool:
+        """Will the other rank never come to this collective?"""
+        if not self.collective:
+            return False
+        if other.collective:
+            return self.called == other.called and self.collective != other.collective
+        return self.called > other.called and self.exchanges < other.exchanges
 
 
 class Lifeline:
@@ -99,6 +133,7 @@ class Lifeline:
         self._ranks = range(size) if ranks is None else ranks
         self.name = ""
         self.hosts = ["unknown"] * size
+        self._card = ""  # of this rank's host
         self._addresses = [""] * size  # of the hosts, from here; empty: not known
         self._unreachable: set[int] = set()  # ranks, when this one last looked
         # Of all that follows. It is held while the store is asked only where `leave` writes, for GRACE_SECONDS at most.
@@ -108,12 +143,17 @@ class Lifeline:
         self._knows_since: float | None = None  # why all ranks stop
         self._store_rank = self._ranks.index(0) if 0 in self._ranks and not has_agent_store() else -1
         self._batches = self._exchanges = 0  # begun
+        self._skipped = ""  # the last batch that was begun, in words
         self._outside = 0  # how often this rank was outside training
         self._milestones: deque[_Place] = deque(maxlen=_REMEMBERED)  # the last of these places
         self._place: _Place | None = None  # where this rank is, unless within a batch
         self._doubted_at: float | None = None  # since when another rank seems to wait elsewhere
         self._asked_at = 0.0  # last
         self._word_at: str | None = None  # key of what was said last
+        self._waiting: _Waiting | None = None  # the training thread
+        self._waiting_since = 0.0
+        self._has_said_wait = False
+        self._waits: tuple[list[str | None], float] | None = None  # of all ranks, and since when this rank knows them
         self._begun: str | None = None  # messages, as written last
         self._meetings, self._meet_no_more = 0, False
 
@@ -150,6 +190,8 @@ class Lifeline:
         self._store.limit = _GREETING_SECONDS
         try:
             self._store.set(f"address/{self._rank}", address_towards(self._store_host) if self._store_host else "")
+            self._card = card
+            self._store.set(f"process/{self._rank}", f"{os.getpid()} {card}")
             self._store.set(f"host/{self._rank}", card)
             missing, cause = self._await_cards(self._clock.monotonic() + timeout.total_seconds(), watch)
             if missing is not None:
@@ -223,7 +265,7 @@ class Lifeline:
         with self._lock:  # whoever comes second goes on when the first one's words are there
             if not self._left:
                 self._left = True
-                cause = f"{_LAST_WORDS} after {self._batches} batches" if cause is None else cause
+                cause = f"{_LAST_WORDS} after {self._batches} batches{self._skipped}" if cause is None else cause
                 with contextlib.suppress(
                     RuntimeError
                 ):  # the store is gone with its host: the others see for themselves
@@ -278,7 +320,8 @@ class Lifeline:
     def gather(self) -> None:
         """After a failure, wait for the other failed ranks, as a barrier would; never for dead ranks.
 
-        Ranks that left without a reason are waited for briefly, others as long as saving a checkpoint may take.
+        Ranks that left without a reason are waited for briefly, unless their processes live on this host; others as
+        long as saving a checkpoint may take.
         """
         self._meetings += 1
         if self._meet_no_more:
@@ -297,10 +340,21 @@ class Lifeline:
     def _is_waited_for(self, rank: int, waited: float) -> bool:
         if self._has_any(f"met/{self._meetings}/{rank}", f"gone/{rank}"):
             return False
-        patience = GRACE_SECONDS if self._last_words(rank) is None else _PATIENCE_SECONDS
+        patience = _PATIENCE_SECONDS if self._last_words(rank) is not None or self._lives(rank) else GRACE_SECONDS
         if waited > patience:
             self._meet_no_more = True
         return waited <= patience
+
+    def _lives(self, rank: int) -> bool:
+        """Is its process known to live? Nobody knows of another host."""
+        pid, _, card = (self._store.read(f"process/{rank}") or "").partition(" ")
+        if not pid or card != self._card:
+            return False
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        return state not in "ZX"
 
     def _has_any(self, *keys: str) -> bool:
         return any(self._store.has([key]) for key in keys)
@@ -316,11 +370,14 @@ class Lifeline:
         """This rank trains on the next batch."""
         with self._lock:
             self._batches, self._place, self._doubted_at = self._batches + 1, None, None
+            self._skipped = ""
 
-    def end_batch(self) -> None:
-        """All that the batch had to exchange has begun."""
+    def end_batch(self, *, skipped: bool = False) -> None:
+        """All that the batch had to exchange has begun; nothing, if the user has skipped it."""
         with self._lock:
-            self._place, self._doubted_at = _Place(_BETWEEN, self._batches, self._exchanges), None
+            self._skipped = f"{_SKIPPED} {self._batches}" if skipped else ""
+            what = f"{_BETWEEN}{self._skipped}"
+            self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
 
     def begin_exchange(self) -> None:
         """This rank takes part in the next exchange: of a backward's gradients, or a mixing of parameters."""
@@ -330,6 +387,7 @@ class Lifeline:
     def leave_training(self, what: str) -> None:
         """This rank went on to `what`, such as its validation; all ranks do, after as many batches and exchanges."""
         with self._lock:
+            what = f"{what}{self._skipped}"
             self._place, self._doubted_at = _Place(what, self._batches, self._exchanges), None
             self._milestones.append(self._place)
             self._outside += 1
@@ -391,13 +449,14 @@ class Lifeline:
             with self._lock:
                 differs = self._misses(count, theirs)
             if differs is not None:
-                advice = "" if differs.endswith(_SAME_MODEL) else f": {_SAME_STEPS}"
+                cure = _SAME_SKIPS if _SKIPPED in theirs.what else _SAME_STEPS
+                advice = "" if differs.endswith(_SAME_MODEL) else f": {cure}"
                 self._publish(rank, f"it went on to {theirs}, and {differs}{advice}")
                 return self.explain(RuntimeError("no end of waiting"), None, where)
         with self._lock:
             place, milestones = self._place, self._outside
         if place is not None:
-            key = "between" if place.what == _BETWEEN else "elsewhere"
+            key = "between" if place.what.startswith(_BETWEEN) else "elsewhere"
             mine = place.written(self._rank, milestones)
             if notes[key] != mine:  # else the next one's turn
                 self._store.set(key, mine)
@@ -409,7 +468,7 @@ class Lifeline:
         The other rank has been outside training `count` times, the present one included.
         """
         here = f"rank {self._ranks[self._rank]} is at batch {self._batches}, in exchange {self._exchanges}"
-        if theirs.what == _BETWEEN:
+        if theirs.what.startswith(_BETWEEN):
             # after as many batches or more, the other rank had begun fewer exchanges
             return here if self._batches <= theirs.batches and self._exchanges > theirs.exchanges else None
         if count <= self._outside:
@@ -433,6 +492,47 @@ class Lifeline:
             if now > self._doubted_at + DOUBT_SECONDS
             else None
         )
+
+    def waits(self, wait: Wait | None, called: int) -> None:
+        """If all ranks wait, and one of them in a collective to which another will not come: publish that.
+
+        Call it once a second, in one thread. RuntimeError if the store is lost or silent.
+
+        Args:
+            wait: of the training thread; None: it does not wait.
+            called: how many collectives of the default group it has called.
+        """
+        mine = None if wait is None else _Waiting(*wait, called, self._exchanges)
+        now = self._clock.monotonic()
+        if mine != self._waiting:
+            self._waiting, self._waiting_since = mine, now
+            if self._has_said_wait:
+                self._has_said_wait = False
+                self._store.forget(f"waits/{self._rank}")
+        elif mine is not None and now > self._waiting_since + DOUBT_SECONDS / 2:
+            if not self._has_said_wait:
+                self._store.set(f"waits/{self._rank}", "\t".join(map(str, mine)))
+                self._has_said_wait = True
+            if self._rank == 0:
+                self._compare_waits(now)
+
+    def _compare_waits(self, now: float) -> None:
+        said = self._store.read_all([f"waits/{rank}" for rank in range(len(self.hosts))])
+        if self._waits is None or self._waits[0] != said:
+            self._waits = said, now
+        if now < self._waits[1] + DOUBT_SECONDS / 4:
+            return
+        cells = [text.split("\t") for text in said if text is not None]
+        waiting = [_Waiting(collective, where, int(called), int(begun)) for collective, where, called, begun in cells]
+        if len(waiting) < len(said):
+            return  # one may only be late
+        missed = [[other for other, its in enumerate(waiting) if mine.misses(its)] for mine in waiting]
+        # of two ranks, the one in a call of the user
+        alone = max(range(len(missed)), key=lambda rank: (len(missed[rank]), "() at " in waiting[rank].where))
+        if missed[alone]:
+            other = missed[alone][0]
+            what = f"it waits in {waiting[alone].where}, and rank {self._ranks[other]} in {waiting[other].where}"
+            self._publish(alone, f"{what}: {_SAME_CALLS}")
 
     # What ranks say
 
@@ -593,7 +693,8 @@ class Lifeline:
         if not words.startswith(_LAST_WORDS):
             return f"it stopped with {words}"
         at = f"at batch {self._batches}" if self._place is None else f"before batch {self._batches + 1}"
-        return f"it stopped with {words}, and rank {self._ranks[self._rank]} is {at}: {_SAME_BATCHES}"
+        cure = _SAME_SKIPS if _SKIPPED in words else _SAME_BATCHES
+        return f"it stopped with {words}, and rank {self._ranks[self._rank]} is {at}: {cure}"
 
     def _last_words(self, rank: int) -> str | None:
         return self._store.read(f"left/{rank}")

@@ -20,12 +20,14 @@ class Stats:
             used whose bytes cannot be counted (`Native`).
         bytes_received: likewise.
         values_averaged: gradient elements averaged.
-        exposed_seconds: the training thread (on a GPU: its stream) waited this long for the exchange.
+        exposed_seconds: the training thread (on a GPU: its stream) waited this long for exchanges; None behind doors
+            where torch waits (`ddp_hook`, process groups).
         communication_seconds: exchanges took this long, hidden or not, waiting for slower ranks included.
-        steps: backward passes whose gradients were averaged, so not those that only accumulate; with gossip: mixings;
-            with `LocalSGD`: exchanges of a fragment.
-            With one process, where nothing is averaged: backward passes that do not only accumulate.
-        steps_skipped: of these, those whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
+        steps: steps of optimizers, those that a loss scaler skipped included, with any number of processes; None where
+            nobody knows of them (`ddp_hook`, process groups, FSDP2).
+        exchanges: backward passes whose gradients were averaged; with gossip: mixings; with `LocalSGD`: exchanges of a
+            fragment; of a process group: encoded collectives; with `fsdp`: reduce-scatters.
+        steps_skipped: exchanges whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
         probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
             was exchanged before the first step, so that no step connects or compiles.
         probe_bytes_received: likewise.
@@ -35,9 +37,10 @@ class Stats:
     bytes_sent: int | None = 0
     bytes_received: int | None = 0
     values_averaged: int = 0
-    exposed_seconds: float = 0.0
+    exposed_seconds: float | None = 0.0
     communication_seconds: float = 0.0
-    steps: int = 0
+    steps: int | None = 0
+    exchanges: int = 0
     steps_skipped: int = 0
     probe_bytes_sent: int = 0
     probe_bytes_received: int = 0
@@ -54,6 +57,16 @@ class Stats:
             elif self.bytes_sent is not None and self.bytes_received is not None:
                 self.bytes_sent += sent
                 self.bytes_received += received
+
+    def step(self) -> None:
+        """An optimizer has stepped."""
+        if self.steps is not None:
+            self.steps += 1
+
+    def wait(self, seconds: float) -> None:
+        """The training thread has waited for an exchange; what a probe waits for is counted with the probe."""
+        if self.exposed_seconds is not None and not self.probing:
+            self.exposed_seconds += seconds
 
     def uncountable(self) -> None:
         """A collective ran whose bytes cannot be counted: report None rather than a wrong number."""

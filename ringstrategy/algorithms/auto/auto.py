@@ -326,12 +326,12 @@ class Auto(GradientAlgorithm):
         if self._peers is None or self._begin is None:
             self._inner.after_backward()
             return
-        waited = self._peers.stats.exposed_seconds
+        waited = self._peers.stats.exposed_seconds or 0.0
         self._inner.after_backward()
         self._passes.count += 1
         if not self._tuned:
             self._passes.seconds.append(self._now() - self._begin)
-            self._passes.waited.append(self._peers.stats.exposed_seconds - waited)
+            self._passes.waited.append((self._peers.stats.exposed_seconds or 0.0) - waited)
         self._begin = None
 
     def _now(self) -> float:

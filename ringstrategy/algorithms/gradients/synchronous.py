@@ -303,7 +303,7 @@ class Synchronous(GradientAlgorithm):
         self.launches = [(bucket.numel, at) for bucket, at in zip(current.active, current.launched_at, strict=True)]
         self._pass = None
         self._step += 1
-        self._peers.stats.steps += 1
+        self._peers.stats.exchanges += 1
         self._peers.stats.values_averaged += sum(bucket.numel for bucket in current.active)
 
     def _look_for_nonfinite(self, buckets: Collection[Bucket]) -> None:

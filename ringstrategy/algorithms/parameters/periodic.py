@@ -196,7 +196,7 @@ class Periodic(ParameterAlgorithm):
         with torch.no_grad():
             self.gather(group)
         group.under_way = peers.submit(partial(self.meet, group, peers, group.mixings), f"at mixing {group.mixings}")
-        peers.stats.steps += 1
+        peers.stats.exchanges += 1
         peers.stats.values_averaged += group.numel
 
     def _wait(self, group: Group) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ringstrategy.algorithms.base import Algorithm, ParameterAlgorithm, check_counts_steps
@@ -28,6 +29,7 @@ from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_pr
 from ringstrategy.integrations.horovod.reduction import ADASUM, Adasum, Average, ReduceOp, Sum
 from ringstrategy.integrations.horovod.world import world
 from ringstrategy.names import STRATEGIES
+from ringstrategy.session.optimizer_steps import is_within_backward
 from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.session.session import Session
 
@@ -293,6 +295,8 @@ class _Exchange:
         self._device = device
         self._watch()
         self._connect()
+        if not self._alone:
+            self._hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
         self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
         self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
 
@@ -438,6 +442,10 @@ class _Exchange:
         self.synchronized = False
 
     # A step
+
+    def _before_any_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if optimizer is not self.optimizer and is_within_backward():  # this one ends the exchange before it steps
+            self.session.check_within_backward(optimizer)
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")

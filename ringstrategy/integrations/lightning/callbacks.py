@@ -72,7 +72,7 @@ class CommunicationMonitorMixin(Callback):
             return
         now, before = self._strategy(trainer).stats, self._before
         metrics = {
-            "communication/exposed_ms": 1000 * (now.exposed_seconds - before.exposed_seconds) / steps,
+            "communication/exposed_ms": 1000 * ((now.exposed_seconds or 0.0) - (before.exposed_seconds or 0.0)) / steps,
             "communication/communication_ms": 1000 * (now.communication_seconds - before.communication_seconds) / steps,
         }
         if now.bytes_sent is not None and before.bytes_sent is not None:

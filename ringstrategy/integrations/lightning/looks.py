@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,7 +18,7 @@ else:
 
 
 class LooksMixin(Callback):
-    """The first callback of all: sees parameters before others put something else there, such as a moving average.
+    """Called before all callbacks: sees parameters before others put something else there, such as a moving average.
 
     Lightning calls the strategy last when validation starts and ends. So the mean is entered at the first batch, when
     all who swap parameters have done so, and left before the first of them could take its own back.
@@ -36,17 +36,22 @@ class LooksMixin(Callback):
         self._before: list[Tensor] = []
         self._due = self._replaced = False
         self._global_step = 0  # at this batch's beginning
-        callbacks(trainer).insert(0, self)
+        self._in_batch = False
+        self._put(_Callbacks(callbacks(trainer), self))
 
     @property
     def attends(self) -> bool:
         """Is it called? Not while a tuner tries something with callbacks of its own, and takes it back then."""
-        return self in callbacks(self._trainer)
+        there = callbacks(self._trainer)
+        return isinstance(there, _Callbacks) and there.first is self
 
     def close(self) -> None:
         """Take part no more."""
         if self.attends:
-            callbacks(self._trainer).remove(self)
+            self._put(callbacks(self._trainer)[:])
+
+    def _put(self, callbacks: list[Callback]) -> None:
+        self._trainer.callbacks = callbacks  # type: ignore[attr-defined]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others."""
@@ -54,8 +59,24 @@ class LooksMixin(Callback):
         self._remember()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before all others."""
+        """Before all others, who see what training returns."""
+        self._session.end_training()
+        if trainer.strategy.on_peer_loss == "raise":  # type: ignore[attr-defined]  # of this package
+            self._session.compare_ends()
+        if self._session.shows_consensus:
+            self._session.finish()
+            self._session.enter_consensus()
         self._remember()
+
+    def after_train_end(self) -> None:
+        """After all others: what they have put in is averaged too."""
+        if not self._session.shows_consensus or not self.replaced():
+            return
+        replaced = self.replaced(buffers=False)
+        self._session.leave_consensus()  # but for what was put in
+        self._session.enter_consensus(replaced=replaced)
+        if replaced:
+            self._session.forget()
 
     def _remember(self) -> None:
         if self._session.shows_consensus:
@@ -64,11 +85,19 @@ class LooksMixin(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others."""
         self._global_step = trainer.global_step
+        self._in_batch = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others: when this ends, all exchanges of this batch have begun."""
+        self._in_batch = False
         counts = pl_module.automatic_optimization and not trainer.interrupted
         self._session.end_batch(trainer.global_step - self._global_step if counts else None)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before all others. Lightning ends no batch whose `on_train_batch_start` returned -1."""
+        if self._in_batch:
+            self._in_batch = False
+            self._session.end_batch(None, skipped=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Before others save checkpoints, which may take long: the other ranks wait for this one."""
@@ -103,6 +132,18 @@ class LooksMixin(Callback):
         now = self._session.glance(buffers=buffers)
         mine = averages or not all(same(*pair) for pair in zip(now, self._before[: len(now)], strict=True))
         return self._trainer.strategy.reduce_boolean_decision(mine, all=False)
+
+
+class _Callbacks(list[Callback]):
+    """Those of a trainer, by their places. Whoever iterates over them meets another one first."""
+
+    def __init__(self, callbacks: list[Callback], first: LooksMixin) -> None:
+        super().__init__(callbacks)
+        self.first = first
+
+    def __iter__(self) -> Iterator[Callback]:
+        yield self.first
+        yield from super().__iter__()
 
 
 def callbacks(trainer: Trainer) -> list[Callback]:

@@ -103,8 +103,9 @@ class ProcessesMixin(DDPStrategy):
 
     def setup_environment(self) -> None:
         """As `ddp`; and at exit the ranks disconnect, as Lightning does it for NCCL alone."""
-        assert self.lightning_module is not None
-        refusals.check_callbacks(self.lightning_module.trainer, self.package)
+        module = self.lightning_module
+        if module is not None:  # else a user starts the processes without a Trainer
+            refusals.check_callbacks(module.trainer, self.package)
         super().setup_environment()
         self._has_met = self._has_told = False
         backend = None if self.world_size == 1 else self._get_process_group_backend()
@@ -186,8 +187,8 @@ class ProcessesMixin(DDPStrategy):
         module = self.lightning_module
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
-    def _naming_lost_peers(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.session is None else self.session.naming_lost_peers()
+    def _naming_lost_peers(self, what: str = "") -> AbstractContextManager[None]:
+        return nullcontext() if self.session is None else self.session.naming_lost_peers(what)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""

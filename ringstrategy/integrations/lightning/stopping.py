@@ -44,7 +44,7 @@ class Stopping:
         trainer: of this fit.
         package: of the trainer.
         session: of this fit, connected.
-        naming_lost_peers: entered around the collective.
+        naming_lost_peers: entered around the collective, with words for it.
         newcomers: how many ranks wait to be taken in, as rank 0 sees it.
     """
 
@@ -53,7 +53,7 @@ class Stopping:
         trainer: Trainer,
         package: Package,
         session: Session,
-        naming_lost_peers: Callable[[], AbstractContextManager[None]],
+        naming_lost_peers: Callable[[str], AbstractContextManager[None]],
         newcomers: Callable[[], int],
     ) -> None:
         self._trainer, self._session, self._naming_lost_peers = trainer, session, naming_lost_peers
@@ -125,7 +125,7 @@ class Stopping:
 
     def _before_batch(self) -> None:
         decided = torch.tensor([self._look()], device=self._trainer.strategy.root_device)
-        with self._naming_lost_peers():
+        with self._naming_lost_peers("the broadcast before its next batch"):
             dist.broadcast(decided, src=0)
         decision = int(decided)
         if decision == _STOP:

@@ -391,19 +391,11 @@ class RingStrategyMixin(ProcessesMixin):
         """What all ranks see is what training returns."""
         super().on_train_end()
         self._log_news()
-        self._fit.leave_training("at the end of training", "the end of its training")
-        self._fit.settle()
         if self._looks is None or not self._looks.attends:
+            self._fit.end_training()
             return
         self._has_ended = True
-        if not self._fit.shows_consensus:
-            return
-        replaced = self._looks.replaced(buffers=False)  # a buffer that a callback sets is averaged all the same
-        if not replaced:
-            self._fit.finish()
-        self._fit.enter_consensus(replaced=replaced)
-        if replaced:
-            self._fit.forget()
+        self._looks.after_train_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
@@ -516,14 +508,14 @@ class RingStrategyMixin(ProcessesMixin):
         session, looks, self._means = self.session, self._looks, None
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(super().teardown)
+            if self.members is not None:  # after the session, whose store may be this member's
+                ends.callback(self.members.close)
+                self.members = None
             ends.callback(self.algorithm.close if session is None else session.close)
             if looks is not None:
                 ends.callback(looks.close)
             if self._elastic is not None:
                 ends.callback(self._elastic.close)
-            if self.members is not None:
-                ends.callback(self.members.close)
-                self.members = None
             if self._stopping is not None:
                 ends.callback(self._stopping.close)
             if self._joining is not None:
