@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import debug
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
@@ -470,6 +471,8 @@ class OfFsdpGroup(OfFsdp):
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
+        # torch takes a mesh for an earlier one of the same ranks, whose group is gone
+        getattr(debug, "_clear_sharding_prop_cache", bool)()  # since torch 2.10
 
 
 def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module:
