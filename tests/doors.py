@@ -425,6 +425,8 @@ class OfFsdp(Loop):
     group: Any = None  # None: torch's
 
     def open(self) -> None:
+        # else torch takes the mesh for an earlier one of the same ranks, and asks that one's group
+        getattr(debug, "_clear_sharding_prop_cache", bool)()  # since torch 2.10
         self.module = self.net = Net(0)
         mesh = DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, DEVICE.type)
         for part in (self.net.first, self.net.last, self.net.more, self.net):
@@ -471,8 +473,6 @@ class OfFsdpGroup(OfFsdp):
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
-        # torch takes a mesh for an earlier one of the same ranks, whose group is gone
-        getattr(debug, "_clear_sharding_prop_cache", bool)()  # since torch 2.10
 
 
 def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module:
