@@ -57,7 +57,7 @@ def apart(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
 
 def in_one_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Places of each two that have an element's memory in common."""
-    extents = sorted((*_extent(tensor), place) for place, tensor in enumerate(tensors) if tensor.numel())
+    extents = sorted((*_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
     reaching: list[tuple[int, int, int]] = []
     for extent in extents:
         reaching = [earlier for earlier in reaching if earlier[1] > extent[0]]
@@ -65,6 +65,11 @@ def in_one_memory(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             if _meet(tensors[earlier[2]], tensors[extent[2]]):
                 yield earlier[2], extent[2]
         reaching.append(extent)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Not an empty one, nor one on the meta device."""
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() != 0
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:

@@ -249,6 +249,7 @@ class RingProcessGroup(dist.ProcessGroup):
         mean = op == dist.ReduceOp.AVG  # `in` finds neither
         floats = all(tensor.is_floating_point() and tensor.layout == torch.strided for tensor in tensors)
         for tensor in tensors if floats else ():
+            check_memory("the tensor of this collective", tensor)
             check_width("the tensor of this collective", tensor)
         if not floats or not (mean or op == dist.ReduceOp.SUM) or self.size() == 1:
             return None
