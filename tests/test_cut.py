@@ -23,8 +23,8 @@ from torch import Tensor
 
 from benchmarks import lab
 from ringstrategy import PeerLostError, RingStrategy
+from ringstrategy.failure import reach
 from ringstrategy.names import STRATEGIES
-from ringstrategy.transport import reach
 
 TIMEOUT = 4.0  # seconds, of the strategy
 

@@ -48,8 +48,8 @@ from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.elastic import Rest
 from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
 from ringstrategy.integrations.lightning.processes import Given
+from ringstrategy.membership import members
 from ringstrategy.session import Session
-from ringstrategy.transport import members
 
 SAMPLES, BATCH, EPOCHS = 96, 4, 2
 slow, nightly = pytest.mark.slow, pytest.mark.nightly

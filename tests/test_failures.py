@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from ringstrategy import AllReduce, Identity, LocalSGD, PeerLostError, PlanMismatchError, RingStrategy
+from ringstrategy.failure import progress
 from ringstrategy.names import STRATEGIES
-from ringstrategy.transport import lifeline
 from ringstrategy.transport.connect import connect
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
@@ -271,7 +271,7 @@ def test_a_rank_with_ddp_beside_ours_is_an_error_at_once(job: Callable[..., Job]
 
 def _uneven(name: str, validates: bool, normed: bool) -> None:
     """Rank 1 has half as many batches, with and without buffers, for which the default group is needed at each step."""
-    lifeline.DOUBT_SECONDS = 4.0
+    progress.DOUBT_SECONDS = 4.0
     mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
     layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
     strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))
@@ -315,7 +315,7 @@ class Leaves(Net):
 
 
 def _leaves(how: str, epochs: int) -> tuple[int, str]:
-    with mock.patch.object(lifeline, "DOUBT_SECONDS", 1.0), pytest.raises(PeerLostError) as caught:
+    with mock.patch.object(progress, "DOUBT_SECONDS", 1.0), pytest.raises(PeerLostError) as caught:
         fit("ring", Leaves(how), max_epochs=epochs)
     return caught.value.rank, str(caught.value)
 
@@ -347,7 +347,7 @@ class Alone(Net):
 
 def _alone(where: str) -> str:
     trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=2)
-    with mock.patch.object(lifeline, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
+    with mock.patch.object(progress, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
         trainer.fit(Alone(where), rows(), rows(12))
     return str(caught.value)
 

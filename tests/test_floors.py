@@ -14,9 +14,9 @@ PACKAGE = Path(__file__).parents[1] / "ringstrategy"
 KERNELS = Path(__file__).parents[1] / "triton_kernels"
 FLOORS = [  # from the ground; a room is a package or a module of the top level
     {"_version", "errors", "extras"},
-    {"kernels"},
+    {"failure", "kernels"},
     {"codecs", "topologies", "transport"},
-    {"collectives"},
+    {"collectives", "membership"},
     {"buckets"},
     {"cost"},
     {"algorithms"},

@@ -20,9 +20,10 @@ from jobs import Job, note
 from jobs import job as job  # a fixture
 
 from ringstrategy.errors import LeftBehindError, PeerLostError
-from ringstrategy.transport import members as members_module
+from ringstrategy.membership import members as members_module
+from ringstrategy.membership.members import Members
+from ringstrategy.membership.worlds import Membership
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.members import Members, Membership
 
 PATIENCE = timedelta(seconds=3)
 TIMEOUT = timedelta(seconds=5)

@@ -111,9 +111,8 @@ def test_messages_are_numbered_by_kind_and_forgotten_when_they_end() -> None:
 def _tag(message: Message, said: str | None = None, name: str = "all 1") -> int:
     """Of the message, among ranks that said this, in the set of peers of this name."""
     tags: list[int] = []
-    lifeline = SimpleNamespace(name=name)
     peers: Any = SimpleNamespace(
-        _group="gloo", _global_ranks=[0, 1], _said="", _lifeline=lifeline, submit=lambda task, where: task()
+        _group="gloo", _global_ranks=[0, 1], _said=name, _name=name, submit=lambda task, where: task()
     )
     if said is not None:
         GlooPeers.only_with(peers, Word(said, str), tagged=True, where="here")

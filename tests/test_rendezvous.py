@@ -22,7 +22,7 @@ from scripts import lines_of
 from test_strategy import Net, check_replicas, fit
 
 from ringstrategy import RingStrategy
-from ringstrategy.transport.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt
+from ringstrategy.membership.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt
 
 LIMIT = 20.0
 

@@ -137,18 +137,18 @@ def test_slurm_requeues_all_ranks_at_one_batch(ranks: Pool) -> None:
 
 @pytest.fixture
 def calls() -> mock.Mock:
-    """All that `Stopping` calls, in order: `calls.trainer`, `calls.lifeline`."""
+    """All that `Stopping` calls, in order: `calls.trainer`, `calls.store`."""
     calls = mock.Mock()
     calls.trainer.checkpoint_callbacks, calls.trainer.is_global_zero = [], True
     calls.trainer._signal_connector = calls.connector
-    calls.lifeline.is_asked.return_value = False
+    calls.store.has.return_value = False
     return calls
 
 
 @pytest.fixture
 def rank(calls: mock.Mock) -> Stopping:
     package = mock.Mock(SIGTERMException=SIGTERMException, ModelCheckpoint=ModelCheckpoint)
-    session = mock.Mock(lifeline=calls.lifeline)
+    session = mock.Mock(**{"detector.board.store": calls.store})
     calls.newcomers.return_value = 0
     return Stopping(calls.trainer, package, session, nullcontext, calls.newcomers)
 
@@ -173,7 +173,7 @@ def test_rank_0_tells_what_counts_most_and_the_others_write_it_once(rank: Stoppi
     calls.newcomers.return_value = 1
     rank._looked_at = 0.0
     assert rank._look() == _TAKE_IN
-    calls.lifeline.is_asked.side_effect = lambda key: key == "asked/requeue"
+    calls.store.has.side_effect = lambda keys: keys == ["asked/requeue"]
     assert rank._look() == _GO_ON, "it looks once a second"
     rank._looked_at = 0.0
     assert rank._look() == _REQUEUE
@@ -182,7 +182,7 @@ def test_rank_0_tells_what_counts_most_and_the_others_write_it_once(rank: Stoppi
     rank._on_sigterm(signal.SIGTERM, None)
     rank._on_requeue(None, None)
     assert (rank.asked, rank._look(), rank._look()) == (_STOP, _STOP, _STOP)
-    calls.lifeline.ask.assert_called_once_with("asked/stop")
+    calls.store.set.assert_called_once_with("asked/stop", "")
 
 
 def test_ranks_that_meet_do_what_one_was_asked(rank: Stopping) -> None:

@@ -16,6 +16,11 @@ from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
 from ringstrategy.errors import is_of_a_connection, last_words
+from ringstrategy.failure.detector import FailureDetector
+from ringstrategy.failure.orphans import end_with_agent
+from ringstrategy.failure.progress import Progress
+from ringstrategy.failure.waits import Wait
+from ringstrategy.failure.watchdog import CollectiveWatchdog
 from ringstrategy.kernels.sample import sample
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.host import Host
@@ -37,10 +42,7 @@ from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import break_off_default
-from ringstrategy.transport.lifeline import Lifeline, Wait
-from ringstrategy.transport.orphans import end_with_agent
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.watch import Watch
 
 _BROADCAST_BYTES = 250 * 2**20
 _FROM_RANK_0 = "a broadcast of rank 0's tensors"
@@ -96,7 +98,7 @@ class Session:
         self._joined = Joined(module)
         self._peers: Peers | None = None
         self._host: Host | None = None  # where gradients are averaged within it
-        self._watch: Watch | None = None
+        self._watch: CollectiveWatchdog | None = None
         self._steps: OptimizerSteps | None = None
         self._new_parts: NewParts | None = None
         self._noticed = 0  # steps in this batch
@@ -131,7 +133,7 @@ class Session:
         self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
         begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         if backend_of("cpu") == "gloo":
-            self._watch = Watch(self._listen, self._waits_in_vain, break_off_default)
+            self._watch = CollectiveWatchdog(self._listen, self._waits_in_vain, break_off_default)
         check_tensors(self.module)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
@@ -272,8 +274,8 @@ class Session:
         """
         self.place, self._noticed = place, 0
         self._joined.keep_buffers()
-        for lifeline in self._lifelines():
-            lifeline.begin_batch()
+        for progress in self._progress():
+            progress.begin_batch()
         if self._new_parts is None:
             return
         if self._steps is not None:
@@ -319,8 +321,8 @@ class Session:
             self._noticed += 1
             self._tell_of_step(stepped_by(self._optimizers[0]), False)
         self._joined.put_buffers_back()
-        for lifeline in self._lifelines():
-            lifeline.end_batch(skipped=skipped)
+        for progress in self._progress():
+            progress.end_batch(skipped=skipped)
 
     def send_buffers(self, *, between: bool = False) -> None:
         """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
@@ -472,8 +474,8 @@ class Session:
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
         self.place = place
-        for lifeline in self._lifelines():
-            lifeline.leave_training(what)
+        for progress in self._progress():
+            progress.leave_training(what)
 
     def end_training(self) -> None:
         """Training has ended on this rank, and what it has begun to exchange."""
@@ -637,31 +639,31 @@ class Session:
         Args:
             what: the collective, for messages.
         """
-        lifeline = self.lifeline
-        with nullcontext() if lifeline is None else lifeline.elsewhere(what), self.naming_lost_peers():
+        detector = self.detector
+        with nullcontext() if detector is None else detector.progress.elsewhere(what), self.naming_lost_peers():
             yield
 
     @property
-    def lifeline(self) -> Lifeline | None:
-        """This rank's line to the store, while peers are connected."""
+    def detector(self) -> FailureDetector | None:
+        """What this rank knows of failures, while peers are connected."""
         peers = self._peers
-        return None if peers is None else peers.lifeline
+        return None if peers is None else peers.detector
 
-    def _lifelines(self) -> list[Lifeline]:
-        """That of all ranks, and that of this host."""
-        lines = [self.lifeline, None if self._host is None else self._host.peers.lifeline]
-        return [line for line in lines if line is not None]
+    def _progress(self) -> list[Progress]:
+        """Among all ranks, and among those of this host."""
+        detectors = [self.detector, None if self._host is None else self._host.peers.detector]
+        return [detector.progress for detector in detectors if detector is not None]
 
     def _listen(self, waits_in: Wait | None) -> None:
-        lifeline = self.lifeline  # once: `close` may come between
-        if lifeline is not None:
-            lifeline.listen()
+        detector = self.detector  # once: `close` may come between
+        if detector is not None:
+            detector.poll()
             world: Any = dist.group.WORLD  # torch's stubs lack the method
-            lifeline.waits(waits_in, world._get_sequence_number_for_group())
+            detector.waits.compare(waits_in, world._get_sequence_number_for_group())
 
     def _waits_in_vain(self) -> bool:
-        lifeline = self.lifeline  # once, as above
-        return lifeline is not None and lifeline.news(self.place) is not None
+        detector = self.detector  # once, as above
+        return detector is not None and detector.check(self.place) is not None
 
     @contextmanager
     def naming_lost_peers(self, what: str = _FROM_RANK_0) -> Generator[None, None, None]:

@@ -91,10 +91,10 @@ def compare_changes(peers: Peers, text: str, new: Mapping[str, Tensor], gone: It
     """Compare parameters that joined or left the model during training. Ranks whose model did not change are told."""
     lines = [text, *(f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}, new" for name, p in new.items())]
     lines += [f"{INDENT}{name}: gone" for name in gone]
-    if peers.lifeline is None:
+    if peers.detector is None:
         compare_plans(peers, "\n".join(lines))
         return
-    with peers.lifeline.changing():
+    with peers.detector.progress.changing():
         compare_plans(peers, "\n".join(lines))
 
 

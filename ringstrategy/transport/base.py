@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -112,8 +112,8 @@ class Peers(ABC):
         return self
 
     @property
-    def lifeline(self) -> Lifeline | None:
-        """This rank's line to the store; None where nobody can get lost."""
+    def detector(self) -> FailureDetector | None:
+        """What this rank knows of failures; None where no rank can be lost."""
         return None
 
     def pairs(self) -> list[tuple[int, int]]:

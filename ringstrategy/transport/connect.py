@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
+from ringstrategy.failure.board import Board
+from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport.backend import backend_of, check_settings, claim_gpu
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.exposure import raise_file_limit
 from ringstrategy.transport.gloo import GlooPeers
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.nccl import NcclPeers, nccl_group
 from ringstrategy.transport.staged import StagedPeers
 from ringstrategy.transport.stats import Stats
@@ -58,11 +59,11 @@ def connect(
     has_gloo = backend_of("cpu", group) == "gloo"
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     stats = Stats() if stats is None else stats
-    lifeline = Lifeline.cast(rank, size, ranks)
+    detector = FailureDetector(Board.create(rank, size, ranks))
     try:
         begin_if_asked()
         check_settings()
-        claim_gpu(device, dist.get_rank(), this_host(), lifeline.first, group)
+        claim_gpu(device, dist.get_rank(), this_host(), detector.board.store.first, group)
         # over gloo it fails as soon as a process has died that is to come
         everyone = None
         if has_gloo:  # a barrier might be NCCL's
@@ -73,34 +74,34 @@ def connect(
             if everyone is not None and everyone.is_completed():
                 everyone.wait()
 
-        hosts = tuple(lifeline.greet(this_host(), timeout, watch))
+        hosts = tuple(detector.exchange_hosts(this_host(), timeout, watch))
         if everyone is not None:
             everyone.wait()
         lent = group if has_gloo and tagged else None
         host_group = lent or _heard(
-            lifeline,
+            detector,
             lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=ranks is not None),
         )
         owned = lent is None
         if device.type == "cpu":
-            return GlooPeers(host_group, lifeline, stats, hosts, owned=owned)
+            return GlooPeers(host_group, detector, stats, hosts, owned=owned)
         if backend_of(device.type, group) != "nccl":
-            return StagedPeers(host_group, lifeline, stats, hosts, device, owned=owned)
+            return StagedPeers(host_group, detector, stats, hosts, device, owned=owned)
         device_group = nccl_group(device, timeout, ranks, beside_steps=beside_steps)
-        control = GlooPeers(host_group, lifeline, stats, hosts, timed=False, owned=owned)
+        control = GlooPeers(host_group, detector, stats, hosts, timed=False, owned=owned)
         return NcclPeers(device_group, control, device, timeout)
     except BaseException as error:  # no peers yet who could tell the others
         try:
             if is_of_a_connection(error):
-                raise lifeline.explain(error, None, _SETTING_UP) from error
+                raise detector.explain(error, None, _SETTING_UP) from error
             if not isinstance(error, PeerLostError):
-                lifeline.fail(last_words(error))
+                detector.fail(last_words(error))
             raise
         finally:
-            lifeline.linger()
+            detector.linger()
 
 
-def _heard(lifeline: Lifeline, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+def _heard(detector: FailureDetector, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
     """`make()`, which waits for all ranks; PeerLostError as soon as one of them has said that it will not come."""
     made: queue.SimpleQueue[dist.ProcessGroup | BaseException] = queue.SimpleQueue()
 
@@ -116,7 +117,7 @@ def _heard(lifeline: Lifeline, make: Callable[[], dist.ProcessGroup]) -> dist.Pr
         try:
             result = made.get(timeout=_LOOK_SECONDS)
         except queue.Empty:
-            lost = lifeline.news(_SETTING_UP)
+            lost = detector.check(_SETTING_UP)
             if lost is not None:
                 raise lost from None
             continue

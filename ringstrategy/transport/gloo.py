@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
+from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
 from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.messages import Message, Messages, difference, misfit
+from ringstrategy.transport.mismatches import Mismatches
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Worker
 
@@ -52,7 +53,7 @@ class GlooPeers(Peers):
 
     Args:
         group: its connections are used, beside its own collectives.
-        lifeline: of this rank.
+        detector: of this rank.
         stats: counters to add to.
         hosts: of each rank.
         timed: the thread's work counts as communication time.
@@ -62,7 +63,7 @@ class GlooPeers(Peers):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        lifeline: Lifeline,
+        detector: FailureDetector,
         stats: Stats,
         hosts: tuple[str, ...],
         *,
@@ -71,24 +72,25 @@ class GlooPeers(Peers):
     ) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group), stats, hosts)
         self._group: dist.ProcessGroup | None = group
-        self._lifeline = lifeline
+        self._detector = detector
+        self._mismatches = Mismatches(detector.board, detector.progress)
         self._global_ranks = dist.get_process_group_ranks(group)
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._broken, self._lingers = False, True
         self._breaking = threading.RLock()  # who looks for closed connections must not see those that this rank closes
         self._expected: dict[tuple[int, int], tuple[Message, dist.Work]] = {}  # by source and address
         self._timed, self._owned = timed, owned
-        self._between = trace.Between(lifeline.name, self._global_ranks)
+        self._between = trace.Between(detector.board.name, self._global_ranks)
         self._messages = Messages()
         self._looks: tuple[Message | None, int] = (None, 0)  # at the message that is waited for
-        self._said = ""  # by all ranks that these messages are to meet
+        self._said = self._name = detector.board.name  # by all ranks whose messages these are to meet
         self._word: Word | None = None
         self._control = _Control(self)
 
     @property
-    def lifeline(self) -> Lifeline:
-        """See `Peers.lifeline`."""
-        return self._lifeline
+    def detector(self) -> FailureDetector:
+        """See `Peers.detector`."""
+        return self._detector
 
     @property
     def control(self) -> Peers:
@@ -108,17 +110,17 @@ class GlooPeers(Peers):
         self._word = word
 
         def speak() -> None:
-            self._said = word.digest.hex()
+            self._said = f"{self._name} {word.digest.hex()}"
 
         return self.submit(speak, where) if tagged else None
 
     def _mismatch(self) -> PlanMismatchError | None:
         """The error to raise if ranks say something else, or have found that two describe a message differently."""
         if self._word is not None:
-            texts = self._lifeline.differing(self._word.digest.hex(), self._word.details)
+            texts = self._mismatches.differing(self._word.digest.hex(), self._word.details)
             if texts:
                 return mismatch(texts)
-        text = self._lifeline.misfit()
+        text = self._mismatches.published()
         return misfit(text) if text is not None else None
 
     def _look_at_message(self) -> PlanMismatchError | None:
@@ -127,11 +129,11 @@ class GlooPeers(Peers):
         self._looks = awaited, self._looks[1] + 1 if awaited == self._looks[0] else 1
         if awaited is None:
             return None
-        theirs = self._lifeline.compare_messages(self._messages.written(), awaited.other(self.rank))
+        theirs = self._mismatches.compare_messages(self._messages.written(), awaited.other(self.rank))
         if theirs is None or self._looks[1] < _LOOKS_FOR_MISFIT:
             return None
         text = difference(awaited, self.rank, theirs)
-        return misfit(self._lifeline.tell_misfit(text)) if text is not None else None
+        return misfit(self._mismatches.publish(text)) if text is not None else None
 
     def expect(self, source: int, arriving: Tensor) -> None:
         """Start to receive."""
@@ -159,8 +161,7 @@ class GlooPeers(Peers):
         self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, message: Message
     ) -> dist.Work:
         group = opened(self._group)
-        said = f"{self._lifeline.name} {self._said}"  # by the ranks of this set of peers, which may not be alone here
-        tag = _FIRST_TAG + 2 * (message.digest(said) % _TAGS) + message.control
+        tag = _FIRST_TAG + 2 * (message.digest(self._said) % _TAGS) + message.control
         try:
             work = operation(tensor, self._global_ranks[peer], group=group, tag=tag)
         except RuntimeError as error:
@@ -198,7 +199,7 @@ class GlooPeers(Peers):
 
     def look_around(self, where: str) -> None:
         """While waiting: raise if a peer was lost, says something else, or sends something else."""
-        lost = self._mismatch() or self._lifeline.news(where) or self._look_at_message()
+        lost = self._mismatch() or self._detector.check(where) or self._look_at_message()
         if lost is not None:
             self._disconnect()
             if isinstance(lost, PeerLostError):
@@ -219,10 +220,10 @@ class GlooPeers(Peers):
             return differs
         with self._breaking:
             closed = self._closed() if peer is None else []
-            self._lifeline.witness(cause, closed if peer is None else [peer])
+            self._detector.report_broken_connection(cause, closed if peer is None else [peer])
             self._disconnect()
         break_off_default()
-        return self._lifeline.explain(cause, peer, where, closed)
+        return self._detector.explain(cause, peer, where, closed)
 
     def _closed(self) -> list[int]:
         """The ranks that have closed their connections to this one: an error of another group does not say whose."""
@@ -246,9 +247,9 @@ class GlooPeers(Peers):
         """Publish, and disconnect."""
         if cause is None:
             self._lingers = False
-            self._lifeline.witness()
+            self._detector.report_broken_connection()
         else:
-            self._lifeline.fail(cause)
+            self._detector.fail(cause)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -260,8 +261,8 @@ class GlooPeers(Peers):
 
     def close(self) -> None:
         """End the thread, then the group. After a failure a rank that does not go on waits for the others to know."""
-        self._lifeline.leave()
-        self._lifeline.go()
+        self._detector.leave()
+        self._detector.barrier.leave()
         worker, self._worker = self._worker, None
         limit = CLOSE_SECONDS_AFTER_ERROR if self._broken else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
@@ -270,7 +271,7 @@ class GlooPeers(Peers):
             dist.destroy_process_group(group)
         self.forget_scratch()
         if self._lingers:
-            self._lifeline.linger()
+            self._detector.linger()
         if not ended and not self._broken:
             raise RuntimeError(f"the communication thread did not end within {limit:.0f} s")
 
@@ -283,9 +284,9 @@ class _Control(Peers):
         self._peers = peers
 
     @property
-    def lifeline(self) -> Lifeline:
-        """See `Peers.lifeline`."""
-        return self._peers.lifeline
+    def detector(self) -> FailureDetector:
+        """See `Peers.detector`."""
+        return self._peers.detector
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """See `Peers.post`."""

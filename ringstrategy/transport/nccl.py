@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
 from ringstrategy.transport.base import FEW, Handle, Peers, Waitable, Windows
 from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.symmetric import SymmetricMemory
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
@@ -73,9 +73,9 @@ class NcclPeers(Peers):
         return self._control
 
     @property
-    def lifeline(self) -> Lifeline:
-        """See `Peers.lifeline`."""
-        return self._control.lifeline
+    def detector(self) -> FailureDetector:
+        """See `Peers.detector`."""
+        return self._control.detector
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
         """One NCCL group call; NCCL matches in order."""

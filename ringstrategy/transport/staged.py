@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport.base import Handle, Waitable
 from ringstrategy.transport.gloo import GlooPeers
 from ringstrategy.transport.held import Held
-from ringstrategy.transport.lifeline import Lifeline
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR, Task
 
@@ -82,14 +82,14 @@ class StagedPeers(GlooPeers):
     def __init__(
         self,
         group: dist.ProcessGroup,
-        lifeline: Lifeline,
+        detector: FailureDetector,
         stats: Stats,
         hosts: tuple[str, ...],
         device: torch.device,
         *,
         owned: bool = True,
     ) -> None:
-        super().__init__(group, lifeline, stats, hosts, owned=owned)
+        super().__init__(group, detector, stats, hosts, owned=owned)
         self._stream = torch.cuda.Stream(device)
         self._pool = _Pool()
         self._held = Held()

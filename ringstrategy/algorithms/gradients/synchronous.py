@@ -254,8 +254,8 @@ class Synchronous(GradientAlgorithm):
             return
         if scale is not None:
             nonfinite.refuse_loss_scaler(self.on_nonfinite)
-        if self._peers.lifeline is not None:
-            self._peers.lifeline.begin_exchange()
+        if self._peers.detector is not None:
+            self._peers.detector.progress.begin_exchange()
         joining = self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
         most = small(self._capacity)

@@ -191,8 +191,8 @@ class Periodic(ParameterAlgorithm):
     def _begin_exchange(self, group: Group) -> None:
         peers = self._peers
         assert peers is not None
-        if peers.lifeline is not None:
-            peers.lifeline.begin_exchange()
+        if peers.detector is not None:
+            peers.detector.progress.begin_exchange()
         with torch.no_grad():
             self.gather(group)
         group.under_way = peers.submit(partial(self.meet, group, peers, group.mixings), f"at mixing {group.mixings}")

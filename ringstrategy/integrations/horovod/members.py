@@ -74,7 +74,7 @@ class Members:
     def _look(self, where: str) -> None:
         """PeerLostError if a member is lost: others say so, or its connection is closed."""
         peers = self._peers["cpu"]
-        lost = None if peers.lifeline is None else peers.lifeline.news(where)
+        lost = None if peers.detector is None else peers.detector.check(where)
         if lost is not None:
             raise lost
         nothing = torch.empty(1, dtype=torch.uint8)

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ringstrategy.errors import PlanMismatchError
-from ringstrategy.transport.store import poll_seconds
+from ringstrategy.failure.store import poll_seconds
 from ringstrategy.transport.worker import Worker
 
 _LOOK_SECONDS = 1.0

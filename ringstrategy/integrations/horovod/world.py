@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from ringstrategy.errors import last_words
+from ringstrategy.failure.board import has_agent_store
+from ringstrategy.failure.orphans import end_with_agent
+from ringstrategy.failure.store import poll_seconds
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.operations import barrier
 from ringstrategy.integrations.horovod.process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
+from ringstrategy.membership.rendezvous import store_of_attempt
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.connect import this_host
-from ringstrategy.transport.orphans import end_with_agent
-from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.store import poll_seconds
 from ringstrategy.transport.trace import timeline
 
 _GOODBYE_SECONDS = 10.0

@@ -18,8 +18,9 @@ from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
 from ringstrategy.kernels.checksum import checksums
+from ringstrategy.membership.members import JOIN, Members
+from ringstrategy.membership.worlds import Membership
 from ringstrategy.session import Session
-from ringstrategy.transport.members import JOIN, Members, Membership
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

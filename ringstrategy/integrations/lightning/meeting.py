@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from ringstrategy.failure.board import has_agent_store
+from ringstrategy.membership.rendezvous import store_of_attempt
 from ringstrategy.transport.exposure import guarded_store
-from ringstrategy.transport.rendezvous import has_agent_store, store_of_attempt
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment

@@ -12,16 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
+from ringstrategy.failure.board import Board
+from ringstrategy.failure.detector import FailureDetector
+from ringstrategy.failure.reach import address_towards
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
 from ringstrategy.integrations.lightning.meeting import disconnect_at_exit, meet, stay_connected_at_exit
 from ringstrategy.integrations.lightning.package import Package
+from ringstrategy.membership.members import JOIN, Members
+from ringstrategy.membership.rendezvous import announce, check_all_announced, first_of_run
+from ringstrategy.membership.worlds import Membership
 from ringstrategy.session import Session
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.connect import this_host
-from ringstrategy.transport.lifeline import Lifeline, announce, check_all_announced, first_of_run
-from ringstrategy.transport.members import JOIN, Members, Membership
-from ringstrategy.transport.reach import address_towards
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -193,8 +196,8 @@ class ProcessesMixin(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
         if self.alone:
-            if self.session is not None and self.session.lifeline is not None:
-                self.session.lifeline.gather()
+            if self.session is not None and self.session.detector is not None:
+                self.session.detector.barrier.wait()
             return
         with self._naming_lost_peers():
             super().barrier(*args, **kwargs)
@@ -240,7 +243,7 @@ class ProcessesMixin(DDPStrategy):
         elif not self._has_met and self._is_fitting and self.world_size > 1 and dist.is_initialized():
             self._has_met = True
             # ranks that are ready wait for this one
-            Lifeline.cast(self.global_rank, self.world_size).fail(last_words(exception))
+            FailureDetector(Board.create(self.global_rank, self.world_size)).fail(last_words(exception))
 
 
 class Given(ClusterEnvironment):

@@ -136,22 +136,24 @@ class Stopping:
             if self._asked == _REQUEUE:
                 self._asked = _GO_ON
             self._told = _GO_ON
-            lifeline = self._session.lifeline
-            if lifeline is not None and self._trainer.is_global_zero:
-                lifeline.take_back(_ASKED[_REQUEUE])
+            detector = self._session.detector
+            if detector is not None and self._trainer.is_global_zero:
+                with contextlib.suppress(RuntimeError):
+                    detector.board.store.forget(_ASKED[_REQUEUE])
             self._requeue(0, None)  # type: ignore[arg-type]
 
     def _look(self) -> int:
         """On rank 0 what any rank was asked. The others write theirs to the store."""
-        lifeline = self._session.lifeline  # None if no other rank is left
+        detector = self._session.detector
+        store = None if detector is None else detector.board.store  # None if no other rank is left
         with contextlib.suppress(RuntimeError):  # if the store is lost, the exchange will say so; if it is slow, again
-            if lifeline is not None and not self._trainer.is_global_zero:
+            if store is not None and not self._trainer.is_global_zero:
                 if self._asked > self._told:
-                    lifeline.ask(_ASKED[self._asked])
+                    store.set(_ASKED[self._asked], "")
                     self._told = self._asked
             elif self._asked == _GO_ON and time.monotonic() > self._looked_at + _LOOK_SECONDS:
                 self._looked_at = time.monotonic()
-                asked = [what for what, key in _ASKED.items() if lifeline is not None and lifeline.is_asked(key)]
+                asked = [what for what, key in _ASKED.items() if store is not None and store.has([key])]
                 return asked[0] if asked else _TAKE_IN if self._newcomers() else _GO_ON
         return self._asked
 

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import uuid
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ringstrategy.errors import PlanMismatchError
+from ringstrategy.failure.board import has_agent_store
+from ringstrategy.failure.store import Clock, poll_seconds
 from ringstrategy.transport.exposure import store_at_address
-from ringstrategy.transport.store import Clock, poll_seconds
 
 _PREFIX = "ringstrategy/rendezvous"
 _QUIET_SECONDS = 60.0  # of waiting before rank 0 says for whom
-
-
-def has_agent_store() -> bool:
-    """Is the store torchrun's, in the process of its agent? It outlives rank 0, and serves every attempt."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_of_attempt(rank: int, size: int, timeout: timedelta) -> dist.Store:
@@ -99,3 +96,28 @@ def _wait_a_little(clock: Clock, seconds: float, end: float, missing: str) -> No
     if clock.monotonic() > end:
         raise TimeoutError(f"{missing} in time: is every process started, with the same strategy?")
     clock.sleep(seconds)
+
+
+def announce(rank: int) -> int:
+    """Before a barrier: announce that this rank trains with a RingStrategy; returns the number of the run."""
+    base = dist.distributed_c10d._get_default_store()
+    run = base.add(f"ringstrategy/runs/{rank}", 1)
+    base.add(f"ringstrategy/run/{run}/{rank}", 1)  # waits for the server, as `set` does not
+    return int(run)
+
+
+def first_of_run(run: int) -> Callable[[str, str], str]:
+    """As `BoundedStore.first`, before there is one: in the run of this number."""
+    base = dist.distributed_c10d._get_default_store()
+    return lambda key, value: base.compare_set(f"ringstrategy/run/{run}/{key}", "", value).decode()
+
+
+def check_all_announced(run: int, size: int) -> None:
+    """After that barrier: raise a PlanMismatchError unless all ranks have announced themselves."""
+    base = dist.distributed_c10d._get_default_store()
+    others = [rank for rank in range(size) if not base.check([f"ringstrategy/run/{run}/{rank}"])]
+    if others:
+        raise PlanMismatchError(
+            f"rank {', '.join(map(str, others))} does not train with a RingStrategy of this version (but with another "
+            "strategy, such as 'ddp'?): give every rank the same Trainer(strategy=...)"
+        )

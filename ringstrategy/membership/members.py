@@ -25,18 +25,29 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ringstrategy.errors import LeftBehindError, PeerLostError
+from ringstrategy.failure.reach import address_towards
+from ringstrategy.failure.store import BoundedStore, Clock, StoreSilentError, within
+from ringstrategy.membership.worlds import (
+    Arrival,
+    Decision,
+    Member,
+    Membership,
+    State,
+    World,
+    is_majority,
+    members_of,
+    membership,
+    since_formed,
+)
 from ringstrategy.transport.connect import this_host
 from ringstrategy.transport.exposure import bound_to
 from ringstrategy.transport.gloo import break_off_default
-from ringstrategy.transport.reach import address_towards
-from ringstrategy.transport.store import BoundedStore, Clock, StoreSilentError, within
 
 JOIN = "RINGSTRATEGY_JOIN"  # the variable with addresses of members, for a process that is to join them
 _CONNECT_SECONDS = 0.5  # longer than any round trip
@@ -44,108 +55,6 @@ _ANSWER_SECONDS = 1.0  # a store that lives answers from a thread of its own, wh
 _FORMING_SECONDS = 20.0  # from the decision until all members are connected
 _LONGEST_POLL_SECONDS = 0.1
 _ROUNDS = 10  # of waiting as long as the patience, until a regroup gives up
-
-
-class Member(NamedTuple):
-    """A process that trains.
-
-    Attributes:
-        name: a random word, drawn once for the life of a process.
-        address: "host:port" of its spare store.
-        host: see `transport.connect.this_host`.
-        network: where a refused connection proves that a process has ended; of a host, or a container.
-    """
-
-    name: str
-    address: str
-    host: str
-    network: str
-
-
-class World(NamedTuple):
-    """The members of a generation, by rank."""
-
-    generation: int
-    members: tuple[Member, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of each member, by rank."""
-        return tuple(member.name for member in self.members)
-
-    @classmethod
-    def read(cls, written: Any) -> World:
-        """From what `json` makes of one."""
-        generation, members = written
-        return cls(generation, tuple(Member(*member) for member in members))
-
-
-class Membership(NamedTuple):
-    """One process in a world.
-
-    Attributes:
-        generation: 0 at the start, and higher after each regroup.
-        rank: of this process in this generation.
-        members: all processes of the generation, by rank.
-    """
-
-    generation: int
-    rank: int
-    members: tuple[Member, ...]
-
-    @property
-    def size(self) -> int:
-        """How many train."""
-        return len(self.members)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """By rank; a name is never used by two processes."""
-        return tuple(member.name for member in self.members)
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Of the spare stores, by rank: what a replacement needs to `join`."""
-        return tuple(member.address for member in self.members)
-
-
-class _Decision(NamedTuple):
-    """Who is in the next world; `key` is new, `earlier` worlds may still have to agree to later decisions."""
-
-    key: str
-    leader: Member
-    world: World
-    earlier: tuple[World, ...]
-
-    @classmethod
-    def read(cls, written: str) -> _Decision:
-        key, leader, world, earlier = json.loads(written)
-        return cls(key, Member(*leader), World.read(world), tuple(map(World.read, earlier)))
-
-
-class _State(NamedTuple):
-    """What a member tells everyone who asks: is it leading now, and which world did it take last?"""
-
-    leads: bool
-    world: World | None
-
-    @classmethod
-    def read(cls, written: str) -> _State:
-        leads, world = json.loads(written)
-        return cls(leads, None if world is None else World.read(world))
-
-
-class _Arrival(NamedTuple):
-    """A member that came to a leader, the worlds that it brings, and the names of those that it knows to be dead."""
-
-    ticket: str
-    worlds: tuple[World, ...]
-    dead: tuple[str, ...] = ()
-
-    @classmethod
-    def read(cls, written: str) -> _Arrival:
-        ticket, worlds, dead = json.loads(written)
-        return cls(ticket, tuple(map(World.read, worlds)), tuple(dead))
 
 
 class Members:
@@ -175,7 +84,7 @@ class Members:
         self._own = BoundedStore(server, _ANSWER_SECONDS)
         self._own.set("name", self.me.name)
         self._worlds: tuple[World, ...] = ()  # since the last that is known to have formed
-        self._taken: _Decision | None = None
+        self._taken: Decision | None = None
         self._beat_at, self._silent_until = self._seconds(), -math.inf
         self._known: dict[str, BoundedStore] = {}  # spare stores, by name
         self._answered: set[str] = set()  # tickets of newcomers that were let in, or went away
@@ -260,7 +169,7 @@ class Members:
         assert self._taken is not None, "regroup or join first"
         decision = self._taken
         leave_groups()
-        place = _place(decision.world, self.me)
+        place = membership(decision.world, self.me)
         forming = min(timeout, timedelta(seconds=_FORMING_SECONDS))
         # The store now lives in rank 0, also where it was an agent's of torchrun.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -277,24 +186,24 @@ class Members:
         return place
 
     def _form(self, world: World) -> None:
-        self._worlds, self._taken, self.now = (world,), None, _place(world, self.me)
+        self._worlds, self._taken, self.now = (world,), None, membership(world, self.me)
         self.beat()
         self._known.clear()
         self._tell(leads=False)
 
-    def _take(self, decision: _Decision) -> Membership:
+    def _take(self, decision: Decision) -> Membership:
         self._worlds, self._taken = (*decision.earlier, decision.world), decision
         self._tell(leads=False)
-        return _place(decision.world, self.me)
+        return membership(decision.world, self.me)
 
     def _tell(self, *, leads: bool) -> None:
-        self._own.set("state", json.dumps(_State(leads, self._worlds[-1] if self._worlds else None)))
+        self._own.set("state", json.dumps(State(leads, self._worlds[-1] if self._worlds else None)))
 
     # Who leads
 
     def _find_leader(self, silent: Collection[str]) -> Member:
         """The first member that answers and is not `silent`, or leads all the same."""
-        for member in _all_of(self._worlds):
+        for member in members_of(self._worlds):
             if member == self.me:
                 break
             with contextlib.suppress(OSError, RuntimeError):
@@ -304,22 +213,22 @@ class Members:
                     return member
         return self.me
 
-    def _follow(self, leader: Member, silent: set[str]) -> _Decision | None:
+    def _follow(self, leader: Member, silent: set[str]) -> Decision | None:
         """Wait for the leader's decision; None if there will be none, and another member may lead."""
         ticket, begin, has_led = uuid.uuid4().hex, self._clock.monotonic(), False
         store, here = self._store_of(leader), f"here/{self.me.name}"
         with contextlib.suppress(OSError, RuntimeError):
             try:
-                arrival = _Arrival(ticket, self._worlds)
+                arrival = Arrival(ticket, self._worlds)
                 store.set(here, json.dumps(arrival))
                 while True:
-                    dead = tuple(member.name for member in _all_of(self._worlds) if self._is_dead(member))
+                    dead = tuple(member.name for member in members_of(self._worlds) if self._is_dead(member))
                     if dead != arrival.dead:
                         arrival = arrival._replace(dead=dead)
                         store.set(here, json.dumps(arrival))
                     state, decided = self._state_of(leader), store.read(f"decided/{ticket}")
                     if decided is not None:
-                        return _read_decision(decided)
+                        return Decision.read(decided)
                     self._check_not_left(state)
                     if has_led and not state.leads:
                         return None
@@ -334,7 +243,7 @@ class Members:
                     store.forget(here)
         return None
 
-    def _lead(self, invite: bool, was_silent: bool) -> _Decision | None:
+    def _lead(self, invite: bool, was_silent: bool) -> Decision | None:
         """Decide when all are here, proven dead, or late; None if a member of a lower rank leads meanwhile."""
         mine = uuid.uuid4().hex
         begin, dead = self._clock.monotonic(), set[str]()
@@ -343,11 +252,11 @@ class Members:
             for turn in itertools.count():
                 arrivals = self._arrivals(mine)
                 dead.update(name for arrival in arrivals.values() for name in arrival.dead)
-                worlds = _since_formed(arrivals.values())
-                missing = [m for m in _all_of(worlds) if m.name not in arrivals and m.name not in dead]
+                worlds = since_formed(arrivals.values())
+                missing = [m for m in members_of(worlds) if m.name not in arrivals and m.name not in dead]
                 waited = self._clock.monotonic() - begin
                 if not missing or waited > self._patience:
-                    fallen = {m.name for m in _all_of(worlds) if m.name in arrivals and self._is_dead(m)}
+                    fallen = {m.name for m in members_of(worlds) if m.name in arrivals and self._is_dead(m)}
                     if not fallen:
                         break
                     dead |= fallen
@@ -361,30 +270,30 @@ class Members:
                 with contextlib.suppress(OSError, RuntimeError):
                     state = self._state_of(member)
                     self._check_not_left(state)
-                    if state.leads and _all_of(worlds).index(member) < _all_of(worlds).index(self.me):
+                    if state.leads and members_of(worlds).index(member) < members_of(worlds).index(self.me):
                         return None
                 self._pause(waited)
             return self._decide(mine, arrivals, worlds, set() if was_silent else dead, invite)
         finally:
             self._tell(leads=False)
 
-    def _arrivals(self, mine: str) -> dict[str, _Arrival]:
+    def _arrivals(self, mine: str) -> dict[str, Arrival]:
         """Who is here, by name, with all that they know of."""
-        arrivals = {self.me.name: _Arrival(mine, self._worlds)}
+        arrivals = {self.me.name: Arrival(mine, self._worlds)}
         asked = set(arrivals)
         while True:
-            names = [m.name for m in _all_of(w for a in arrivals.values() for w in a.worlds) if m.name not in asked]
+            names = [m.name for m in members_of(w for a in arrivals.values() for w in a.worlds) if m.name not in asked]
             if not names:
                 return arrivals
             asked.update(names)
             for name, written in zip(names, self._own.read_all([f"here/{name}" for name in names]), strict=True):
                 if written is not None:
-                    arrivals[name] = _Arrival.read(written)
+                    arrivals[name] = Arrival.read(written)
 
     def _decide(
-        self, mine: str, arrivals: dict[str, _Arrival], worlds: tuple[World, ...], dead: set[str], invite: bool
-    ) -> _Decision:
-        lacking = [world for world in worlds if not _is_majority(world, arrivals, dead)]
+        self, mine: str, arrivals: dict[str, Arrival], worlds: tuple[World, ...], dead: set[str], invite: bool
+    ) -> Decision:
+        lacking = [world for world in worlds if not is_majority(world, arrivals, dead)]
         if lacking:
             here = sum(name in arrivals for name in lacking[0].names)
             verdict = (
@@ -394,7 +303,7 @@ class Members:
             for arrival in arrivals.values():
                 self._own.set(f"decided/{arrival.ticket}", json.dumps({"stop": verdict}))
             raise LeftBehindError(verdict)
-        members = [member for member in _all_of(worlds) if member.name in arrivals]
+        members = [member for member in members_of(worlds) if member.name in arrivals]
         tickets = [arrivals[member.name].ticket for member in members]
         if invite:
             for ticket, newcomer in self._waiting():
@@ -402,13 +311,13 @@ class Members:
                 members.append(newcomer)
                 tickets.append(ticket)
         world = World(worlds[-1].generation + 1, tuple(members))
-        decision = _Decision(mine, self.me, world, worlds)
+        decision = Decision(mine, self.me, world, worlds)
         for member, ticket in zip(members, tickets, strict=True):
             self._own.forget(f"here/{member.name}")
             self._own.set(f"decided/{ticket}", json.dumps(decision))
         return decision
 
-    def _check_not_left(self, state: _State) -> None:
+    def _check_not_left(self, state: State) -> None:
         if state.world is None or not self._worlds:
             return
         if state.world.generation >= self._worlds[-1].generation and self.me.name not in state.world.names:
@@ -434,7 +343,7 @@ class Members:
         while self._clock.monotonic() < end:
             for address in known:
                 with contextlib.suppress(OSError, RuntimeError):
-                    world = _State.read(_required(_connect(address), "state")).world
+                    world = State.read(_required(_connect(address), "state")).world
                     if world is None:
                         continue
                     known = list(dict.fromkeys([*(member.address for member in world.members), *known]))
@@ -446,7 +355,7 @@ class Members:
             self._pause(1.0)
         raise TimeoutError(f"no member at {', '.join(addresses)} let this process in: does one of them train?")
 
-    def _knock(self, leader: Member, end: float, while_waiting: Callable[[], None]) -> _Decision | None:
+    def _knock(self, leader: Member, end: float, while_waiting: Callable[[], None]) -> Decision | None:
         """Wait at the one who leads if nobody is lost; None if that is another one by now."""
         ticket, store = uuid.uuid4().hex, self._store_of(leader)
         place = f"newcomer/{store.add('newcomers', 1)}"
@@ -455,7 +364,7 @@ class Members:
             while self._clock.monotonic() < end:
                 decided = store.read(f"decided/{ticket}")
                 if decided is not None:
-                    return _read_decision(decided)
+                    return Decision.read(decided)
                 world = self._state_of(leader).world
                 if world is None or world.members[0] != leader:
                     break
@@ -512,10 +421,10 @@ class Members:
             raise ConnectionRefusedError("the port is another process's by now")
         return store
 
-    def _state_of(self, member: Member) -> _State:
+    def _state_of(self, member: Member) -> State:
         """OSError or RuntimeError if it does not answer."""
         try:
-            return _State.read(self._store_of(member).read("state") or "[false, null]")
+            return State.read(self._store_of(member).read("state") or "[false, null]")
         except StoreSilentError:
             raise  # it is asked again when it has answered this
         except RuntimeError:
@@ -558,37 +467,6 @@ def _required(store: dist.Store, key: str) -> str:
     if written is None:
         raise RuntimeError(f"no {key} is written there")
     return written
-
-
-def _read_decision(written: str) -> _Decision:
-    decided = json.loads(written)
-    if isinstance(decided, dict):
-        raise LeftBehindError(decided["stop"])
-    return _Decision.read(written)
-
-
-def _since_formed(arrivals: Iterable[_Arrival]) -> tuple[World, ...]:
-    """Since the last world that one of them knows to have formed."""
-    arrivals = [arrival for arrival in arrivals if arrival.worlds]
-    formed = max(arrival.worlds[0].generation for arrival in arrivals)
-    worlds = {world for arrival in arrivals for world in arrival.worlds if world.generation >= formed}
-    return tuple(sorted(worlds, key=lambda world: (world.generation, world.names)))
-
-
-def _all_of(worlds: Iterable[World]) -> list[Member]:
-    """In the order of ranks, those of earlier worlds first."""
-    return list(dict.fromkeys(member for world in worlds for member in world.members))
-
-
-def _is_majority(world: World, here: Collection[str], dead: Collection[str]) -> bool:
-    """Of two halves it is the one with the lowest rank."""
-    alive = [name for name in world.names if name not in dead]
-    count = sum(name in here for name in alive)
-    return 2 * count > len(alive) or (2 * count == len(alive) and (not alive or alive[0] in here))
-
-
-def _place(world: World, me: Member) -> Membership:
-    return Membership(world.generation, world.names.index(me.name), world.members)
 
 
 def _seconds() -> float:

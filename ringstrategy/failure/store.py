@@ -108,6 +108,10 @@ class BoundedStore:
         """Are all of them there?"""
         return self._ask(lambda: self._store.check(keys))
 
+    def has_any(self, keys: list[str]) -> bool:
+        """Is one of them there?"""
+        return any(self.has([key]) for key in keys)
+
     def add(self, key: str, amount: int) -> int:
         """To the number that is there, or 0; returns the sum."""
         return self._ask(lambda: self._store.add(key, amount))

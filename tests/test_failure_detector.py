@@ -1,4 +1,4 @@
-"""A rank's lifeline, without processes: every order of steps is forced, and nobody is accused who did as the others."""
+"""A rank's failure detector, without processes. Each order of steps is forced; none that does as others is accused."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from clocks import Clock
 from pairs import pairs
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
-from ringstrategy.transport import gloo, lifeline, watch
+from ringstrategy.failure import watchdog
+from ringstrategy.failure.board import GRACE_SECONDS, Board
+from ringstrategy.failure.detector import FailureDetector
+from ringstrategy.failure.progress import DOUBT_SECONDS, Progress
+from ringstrategy.failure.waits import Wait
+from ringstrategy.membership import rendezvous
+from ringstrategy.transport import gloo
 from ringstrategy.transport.base import TransportError
 from ringstrategy.transport.connect import connect
 from ringstrategy.transport.gloo import GlooPeers
-from ringstrategy.transport.lifeline import DOUBT_SECONDS, GRACE_SECONDS, Lifeline, Wait
 
 HARD_END = 120.0
 BLOCKED = 0.05  # seconds after which a thread waits for a lock
 
 
-def lines_of(size: int, clock: Any = None, store: Any = None) -> tuple[Any, list[Lifeline]]:
-    store = dist.HashStore() if store is None else store
-    return store, [Lifeline(store, rank, size, clock=clock or Clock()) for rank in range(size)]
+def lines_of(size: int, clock: Any = None, store: Any = None) -> tuple[Any, list[FailureDetector]]:
+    store, clock = store or dist.HashStore(), clock or Clock()
+    return store, [FailureDetector(Board(store, rank, size, clock=clock)) for rank in range(size)]
 
 
 # Several threads of a rank
@@ -58,7 +63,7 @@ class Interleaved:
 
         def at(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal left
-            if not isinstance(frame.f_locals.get("self"), Lifeline):
+            if not isinstance(frame.f_locals.get("self"), FailureDetector | Progress):
                 return None
             frame.f_trace_opcodes = opcodes
             if event == ("opcode" if opcodes else "line"):
@@ -84,23 +89,31 @@ class Interleaved:
             raise error
 
 
-def trains(rank: Lifeline) -> None:
-    rank.begin_batch()
-    rank.begin_exchange()
-    rank.end_batch()
+def trains(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+    rank.progress.begin_exchange()
+    rank.progress.end_batch()
 
 
-def exchanges(rank: Lifeline) -> None:
-    rank.begin_batch()
-    rank.begin_exchange()
+def begins(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
 
 
-MOVES = [Lifeline.begin_batch, exchanges, trains, lambda rank: rank.leave_training("its validation")]
+def begins_exchange(rank: FailureDetector) -> None:
+    rank.progress.begin_exchange()
+
+
+def exchanges(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+    rank.progress.begin_exchange()
+
+
+MOVES = [begins, exchanges, trains, lambda rank: rank.progress.leave_training("its validation")]
 
 
 @pairs(move=MOVES, other_first=[False, True], looks_within=[False, True])
 def test_ranks_that_do_the_same_are_never_accused(
-    move: Callable[[Lifeline], None], other_first: bool, looks_within: bool
+    move: Callable[[FailureDetector], None], other_first: bool, looks_within: bool
 ) -> None:
     """A look within a move, or a move within a look, at each of its lines."""
     interleaved = Interleaved()
@@ -108,24 +121,24 @@ def test_ranks_that_do_the_same_are_never_accused(
         store, (mine, theirs) = lines_of(2)
         for rank in (mine, theirs):
             trains(rank)
-            rank.leave_training("its validation")
+            rank.progress.leave_training("its validation")
             trains(rank)
         if other_first:
             move(theirs)
-            assert theirs.news("here") is None
+            assert theirs.check("here") is None
         found: list[object] = []
 
-        def look(rank: Lifeline = mine, found: list[object] = found) -> None:
-            found.append(rank.news("here"))
+        def look(rank: FailureDetector = mine, found: list[object] = found) -> None:
+            found.append(rank.check("here"))
 
-        def go_on(rank: Lifeline = mine) -> None:
+        def go_on(rank: FailureDetector = mine) -> None:
             move(rank)
 
         step, other = (look, go_on) if looks_within else (go_on, look)
         interleaved.run(step, other, opcodes=not looks_within)
         if not other_first:
             move(theirs)
-        found += [rank.news("here") for rank in (theirs, mine, theirs)]
+        found += [rank.check("here") for rank in (theirs, mine, theirs)]
         assert found.count(None) == len(found), found
         assert not store.check(["lost"])
     assert interleaved.places > 8
@@ -148,8 +161,10 @@ class SlowToWrite:
         return getattr(self.store, name)
 
 
-@pytest.mark.parametrize("second", [Lifeline.witness, Lifeline.leave, lambda rank: rank.fail("an error")])
-def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[[Lifeline], None]) -> None:
+@pytest.mark.parametrize(
+    "second", [FailureDetector.report_broken_connection, FailureDetector.leave, lambda rank: rank.fail("an error")]
+)
+def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[[FailureDetector], None]) -> None:
     store, (rank, _) = lines_of(2, store=SlowToWrite(dist.HashStore()))
     disconnects: list[bool] = []
 
@@ -157,7 +172,7 @@ def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[
         second(rank)
         disconnects.append(store.store.check(["left/0"]))
 
-    threads = [threading.Thread(target=rank.witness), threading.Thread(target=leave)]
+    threads = [threading.Thread(target=rank.report_broken_connection), threading.Thread(target=leave)]
     threads[0].start()
     assert store.begun.wait(HARD_END)
     threads[1].start()
@@ -205,12 +220,12 @@ def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyP
     runs = []
     for client in clients:
         monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda client=client: client)
-        runs.append(lifeline.announce(clients.index(client)))
+        runs.append(rendezvous.announce(clients.index(client)))
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: clients[0])
-    lifeline.check_all_announced(runs[0], 2)
+    rendezvous.check_all_announced(runs[0], 2)
     with pytest.raises(PlanMismatchError, match="rank 2 does not train with a RingStrategy"):
-        lifeline.check_all_announced(runs[0], 3)
-    Lifeline(clients[1], 1, 2).leave("ValueError: no such file")  # type: ignore[arg-type]
+        rendezvous.check_all_announced(runs[0], 3)
+    FailureDetector(Board(clients[1], 1, 2)).leave("ValueError: no such file")  # type: ignore[arg-type]
     assert clients[0].get("left/1") == b"ValueError: no such file"
 
 
@@ -233,13 +248,13 @@ def test_ranks_that_look_in_step_see_where_the_others_are(later: int) -> None:
     """Rank 0 waits for a batch that rank 1 does not have; the one who writes later hides what the other wrote."""
     server, clock = dict[str, bytes](), Clock()
     clients = [InStep(server) for _ in range(2)]
-    lines = [Lifeline(client, rank, 2, clock=clock) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
+    lines = [FailureDetector(Board(client, rank, 2, clock=clock)) for rank, client in enumerate(clients)]  # type: ignore[arg-type]
     for line in lines:
         trains(line)
-    lines[1].leave_training("the end of its training")
+    lines[1].progress.leave_training("the end of its training")
     while clock.now < DOUBT_SECONDS + GRACE_SECONDS:
         for line in lines:
-            error = line.news("near batch 1")
+            error = line.check("near batch 1")
             if error is not None:
                 assert "went on to the end of its training after 1 batches" in str(error)
                 assert clock.now > DOUBT_SECONDS, "rank 0 may only compute"
@@ -250,17 +265,17 @@ def test_ranks_that_look_in_step_see_where_the_others_are(later: int) -> None:
     pytest.fail("rank 0 does not see that rank 1 went on")
 
 
-def goes_on(rank: Lifeline) -> None:
-    rank.leave_training("its validation")
+def goes_on(rank: FailureDetector) -> None:
+    rank.progress.leave_training("its validation")
 
 
-def skips(rank: Lifeline) -> None:
-    rank.begin_batch()
-    rank.end_batch(skipped=True)
+def skips(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+    rank.progress.end_batch(skipped=True)
 
 
-def goes_elsewhere(rank: Lifeline) -> None:
-    rank.leave_training("its test")
+def goes_elsewhere(rank: FailureDetector) -> None:
+    rank.progress.leave_training("its test")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +283,7 @@ def goes_elsewhere(rank: Lifeline) -> None:
     [
         ([trains, goes_on], [trains, exchanges], "it went on to its validation after 1 batches.*at batch 2"),
         ([trains, goes_on], [trains, goes_elsewhere], "rank 0 went on to its test"),
-        ([trains, trains], [trains, exchanges, Lifeline.begin_exchange], "its next batch after 2 batches.*exchange 3"),
+        ([trains, trains], [trains, exchanges, begins_exchange], "its next batch after 2 batches.*exchange 3"),
         ([trains, skips], [trains, exchanges], "its next batch, having skipped batch 2 after 2 batches"),
         ([skips, goes_on], [exchanges], "its validation, having skipped batch 1 after 1 batches and 0"),
         ([skips], [skips, exchanges], None),
@@ -279,14 +294,14 @@ def goes_elsewhere(rank: Lifeline) -> None:
     ],
 )
 def test_a_rank_that_waits_where_this_one_will_not_come_is_named(
-    theirs: list[Callable[[Lifeline], None]], mine: list[Callable[[Lifeline], None]], found: str | None
+    theirs: list[Callable[[FailureDetector], None]], mine: list[Callable[[FailureDetector], None]], found: str | None
 ) -> None:
     _, (here, there) = lines_of(2)
     for rank, moves in ((there, theirs), (here, mine)):
         for move in moves:
             move(rank)
-    assert there.news("there") is None
-    error = here.news("here")
+    assert there.check("there") is None
+    error = here.check("here")
     if found is None:
         assert error is None
     else:
@@ -321,15 +336,15 @@ def test_a_rank_alone_in_a_collective_is_named_if_all_wait_in_vain(
     _, lines = lines_of(len(waits), clock)
     for line, (_, _, exchanges) in zip(lines, waits, strict=True):
         for _ in range(exchanges):
-            line.begin_exchange()
+            line.progress.begin_exchange()
     while clock.now < DOUBT_SECONDS:
         for line, (wait, called, _) in zip(lines, waits, strict=True):
-            line.waits(wait, called)
+            line.waits.compare(wait, called)
         clock.sleep(1.0)
     for line in lines:
-        line.news("here")
+        line.check("here")
     clock.sleep(GRACE_SECONDS)
-    errors = [line.news("here") for line in lines]
+    errors = [line.check("here") for line in lines]
     assert [error and error.rank for error in errors] == [named] * len(waits)
     assert all("on all ranks or on none" in str(error) for error in errors if error is not None)
 
@@ -339,25 +354,25 @@ def test_a_rank_that_never_comes_is_named() -> None:
     store, never = lines_of(3, clock)
     store.set("host/1", "there 4711")
     with pytest.raises(PeerLostError, match=r"rank 2 .*while setting up: it did not come to set up in time") as caught:
-        never[0].greet("here 4711", limit, lambda: None)
+        never[0].exchange_hosts("here 4711", limit, lambda: None)
     assert caught.value.rank == 2
     assert clock.now == pytest.approx(10, abs=0.1)
     _, breaks = lines_of(2, clock)
     begin = clock.now
     with pytest.raises(PeerLostError, match=r"rank 1 .*it has not come to set up; this rank saw: Connection closed"):
-        breaks[0].greet("here 4711", limit, mock.Mock(side_effect=BROKEN))
+        breaks[0].exchange_hosts("here 4711", limit, mock.Mock(side_effect=BROKEN))
     assert clock.now < begin + 0.1, "nobody waits for a rank whose connection broke"
     _, fails = lines_of(3)
     fails[2].fail("ValueError: no such file")
     for line in fails[:2]:
         with pytest.raises(PeerLostError, match="it stopped with ValueError: no such file") as caught:
-            line.greet("here 4711", limit, lambda: None)
+            line.exchange_hosts("here 4711", limit, lambda: None)
         assert caught.value.rank == 2
     store, comes = lines_of(3)
     store.set("host/1", "there 4711")
     store.set("host/2", "elsewhere 4712")
-    assert comes[0].greet("here 4711", limit, lambda: None) == ["here 4711", "there 4711", "elsewhere 4712"]
-    assert comes[0].hosts == ["here", "there", "elsewhere"]
+    assert comes[0].exchange_hosts("here 4711", limit, lambda: None) == ["here 4711", "there 4711", "elsewhere 4712"]
+    assert comes[0].hosts.names == ["here", "there", "elsewhere"]
 
 
 # Who was lost
@@ -418,9 +433,9 @@ def test_what_was_heard_counts_when_the_store_has_gone() -> None:
     clock = Clock()
     store, lines = lines_of(3, clock, WithItsHost())
     lines[2].explain(BROKEN, 1, "here")
-    assert lines[1].news("here") is None, "it has time to see it itself"
+    assert lines[1].check("here") is None, "it has time to see it itself"
     clock.sleep(GRACE_SECONDS)
-    heard = lines[1].news("here")
+    heard = lines[1].check("here")
     assert heard is not None
     assert heard.rank == 1
     store.gone = True
@@ -460,16 +475,16 @@ def test_failed_ranks_wait_for_each_other_but_never_for_the_dead() -> None:
 
     def saves() -> None:
         clock.sleep(2 * GRACE_SECONDS)
-        lines[1].gather()
+        lines[1].barrier.wait()
 
     def goes() -> None:
         clock.sleep(GRACE_SECONDS + 1)
-        lines[2].go()
+        lines[2].barrier.leave()
 
-    clock.run(lines[0].gather, saves, goes)
+    clock.run(lines[0].barrier.wait, saves, goes)
     assert 2 * GRACE_SECONDS <= clock.now < 3 * GRACE_SECONDS + 0.1
     now = clock.now
-    lines[0].gather()
+    lines[0].barrier.wait()
     assert clock.now == now, "rank 3 is dead, and is not waited for again"
 
 
@@ -479,7 +494,7 @@ def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_no
     clock = Clock()
     store, lines = lines_of(3, clock)
     with pytest.raises(PeerLostError):
-        lines[0].greet("here 4711", timedelta(0), lambda: None)
+        lines[0].exchange_hosts("here 4711", timedelta(0), lambda: None)
     store.set("process/1", f"{os.getpid()} here 4711")
     store.set("process/2", f"{killed.pid} here 4711")
     killed.kill()
@@ -487,9 +502,9 @@ def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_no
 
     def fails_late() -> None:
         clock.sleep(3 * GRACE_SECONDS)
-        lines[1].gather()
+        lines[1].barrier.wait()
 
-    clock.run(lines[0].gather, fails_late)
+    clock.run(lines[0].barrier.wait, fails_late)
     assert 3 * GRACE_SECONDS <= clock.now < 4 * GRACE_SECONDS + 0.1
     killed.communicate()
 
@@ -505,32 +520,33 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> tuple[GlooPeers, mock.Mock]:
     monkeypatch.setattr(gloo, "break_off_default", calls.break_off_default)
     for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda *_, value=value: value)
-    calls.lifeline.name, calls.lifeline.misfit.return_value = "all 1", None
-    made = GlooPeers(mock.Mock(), calls.lifeline, mock.Mock(), ("here", "here"))
+    calls.detector.board.name, calls.detector.board.store.read.return_value = "all 1", None
+    made = GlooPeers(mock.Mock(), calls.detector, mock.Mock(), ("here", "here"))
     calls.reset_mock()
     return made, calls
 
 
 def order(calls: mock.Mock) -> list[str]:
-    return [name for name, _, _ in calls.mock_calls if not name.endswith("misfit")]
+    return [name for name, _, _ in calls.mock_calls if "board" not in name]
 
 
 def test_last_words_are_written_before_connections_close(peers: tuple[GlooPeers, mock.Mock]) -> None:
     made, calls = peers
     made.explain(TransportError(1, BROKEN), "here")
-    assert order(calls) == ["lifeline.witness", "break_off", "break_off_default", "lifeline.explain"]
+    assert order(calls) == ["detector.report_broken_connection", "break_off", "break_off_default", "detector.explain"]
     made.close()
 
 
 @pytest.mark.parametrize(
-    ("cause", "told", "last"), [("ValueError: no", "fail", "lifeline.linger"), (None, "witness", "lifeline.go")]
+    ("cause", "told", "last"),
+    [("ValueError: no", "fail", "detector.linger"), (None, "report_broken_connection", "detector.barrier.leave")],
 )
 def test_a_rank_that_goes_on_with_others_does_not_linger(
     peers: tuple[GlooPeers, mock.Mock], cause: str | None, told: str, last: str
 ) -> None:
     made, calls = peers
     made.abort(cause)
-    assert order(calls) == [f"lifeline.{told}", "break_off"]
+    assert order(calls) == [f"detector.{told}", "break_off"]
     made.close()
     assert order(calls)[-1] == last
 
@@ -542,7 +558,8 @@ def test_a_rank_that_fails_while_it_connects_tells_the_others_and_lingers(
     monkeypatch: pytest.MonkeyPatch, error: Exception, told: bool
 ) -> None:
     lines, module = mock.Mock(), sys.modules[connect.__module__]
-    monkeypatch.setattr(module, "Lifeline", mock.Mock(cast=lambda *_: lines))
+    monkeypatch.setattr(module, "Board", mock.Mock())
+    monkeypatch.setattr(module, "FailureDetector", lambda _: lines)
     monkeypatch.setattr(module, "begin_if_asked", mock.Mock(side_effect=error))
     for name, value in {"get_rank": 0, "get_world_size": 2}.items():
         monkeypatch.setattr(dist, name, lambda *_, value=value: value)
@@ -561,21 +578,21 @@ def test_the_watch_ends_a_collective_that_waits_in_vain(monkeypatch: pytest.Monk
     """Not what has only just begun: it may end at once, and its error names whom it met."""
     turns = iter([False, True, False, True, True])
     events, ended = list[str](), threading.Event()
-    monkeypatch.setattr(watch, "_SECONDS", 0.001)
-    monkeypatch.setattr(watch.Watch, "_in_a_collective", lambda _: next(turns))
+    monkeypatch.setattr(watchdog, "_SECONDS", 0.001)
+    monkeypatch.setattr(watchdog.CollectiveWatchdog, "_in_a_collective", lambda _: next(turns))
 
     def look() -> bool:
         events.append("look")
         return True
 
-    watching = watch.Watch(lambda _: events.append("listen"), look, ended.set)
+    watching = watchdog.CollectiveWatchdog(lambda _: events.append("listen"), look, ended.set)
     assert ended.wait(HARD_END)
     watching.close()
     assert events == ["listen"] * 5 + ["look"]
 
 
 def test_the_watch_sees_collectives_of_torch_and_what_is_announced() -> None:
-    watching = watch.Watch(lambda _: None, lambda: False, lambda: None)
+    watching = watchdog.CollectiveWatchdog(lambda _: None, lambda: False, lambda: None)
     assert not watching._in_a_collective()
     with watching.over("a broadcast"):
         assert watching._in_a_collective()

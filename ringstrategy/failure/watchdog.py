@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from ringstrategy.transport.lifeline import Wait
+from ringstrategy.failure.waits import Wait
 
 _SECONDS = 1.0
 _COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -21,7 +21,7 @@ _OURS = {"contextlib", "ringstrategy", "torch"}
 _LIBRARIES = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"}
 
 
-class Watch:
+class CollectiveWatchdog:
     """A thread that watches the thread that creates it, until `close`.
 
     Args:
