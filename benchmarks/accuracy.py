@@ -291,7 +291,7 @@ def sent(trainer: L.Trainer) -> float:
     if not isinstance(strategy, RingStrategy):
         return math.nan
     if strategy.session is not None:
-        strategy.session.settle()
+        strategy.session.algorithm.settle()
     return math.nan if strategy.stats.bytes_sent is None else strategy.stats.bytes_sent
 
 

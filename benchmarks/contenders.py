@@ -411,7 +411,7 @@ class Ours(Training):
             yield self.model
 
     def close(self) -> None:
-        self._session.settle()
+        self._session.algorithm.settle()
         self._session.close()
 
 
@@ -430,7 +430,7 @@ class Intervals(Ours):
         return _limit_beside(compute, wire, self.algorithm.schedule.late, parts, self.interval)
 
     def after_run(self) -> None:
-        self._session.settle()
+        self._session.algorithm.settle()
 
 
 class WholeIntervals(Intervals):
