@@ -49,17 +49,6 @@ class Row:
     predicted_seconds: float | None = None  # by `ringstrategy-plan`
     deviation: float | None = None  # predicted / measured - 1
 
-    data_packets: list[float] = field(default_factory=list)  # with payload, on connections for data; an entry a host
-    headers_alone: list[float] = field(default_factory=list)  # those of them that are nothing but headers of gloo
-    payload_bytes: list[float] = field(default_factory=list)  # in them, with gloo's headers and repeats
-    pure_acks: list[float] = field(default_factory=list)
-    late_acks: list[int] = field(default_factory=list)  # sent more than 30 ms after the data had come, in all steps
-    longest_ack_seconds: float | None = None  # from data to their ACK, of all hosts and steps
-    stalls: int | None = None  # data that left as soon as a late ACK had come; also of all hosts and steps
-    other_messages: list[float] = field(default_factory=list)  # packets with payload on connections not for data
-    sockets: int | None = None  # for data, of all ranks
-    sockets_with_nodelay: int | None = None
-
     target: float = float("nan")  # held-out loss, nats a byte
     seconds_to_target: float | None = None  # None: missed
     steps_to_target: float | None = None

@@ -42,7 +42,6 @@ CONTROL = 2000  # bytes a step that ranks may exchange beside gradients
 
 @pytest.mark.slow
 def test_every_command_is_listed_and_the_campaign_uses_options_that_it_has(monkeypatch, capsys):
-    pytest.importorskip("ray", reason="`data_service` reads with Ray Data: pip install '.[ray]'")
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = re.findall(r"^(\w+)  +(.*)$", capsys.readouterr().out.partition("--help")[2], re.M)
