@@ -25,7 +25,6 @@ _NAMES = (
     *(
         "time_to_accuracy",
         "long_race",
-        "accuracy",
         "gpu",
         "kernels",
         "launches",

@@ -265,7 +265,7 @@ def test_the_page_has_the_numbers(told: SimpleNamespace) -> None:
 
 
 def test_without_rows_the_page_says_what_is_missing(tmp_path: Path) -> None:
-    from benchmarks.report import accuracy, frame, page, plots
+    from benchmarks.report import frame, page, plots
 
     rows = frame.load(tmp_path)
     text = page.text(rows, "pictures")
@@ -273,7 +273,6 @@ def test_without_rows_the_page_says_what_is_missing(tmp_path: Path) -> None:
     assert "![" not in text
     plots.draw(rows, tmp_path / "pictures")
     assert list((tmp_path / "pictures").iterdir()) == []
-    accuracy.publish(tmp_path)
 
 
 # What is published
@@ -300,80 +299,6 @@ def test_the_long_race_is_what_the_rows_say() -> None:
     timed = [row for file in sorted(RESULTS.glob("long-race/seconds-*.jsonl")) for row in read(file)]
     table = "".join(f"{line}\n" for line in lines(racers(losses, timed, after=1088), 1088))
     assert table_on((ROOT / "docs" / "local_sgd.md").read_text(), "long_race") == table
-
-
-# What each wire does to training
-
-
-def made_up(name: str, loss: float | None, seed: int, **fields: Any) -> dict[str, Any]:
-    return {
-        **{"stage": "paired", "name": name, "task": "text", "optimizer": "sgd", "rate": 1.0, "seed": seed, "steps": 9},
-        **{"codec": "C()", "collective": "Ring()", "feedback": False, "algorithm": name, "ranks": 4, "parameters": 7},
-        **{"status": "finished" if loss else "diverged", "val_loss": loss, "val_accuracy": None, "bigram_loss": 2.4},
-        **{"replicas_identical": True, "bytes_sent_per_step": 1000.0 + len(name), "settings": {"classes": 256}},
-        **fields,
-    }
-
-
-def published(rows: list[dict[str, Any]], folder: Path) -> None:
-    from benchmarks.report import accuracy
-
-    (folder / "accuracy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    accuracy.publish(folder)
-
-
-def test_accuracy_judges_what_was_promised(tmp_path: Path) -> None:
-    verdicts = {
-        "ring": ([2.000, 2.002], "same as fp32"),
-        "ring_int8": ([2.005, 2.007], "same as fp32: promise kept"),  # 0.25 % more
-        "ring_int4": ([2.010, 2.012], "worse: **promise broken**"),  # 0.5 %
-        "ring_int2": ([2.030, 2.032], "worse: promise kept"),  # 1.5 %
-        "control two": ([2.200, 2.202], "worse, as it must be"),
-        "control one": ([2.001, 2.003], "**not told from fp32**"),
-        "ring_sign": ([2.1, None], "failed"),
-        "ring_fp8": ([2.0], "failed"),  # its replicas differ
-    }
-    rows = [made_up(name, loss, seed) for name, (both, _) in verdicts.items() for seed, loss in enumerate(both)]
-    rows[-1]["replicas_identical"] = False
-    rows.append({**made_up("ring_fp16", 2.0, 0), "status": "failed", "error": "Traceback\nValueError: no wire"})
-    for field in ("val_loss", "parameters", "bytes_sent_per_step", "replicas_identical"):
-        del rows[-1][field]
-    published(rows, tmp_path)
-    report = (tmp_path / "accuracy.md").read_text()
-    lines = {line.split("`")[1]: line for line in report.splitlines() if line.startswith("| `")}
-    for name, (_, verdict) in verdicts.items():
-        assert lines[name].endswith(f"| {verdict} |"), name
-    assert "+10.00" in lines["control two"]
-    assert "(1 failed)" in lines["ring_sign"]
-    assert "replicas differ" in report
-    assert "ValueError: no wire" in report
-    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
-
-
-def test_accuracy_of_gossip_is_beside_its_own_ddp(tmp_path: Path) -> None:
-    def gossip(name: str, loss: float | None, seed: int, ranks: int, skew: float | None) -> dict[str, Any]:
-        settings = {"classes": 10, "data": {} if skew is None else {"skew": skew}}
-        fields = {"stage": "gossip", "task": "digits", "ranks": ranks, "settings": settings}
-        return made_up(name, loss, seed, **fields, curve=[[1, 3.0], [2, loss]])
-
-    rows = [
-        gossip(name, loss, seed, *world)
-        for world, base in {(8, 1.0): 1.0, (8, None): 2.0, (4, None): 4.0}.items()
-        for seed in (0, 1)
-        for name, loss in {"ddp": base + seed, "gossip": 1.5 * (base + seed), "push_sum": None if seed else 9.0}.items()
-    ]
-    published([made_up("ring", 2.0, 0), *rows], tmp_path)
-    report = (tmp_path / "accuracy_gossip.md").read_text()
-    titles = [line for line in report.splitlines() if line.startswith("## ")]
-    assert [title.split(": ")[0].split(", ", 2)[2] for title in titles[:-1]] == [
-        *("4 ranks, equal data", "8 ranks, equal data", "8 ranks, skew 1")
-    ]
-    lines = [line for line in report.splitlines() if line.startswith("| `gossip`")]
-    assert ["+50.00 ± 7.86 %" in line for line in lines] == [True, False, False]
-    assert ["6.7500 ± 1.0607" in line for line in lines] == [True, False, False]
-    assert all("+50.00 ± " in line for line in lines)
-    assert report.count("(1 failed)") == report.count("- diverged: ") == 3
-    assert "push_sum" not in (tmp_path / "accuracy.md").read_text()
 
 
 # Minutes to a loss: steps from curves, seconds a step from another run

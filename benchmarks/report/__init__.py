@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", help="draw these instead, comma-separated; the page stays as it is")
     options = parser.parse_args(arguments)
     require("python -m benchmarks report", "jinja2", "matplotlib", "pandas", extra="bench")
-    from benchmarks.report import accuracy, frame, page, plots
+    from benchmarks.report import frame, page, plots
 
     rows, figures = frame.load(options.results), options.page.with_suffix("")
     plots.draw(rows, figures, options.cases.split(",") if options.cases else ())
@@ -32,5 +32,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         file = options.results / "tables" / f"{name}.md"
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
-    accuracy.publish(options.results)
     print(f"{options.page}, pictures in {figures}, tables in {options.results / 'tables'}")
