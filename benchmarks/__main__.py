@@ -17,8 +17,6 @@ _NAMES = (
         "overhead",
         "slow_rank",
         "faults",
-        "restart",
-        "shrink",
         "fuzz",
         "soak",
     ),

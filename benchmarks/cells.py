@@ -44,7 +44,6 @@ def _reached(value: float | None, target: float) -> str:
 
 CELLS: dict[str, Cell] = {
     "case": lambda row: row.case or f"{row.codec}, {row.operation}",
-    "ranks": lambda row: row.size if row.restart_seconds else "-",
     "slow rank": lambda row: shown(row.slow_rank, "rank {:.0f}"),
     "seconds": lambda row: seconds(row.seconds_median),
     "fastest - slowest": lambda row: (
@@ -79,7 +78,6 @@ CELLS: dict[str, Cell] = {
     "MB sent": lambda row: shown(row.bytes_sent, "{:.4g}", 1e-6),
     "MB on the link": lambda row: shown(row.bytes_at_interface, "{:.4g}", 1e-6),
     "faults": lambda row: shown(row.faults, "{:.0f}"),
-    "whole": lambda row: shown(row.whole, "{:.0f}"),
     "torn": lambda row: shown(row.torn, "{:.0f}"),
     "hung": lambda row: shown(row.hung, "{:.0f}"),
     "orphans": lambda row: shown(row.orphans, "{:.0f}"),

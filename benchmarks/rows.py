@@ -82,7 +82,7 @@ class Row:
     descriptors_grown: int | None = None  # likewise
     payloads: int | None = None  # messages that a codec was given,
     refused: int | None = None  # and how many of them no codec may read: of a wrong length, or at an odd address
-    restart_seconds: dict[str, float] = field(default_factory=dict)  # parts of `seconds`, in their order; medians
+    restart_seconds: dict[str, float] = field(default_factory=dict)  # of a restart, its parts in their order; medians
 
     codec: str = ""
     operation: str = ""
