@@ -19,7 +19,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import cpu, harness
+from benchmarks import harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
@@ -162,7 +162,6 @@ class Training:
         self.shapes = [parameter.shape for parameter in model.parameters()]
         self.full = sum(shape.numel() for shape in self.shapes)
         self.phases: list[Phases] = []  # one a step
-        self.cpu: list[dict[str, float]] = []  # seconds a step by `cpu.PARTS`, one a run
 
     def take(self, steps: int) -> None:
         """A run has so many steps from now on, or as many more as whole intervals take."""
@@ -223,37 +222,26 @@ class Training:
 
     def run(self) -> None:
         """One step a batch."""
-        started, backward = cpu.seconds(), 0.0
         for inputs, targets in self.batches:
             self.before_forward()
             begin = time.perf_counter()
             loss = self.loss(self.model(inputs), targets)
             forwarded = time.perf_counter()
-            passed = time.thread_time()
             self.before_backward(loss)
             loss.backward()
             self.after_backward()
-            backward += time.thread_time() - passed
             averaged = time.perf_counter()
             self.optimizer.step()
             self.after_step()
             self.optimizer.zero_grad(set_to_none=True)
             self.phases.append((forwarded - begin, averaged - forwarded, time.perf_counter() - averaged))
         self.after_run()
-        spent = cpu.parts(started, cpu.seconds(), backward)
-        self.cpu.append({part: each / len(self.batches) for part, each in spent.items()})
 
     def case(self, name: str) -> Case:
         """To be measured under this name."""
         return Case(
             name, self.run, self.result, bytes_sent=self.bytes_sent, waited=self.waited, steps=len(self.batches)
         )
-
-    def cpu_seconds(self, warmup: int) -> dict[str, float]:
-        """Of a step by `cpu.PARTS`: the mean over ranks and runs. All ranks call it."""
-        own = torch.tensor([list(spent.values()) for spent in self.cpu[warmup:]], dtype=torch.float64).mean(0)
-        means = torch.stack(harness.of_all_ranks(own)).mean(0)
-        return dict(zip(cpu.PARTS, means.tolist(), strict=True))
 
     def phases_of_runs(self, steps: int) -> list[Phases]:
         """Forward, backward and optimizer's seconds a step of each run of so many steps, on the rank that took longest.

@@ -40,7 +40,7 @@ class Row:
     steps: int = 1  # in a row
     bytes_sent: float | None = None  # counted at the transport
     bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
-    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of a rank, the mean; by `benchmarks.cpu.PARTS`
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of a rank, the mean; by what for; of older rows
     waited_seconds: float | list[float] | None = None  # for the exchange; of a slow rank, each rank
     limit_seconds: float | None = None  # no run can be faster
     error: float | None = None  # relative

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import cpu, harness, tasks
+from benchmarks import harness, tasks
 from benchmarks.contenders import (
     DDP,
     SELDOM,
@@ -162,17 +162,13 @@ class _Steps:
         notes.append("compute alone: forward {:.4f} s, backward {:.4f} s, optimizer {:.4f} s".format(*alone))
         named = {name: planned[name] for name in cases if name in planned}
         predictions = self.predict(named, alone) if named else {}
-        spent = {name: training.cpu_seconds(options.warmup) for name, training in trainings.items()}
-        notes.append(f"CPU ms a step and rank ({'; '.join(cpu.PARTS)}):")
-        notes += [f"  {name}: {'; '.join(f'{1e3 * each:.1f}' for each in of.values())}" for name, of in spent.items()]
         if dist.get_rank() == 0:
             kind = "prediction" if options.predict else "training"
             shown = [case for name, case in cases.items() if not options.predict or name in predictions]
 
             def more(case: Case) -> dict[str, Any]:
-                row: dict[str, Any] = {"cpu_seconds": spent[case.name]}
                 said = predictions.get(case.name)
-                return row if said is None else {**row, "predicted_seconds": said, "deviation": said / case.median - 1}
+                return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
 
             size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
             harness.report(kind, size, shown, options, notes, more)

@@ -166,12 +166,6 @@ def test_a_training_step_with_every_name(ranks, tmp_path):
         assert (row["bytes_sent"] or 0) > 0 or name not in STRATEGIES
         assert (row["waited_seconds"] or 0) > 0 or name not in STRATEGIES
     assert rows["ddp"]["waited_seconds"] is None
-    spent = {name: row["cpu_seconds"] for name, row in rows.items()}
-    assert all(each["backward"] > 0 and each["gloo"] > 0 for each in spent.values())
-    for part, in_case in {"encode": "ring_int8", "decode": "ring_int8", "packing": "ring"}.items():
-        assert spent[in_case][part] > 0
-        assert spent["ddp"][part] == spent["compute alone"][part] == 0
-    assert spent["ring"]["encode"] == 0, "what lies in memory as it travels is not encoded"
     made = {name: make() for name, make in {**STRATEGIES, **SELDOM}.items()}
     seldom = {name: each.interval for name, each in made.items() if isinstance(each, LocalSGD)}
     whole = {name: seldom.get(name, 16) for name in rows if "every 16" in name or name in seldom}

@@ -1,4 +1,4 @@
-"""Make docs/benchmarks.md, the full tables and the pictures from the measured rows."""
+"""Make docs/benchmarks.md and its pictures from the measured rows."""
 
 from __future__ import annotations
 
@@ -28,8 +28,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(page.text(rows, figures.name))
-    for name, text in page.tables(rows).items():
-        file = options.results / "tables" / f"{name}.md"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    print(f"{options.page}, pictures in {figures}, tables in {options.results / 'tables'}")
+    print(f"{options.page}, pictures in {figures}")
