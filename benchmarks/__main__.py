@@ -28,7 +28,6 @@ _NAMES = (
         "launches",
         "bucket",
         "shared_gpu",
-        "sass",
         "campaign",
     ),
     *("report", "demo", "lab"),
