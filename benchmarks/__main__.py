@@ -9,28 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *(
-        "training",
-        "doors",
-        "collectives",
-        "codecs",
-        "overhead",
-        "slow_rank",
-        "faults",
-        "fuzz",
-        "soak",
-    ),
-    *(
-        "time_to_accuracy",
-        "long_race",
-        "gpu",
-        "kernels",
-        "launches",
-        "bucket",
-        "shared_gpu",
-        "campaign",
-    ),
-    *("report", "demo", "lab"),
+    *("training", "doors", "collectives", "codecs", "overhead", "slow_rank", "time_to_accuracy", "long_race"),
+    *("faults", "fuzz", "soak"),
+    *("gpu", "kernels", "launches", "bucket", "shared_gpu"),
+    *("simulation", "topologies"),
+    *("campaign", "report", "demo", "lab"),
 )
 
 
