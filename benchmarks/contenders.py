@@ -31,13 +31,10 @@ from ringstrategy import (
     Choco,
     Codec,
     Direct,
-    Gaussian,
     Gossip,
     LocalSGD,
     Nesterov,
     Ring,
-    Rotated,
-    SmallExact,
 )
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
@@ -88,12 +85,10 @@ def _seldom(name: str, **changes: Any) -> LocalSGD:
     return algorithm
 
 
-_BIASES_IN_8_BITS = SmallExact(Rotated(Gaussian(4)), small=BlockInt(8))  # nothing travels exactly
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
-        for name, intervals in {"local_sgd": (4,), "diloco": (4, 16, 64)}.items()
-        for interval in intervals
+        for name, interval in (("local_sgd", 4), ("diloco", 16), ("diloco", 64))
     },
     "diloco_int4 overlap 4": partial(_seldom, "diloco_int4", overlap=4),
     "diloco_int4 every 64": partial(_seldom, "diloco_int4", interval=64, overlap=8),
@@ -101,9 +96,6 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
-    "diloco_int4 every 64 biases in 8 bits": partial(
-        _seldom, "diloco_int4", interval=64, overlap=8, codec=_BIASES_IN_8_BITS
-    ),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names

@@ -158,7 +158,7 @@ def test_without_rows_the_page_says_what_is_missing(tmp_path: Path) -> None:
 
     rows = frame.load(tmp_path)
     text = page.text(rows, "pictures")
-    assert text.count("Not measured yet: `python -m benchmarks ") == 11
+    assert text.count("Not measured yet: `python -m benchmarks ") == 10
     assert "![" not in text
     plots.draw(rows, tmp_path / "pictures")
     assert list((tmp_path / "pictures").iterdir()) == []

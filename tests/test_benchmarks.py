@@ -281,19 +281,6 @@ def test_intervals_that_hide_the_exchange(ranks, tmp_path):
         assert rows[name]["steps"] == rows[without]["steps"] in alone
 
 
-@pytest.mark.slow
-def test_exchanges_alone(ranks, tmp_path):
-    rows = training_of(ranks, tmp_path / "rows.jsonl", *SMALL, "--exchanges")
-    del rows["printed"]
-    assert {"gloo all-reduce", "gossip", "gossip_exponential", "gossip_int8", "push_sum"} <= set(rows)
-    for row in rows.values():
-        assert row["benchmark"] == "exchange"
-        assert row["ranks_identical"] is True
-        assert row["error"] < 1e-6, "the mean is kept"
-    assert rows["gossip"]["bytes_sent"] == 4 * VALUES
-    assert rows["gossip_int8"]["bytes_sent"] < 0.26 * rows["gossip"]["bytes_sent"]
-
-
 # Sums
 
 

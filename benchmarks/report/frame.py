@@ -15,7 +15,7 @@ from benchmarks.rows import ALONE, Row, campaign
 
 SETTING = ["benchmark", "size", "hosts", "processes", "rate"]  # ratios of two settings mean nothing
 MADE = ["command", "date", "processor"]
-TURNS = ["collectives", "training", "exchange", "scaling", "prediction", "overhead"]  # their cases can be shared out
+TURNS = ["collectives", "training", "scaling", "prediction", "overhead"]  # their cases can be shared out
 RARE = ("post-local", "torchft")  # how the cases begin that average only now and then
 OTHERS = {  # whom a race is run against, by the column of the ratio
     "dense": ["ddp", "ddp fp16 hook"],
