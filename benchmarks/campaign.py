@@ -56,14 +56,9 @@ class Step:
     def made(self, folder: Path) -> dict[str, Any] | None:
         """The record of this very command's run, if the rows that it made are there."""
         made = records(folder).get(self.key)
-        if made is None or words(made["command"]) != words(self.command):
+        if made is None or made["command"] != self.command:
             return None
         return made if (folder / f"{self.key}.jsonl").exists() else None
-
-
-def words(command: str) -> list[str]:
-    """Of a command, whether its record is of today or of when each benchmark was a script."""
-    return shlex.split(re.sub(r"^python benchmarks/(\w+)\.py", r"python -m benchmarks \1", command))
 
 
 def steps(which: str, rate: str | None = None) -> list[Step]:

@@ -44,7 +44,6 @@ def _reached(value: float | None, target: float) -> str:
 
 CELLS: dict[str, Cell] = {
     "case": lambda row: row.case or f"{row.codec}, {row.operation}",
-    "ranks": lambda row: row.size if row.restart_seconds else "-",
     "slow rank": lambda row: shown(row.slow_rank, "rank {:.0f}"),
     "seconds": lambda row: seconds(row.seconds_median),
     "fastest - slowest": lambda row: (
@@ -78,16 +77,7 @@ CELLS: dict[str, Cell] = {
     "compression": lambda row: shown(row.compression, "{:.2f}x"),
     "MB sent": lambda row: shown(row.bytes_sent, "{:.4g}", 1e-6),
     "MB on the link": lambda row: shown(row.bytes_at_interface, "{:.4g}", 1e-6),
-    "packets": lambda row: shown(max(row.data_packets, default=None), "{:.3g}"),
-    "headers alone": lambda row: shown(max(row.headers_alone, default=None), "{:.3g}"),
-    "ACKs": lambda row: shown(max(row.pure_acks, default=None), "{:.3g}"),
-    "late ACKs": lambda row: shown(sum(row.late_acks) if row.late_acks else None, "{:.0f}"),
-    "longest": lambda row: seconds(row.longest_ack_seconds),
-    "stalls": lambda row: shown(row.stalls, "{:.0f}"),
-    "TCP_NODELAY": lambda row: shown(row.sockets, f"{row.sockets_with_nodelay} of {{:.0f}}"),
-    "other messages": lambda row: shown(max(row.other_messages, default=None), "{:.3g}"),
     "faults": lambda row: shown(row.faults, "{:.0f}"),
-    "whole": lambda row: shown(row.whole, "{:.0f}"),
     "torn": lambda row: shown(row.torn, "{:.0f}"),
     "hung": lambda row: shown(row.hung, "{:.0f}"),
     "orphans": lambda row: shown(row.orphans, "{:.0f}"),

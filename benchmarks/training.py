@@ -4,7 +4,6 @@ python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out 
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
 python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
-python -m benchmarks training --exchanges --hosts 8 --rate 100mbit                  # one mixing alone, no steps
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
 cases are in memory at once: with the MLP about 8 GB a rank, so `--cases` may have to share them out among runs. A
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import cpu, harness, tasks
+from benchmarks import harness, tasks
 from benchmarks.contenders import (
     DDP,
     SELDOM,
@@ -39,9 +38,7 @@ from benchmarks.contenders import (
     contenders,
     decentralized,
     flat,
-    mixed,
     ours,
-    reduced,
     sgd,
 )
 from benchmarks.harness import Case
@@ -162,17 +159,13 @@ class _Steps:
         notes.append("compute alone: forward {:.4f} s, backward {:.4f} s, optimizer {:.4f} s".format(*alone))
         named = {name: planned[name] for name in cases if name in planned}
         predictions = self.predict(named, alone) if named else {}
-        spent = {name: training.cpu_seconds(options.warmup) for name, training in trainings.items()}
-        notes.append(f"CPU ms a step and rank ({'; '.join(cpu.PARTS)}):")
-        notes += [f"  {name}: {'; '.join(f'{1e3 * each:.1f}' for each in of.values())}" for name, of in spent.items()]
         if dist.get_rank() == 0:
             kind = "prediction" if options.predict else "training"
             shown = [case for name, case in cases.items() if not options.predict or name in predictions]
 
             def more(case: Case) -> dict[str, Any]:
-                row: dict[str, Any] = {"cpu_seconds": spent[case.name]}
                 said = predictions.get(case.name)
-                return row if said is None else {**row, "predicted_seconds": said, "deviation": said / case.median - 1}
+                return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
 
             size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
             harness.report(kind, size, shown, options, notes, more)
@@ -218,47 +211,9 @@ def _judge(cases: Sequence[Case], initial: nn.Module) -> None:
             case.error = harness.max_over_ranks(harness.relative_error(moved, baseline))
 
 
-def _measure_exchanges(options: argparse.Namespace) -> None:
-    """One mixing of each decentralized name, with nothing computed beside it, and gloo's all-reduce of as many values.
-
-    Ranks begin far apart, so that there is something to send; each goes on from where its last mixing left it.
-    """
-    task, size = tasks.asked(options), dist.get_world_size()
-    own = task.model(1 + dist.get_rank())
-    values = flat(own.parameters()).float()
-    start, truth = values.clone(), torch.zeros(values.numel(), dtype=torch.float64)
-    for rank in range(size):
-        truth += flat(task.model(1 + rank).parameters()) / size
-
-    def copied() -> None:
-        values.copy_(start)
-
-    gloo = Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], copied)
-    gloo.limit_seconds = harness.wire_seconds(reduced(4 * values.numel(), options.hosts))
-    exchanges = {name: _Exchange(own, name) for name in harness.chosen(decentralized(), options.cases)}
-    cases = [gloo]
-    for name, made in exchanges.items():
-        cases.append(Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited))
-        if options.processes == 1:
-            cases[-1].limit_seconds = harness.wire_seconds(mixed(made.algorithm, values.numel()))
-    harness.interleave(cases, options.rounds, options.warmup)
-    for case in cases:
-        result = case.result()
-        case.error = harness.max_over_ranks(harness.relative_error(flat(result), truth))
-        case.identical = harness.identical_on_all_ranks(result)
-    for made in exchanges.values():
-        made.close()
-    if dist.get_rank() == 0:
-        what = f"the {values.numel() / 1e6:.1f} M parameters of the {task.kind}, nothing computed"
-        harness.report("exchange", what, cases, options)
-
-
 def worker(options: argparse.Namespace) -> None:
     """What runs in each process."""
-    if options.exchanges:
-        _measure_exchanges(options)
-    else:
-        _Steps(options).measure()
+    _Steps(options).measure()
 
 
 def _rate(options: argparse.Namespace) -> float:
@@ -294,5 +249,4 @@ def main(given: Sequence[str]) -> None:
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
     add("--margin", type=float, default=1.25, help=margin)
     add("--predict", action="store_true", help="beside each case what `ringstrategy-plan` says of it")
-    add("--exchanges", action="store_true", help="instead: one mixing of each decentralized name alone")
     harness.run(parser, given, worker, check=_check)

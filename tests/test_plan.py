@@ -106,7 +106,7 @@ def test_reference_speeds_and_losses_are_known_of_every_candidate() -> None:
         assert isinstance(algorithm.codec, Codec)
         key = algorithm.codec, algorithm.feeds_back(algorithm.codec)
         assert key in reference.CODECS, f"print its figures by python -m ringstrategy.app.reference: {key}"
-        assert key in accuracy.TEXT, f"measure it by python -m benchmarks accuracy: {key}"
+        assert key in accuracy.TEXT, f"measure it by ringstrategy-train -m: {key}"
 
 
 def test_the_reference_command_prints_its_table(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
+from benchmarks.simulation import directed, main, steps_to_consensus, train
 from ringstrategy import (
     BlockInt,
     Cast,
@@ -28,8 +29,6 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
-from ringstrategy.simulator import __main__ as report
-from ringstrategy.simulator.__main__ import directed, main, steps_to_consensus, train
 from ringstrategy.simulator.simulation import NAME
 from ringstrategy.topologies import Complete, OnePeerExponential, RandomMatching, RingGraph, Star, Topology, Torus
 from ringstrategy.transport.connect import connect
@@ -169,7 +168,7 @@ def test_all_reduce_is_the_complete_graph_for_fewer_bytes() -> None:
 def test_consensus_comes_no_later_than_the_matrix_says(
     topology: Topology, steps: int | None, messages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "_PATIENCE", 32_000)
+    monkeypatch.setattr("benchmarks.simulation._PATIENCE", 32_000)
     assert steps_to_consensus(RingGraph(), 320) is None
     found = steps_to_consensus(topology, 32)
     bound = topology.steps_to_consensus(32, 1e-3)
@@ -238,14 +237,9 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_table_and_a_drawing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_table_and_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
-    monkeypatch.setattr(
-        "sys.argv", ["simulator", "--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(folder)]
-    )
-    main()
+    main(["--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(folder)])
     text = (folder / "simulation.md").read_text()
     assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text
     assert text.count("\n## ") == 6

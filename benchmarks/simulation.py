@@ -1,12 +1,13 @@
 """Steps to consensus, and loss against rounds and against bytes, of each topology and algorithm: tables and a drawing.
 
-python -m ringstrategy.simulator --sizes 8,64,512,4096 --out benchmarks/results
+python -m benchmarks simulation --sizes 8,64,512,4096 --out benchmarks/results
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,16 +226,16 @@ def _markdown(table: Table) -> str:
     return f"\n## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Simulate and print; write and draw if asked."""
-    parser = argparse.ArgumentParser(prog="python -m ringstrategy.simulator", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks simulation", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes about three minutes")
     parser.add_argument("--size", type=int, default=64, help="ranks that train with every algorithm")
     parser.add_argument("--rounds", type=int, default=400, help="of training; half as many for each size")
     parser.add_argument(
         "--out", type=Path, help="folder for simulation.md and simulation.png; default: tables are only printed"
     )
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     if options.out is not None:
         require(f"{parser.prog} --out", "matplotlib")
         make_writable(options.out, parser, "--out")
@@ -257,7 +258,3 @@ def main() -> None:
     (options.out / "simulation.md").write_text(about + "".join(map(_markdown, tables)))
     _draw(options.out / "simulation.png", tables[-1][0], curves, steps)
     print(f"written: {options.out / 'simulation.md'} and .png")
-
-
-if __name__ == "__main__":
-    main()
