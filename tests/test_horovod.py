@@ -69,6 +69,14 @@ def store() -> dist.Store:
 
 # Operations
 
+FORMS = [
+    *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"),
+    *("grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"),
+    *("reducescatter", "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async"),
+    *("allgather", "allgather_async", "grouped_allgather", "grouped_allgather_async"),
+    *("broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "alltoall", "alltoall_async"),
+]
+KINDS = ["allreduce", "reducescatter", "allgather", "broadcast", "alltoall"]
 EXACT: dict[Any, Callable[[Tensor], Tensor]] = {
     hvd.Average: lambda rows: rows.mean(0),
     hvd.Sum: lambda rows: rows.sum(0),
@@ -76,60 +84,122 @@ EXACT: dict[Any, Callable[[Tensor], Tensor]] = {
     hvd.Max: lambda rows: rows.amax(0),
     hvd.Product: lambda rows: rows.prod(0),
 }
-REDUCES = [
-    *("allreduce", "allreduce_", "allreduce_async", "allreduce_async_"),
-    *("grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_"),
-    *("reducescatter", "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async"),
-]
 SHAPES = [(1,), (0,), (), (2, 0), (2, 3), (3, 257), (4, 1), (5,), (6, 2)]  # rows that 2 or 3 ranks cannot share alike
-DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16]
+ADDED = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int16]
+MOVED = [torch.bool, torch.uint8, torch.complex64]
 FACTORS = [(1.0, 1.0), (2.0, 1.0), (1.0, 0.25)]
 
 
-@on_ranks(2)
-def test_complex_numbers_have_an_average() -> None:
-    with horovod() as rank:
-        average = hvd.allreduce(torch.tensor([2.0 + 1j * rank, 4.0 * rank]))
-        assert average.tolist() == [2 + 0.5j, 2]
+def kind_of(form: str) -> str:
+    return next(kind for kind in KINDS if kind in form)
+
+
+def called(form: str, tensors: list[Tensor], **how: Any) -> list[Tensor]:
+    """Of a group its results, else the one result."""
+    arguments = [1] if kind_of(form) == "broadcast" else []
+    grouped = form.startswith("grouped")
+    result = getattr(hvd, form)(tensors if grouped else tensors[0], *arguments, **how)
+    result = hvd.synchronize(result) if "async" in form else result
+    return result if grouped else [result]
+
+
+def twin_of(kind: str, xs: list[Tensor], op: Any, before: float = 1, after: float = 1) -> list[Tensor]:
+    """Each rank's result, of all ranks' tensors."""
+    size = len(xs)
+    if kind == "allgather":
+        return [torch.cat(xs)] * size
+    if kind == "broadcast":
+        return [xs[1]] * size
+    if kind == "alltoall":
+        return [torch.cat([x.chunk(size)[rank] if len(x) else x for x in xs]) for rank in range(size)]
+    whole = EXACT[op](torch.stack(xs) * before) * after
+    if kind == "allreduce":
+        return [whole] * size
+    return list(whole.split([len(whole) // size + (rank < len(whole) % size) for rank in range(size)]))
+
+
+def inputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, size: int, seed: int) -> list[Tensor]:
+    """Of each rank; other rows on each where that may be."""
+    if kind in ("allgather", "alltoall"):
+        rows = [rank if kind == "allgather" else size for rank in range(size)]
+        shapes = [(shape[0] * each, *shape[1:]) for each in rows]
+    else:
+        shapes = [shape] * size
+    values = [4 * data(rank, *each, seed=seed) for rank, each in enumerate(shapes)]
+    return [(each if dtype.is_floating_point or dtype.is_complex else each.long()).to(dtype) for each in values]
 
 
 @on_ranks(2, 3)
-def test_reductions_are_what_torch_computes() -> None:
+def test_operations_have_the_results_of_one_process() -> None:
     with horovod() as rank:
         size = hvd.size()
-        for cell in all_pairs(REDUCES, EXACT, SHAPES, DTYPES, FACTORS):
-            form, op, shape, dtype, (before, after) = cell
-            scatters = "scatter" in form
-            if scatters and not shape:
+        for cell in all_pairs(FORMS, EXACT, SHAPES, ADDED + MOVED, FACTORS):
+            form, op, shape, dtype, factors = cell
+            kind, floats = kind_of(form), dtype.is_floating_point
+            moves = kind in ("allgather", "broadcast", "alltoall")
+            if (not shape and kind not in ("allreduce", "broadcast")) or (dtype in MOVED and not moves):
                 continue
-            factors = {"prescale_factor": before, "postscale_factor": after} if dtype.is_floating_point else {}
+            before, after = factors if floats and not moves else (1.0, 1.0)
+            how = {} if moves else {"op": op, "prescale_factor": before, "postscale_factor": after}
             shapes = [shape, (3, 2)] if form.startswith("grouped") else [shape]
-            tensors = [[(4 * data(r, *each, seed=i)).to(dtype) for r in range(size)] for i, each in enumerate(shapes)]
-            mine = [each[rank].clone() for each in tensors]
-            result = getattr(hvd, form)(mine if len(shapes) > 1 else mine[0], op=op, **factors)
-            result = hvd.synchronize(result) if "async" in form else result
-            results = result if len(shapes) > 1 else [result]
-            for found, given, all_of_them in zip(results, mine, tensors, strict=True):
-                rows = torch.stack(all_of_them).double()
-                whole = EXACT[op](rows * before if factors else rows) * (after if factors else 1)
-                whole = whole if dtype.is_floating_point else whole.floor()
-                if scatters:
-                    more = [len(whole) // size + (r < len(whole) % size) for r in range(size)]
-                    whole = whole.split(more)[rank]
+            everyones = [inputs(kind, each, dtype, size, seed) for seed, each in enumerate(shapes)]
+            given = [xs[rank].clone() for xs in everyones]
+            results = called(form, given, **how)
+            for found, mine, xs in zip(results, given, everyones, strict=True):
+                exact = twin_of(kind, xs if moves else [x.double() for x in xs], op, before, after)[rank]
                 assert found.dtype == dtype, cell
-                assert (found is given) == form.endswith("_"), cell
-                assert form.endswith("_") or torch.equal(given, all_of_them[rank]), cell
-                rounding = 0 if not dtype.is_floating_point else max(torch.finfo(dtype).eps, 1e-6)
-                bound = rounding * max(1, whole.abs().max().item() if whole.numel() else 1)
-                close(found, whole, bound, cell)
+                assert (found is mine) == form.endswith("_"), cell
+                assert form.endswith("_") or torch.equal(mine, xs[rank]), cell
+                if moves:
+                    assert torch.equal(found, exact), cell
+                    continue
+                exact = exact if floats else exact.floor()
+                rounding = max(torch.finfo(dtype).eps, 1e-6) if floats else 0
+                close(found, exact, rounding * max(1, exact.abs().max().item() if exact.numel() else 1), cell)
 
+
+@on_ranks(2, 3)
+def test_gradients_flow_back_as_in_one_process() -> None:
+    """Each rank's loss is the product with weights of its own; the twin sums them over all ranks, in float64."""
+    with horovod() as rank:
+        size = hvd.size()
+        times = {"reducescatter": size, "allgather": 1 / size, "broadcast": 1 / size}  # Horovod's factors
+        forms = [form for form in FORMS if "async" not in form and not form.endswith("_")]
+        for form, op, (before, after) in all_pairs(forms, [hvd.Average, hvd.Sum], FACTORS):
+            kind, cell = kind_of(form), (form, op)
+            reduces = {"op": op, "prescale_factor": before, "postscale_factor": after}
+            seeds = range(2 if form.startswith("grouped") else 1)  # two tensors travel as one operation
+            mine = [data(rank, 2 * size, 2, seed=seed).requires_grad_() for seed in seeds]
+            found = called(form, mine, **(reduces if "reduce" in kind else {}))
+            weights = [[data(r, *y.shape, seed=7 + i) for r in range(size)] for i, y in enumerate(found)]
+            sum((y * w[rank]).sum() for y, w in zip(found, weights, strict=True)).backward()
+            for i, (x, y) in enumerate(zip(mine, found, strict=True)):
+                xs = [data(r, 2 * size, 2, seed=i).double().requires_grad_() for r in range(size)]
+                ys = twin_of(kind, xs, op, before, after)
+                close(y, ys[rank], cell=cell)
+                sum((each * w).sum() for each, w in zip(ys, weights[i], strict=True)).backward()
+                exact = torch.zeros_like(x) if xs[rank].grad is None else times.get(kind, 1) * xs[rank].grad
+                close(x.grad, exact, cell=cell)
+        features, mask = hvd.grouped_allgather([data(rank, 2).requires_grad_(), torch.tensor([True])])
+        features.sum().backward()
+        assert mask.all()
+        uneven = data(rank, rank + 1, 2).requires_grad_()
+        hvd.allgather(uneven).square().sum().backward()
+        close(uneven.grad, 2 * uneven)
+
+
+@on_ranks(2, 3)
+def test_sums_are_wide_and_whole_numbers_exact() -> None:
+    with horovod() as rank:
+        size = hvd.size()
+        average = hvd.allreduce(torch.tensor([2.0 + 1j * rank, 4.0 * rank]))
+        close(torch.view_as_real(average), torch.tensor([[2, (size - 1) / 2], [2 * (size - 1), 0]]))
         assert torch.equal(hvd.allreduce(torch.tensor([rank, -rank - 1])), torch.tensor([[0, -2], [1, -2]][size - 2]))
         assert hvd.allreduce(torch.tensor([2**40 + rank]), op=hvd.Sum).item() == size * 2**40 + size * (size - 1) // 2
         close(hvd.allreduce(data(rank, 9), average=False), everyones(size, 9).sum(0))
         large = torch.full((9,), 40_000.0 + 32 * rank, dtype=torch.float16)  # whose sum has no place in 16 bits
-        sent = [large, large.repeat(size)]
         found = [hvd.allreduce(large), hvd.allreduce(large, op=hvd.Sum, postscale_factor=1 / size)]
-        for average in (*found, hvd.reducescatter(sent[1])):
+        for average in (*found, hvd.reducescatter(large.repeat(size))):
             assert average.tolist() == torch.full((9,), 40_000.0 + 16 * (size - 1)).half().tolist()
         strided = data(rank, 6, 4).T
         close(hvd.allreduce_(strided), everyones(size, 6, 4).mean(0).T)
@@ -138,6 +208,18 @@ def test_reductions_are_what_torch_computes() -> None:
         assert count.item() == size * (size - 1) // 2
         close(first, everyones(size, 5).sum(0))
         close(second, everyones(size, 2, 2, seed=1).sum(0))
+
+
+@on_ranks(2, 3)
+def test_each_rank_may_get_another_number_of_rows() -> None:
+    with horovod() as rank:
+        size = hvd.size()
+        splits = torch.tensor([(rank + to) % 3 for to in range(size)])  # to each another number, to some none
+        for exchange in (hvd.alltoall, lambda *given: hvd.alltoall_async(*given)()):
+            arrived, received = exchange(torch.full((int(splits.sum()), 2), float(rank)), splits)
+            assert received.tolist() == [(r + rank) % 3 for r in range(size)]
+            assert arrived.tolist() == [[float(r)] * 2 for r in range(size) for _ in range((r + rank) % 3)]
+        hvd.barrier()
 
 
 CODECS = {name: getattr(hvd.Compression, name) for name in ("none", "fp16", "bf16", "fp8", "int8", "int4")}
@@ -172,45 +254,6 @@ def test_averages_travel_through_codecs_and_all_ranks_get_the_same_bits(ranks: P
         assert sent > 0
         assert name in ("none", "top") or sent < 0.6 * outcomes[0]["none"][1], name
     assert outcomes[0]["int8"][1] < 0.3 * outcomes[0]["none"][1]
-
-
-def forms(name: str) -> list[Callable[..., Any]]:
-    """The one that waits, and the one that does not."""
-    return [getattr(hvd, name), lambda *args, **how: hvd.synchronize(getattr(hvd, f"{name}_async")(*args, **how))]
-
-
-@on_ranks(2, 3)
-def test_rows_go_where_they_should() -> None:
-    with horovod() as rank:
-        size = hvd.size()
-        rows = [data(r, r, 2) for r in range(size)]  # none of rank 0
-        for gather, group in zip(forms("allgather"), forms("grouped_allgather"), strict=True):
-            close(gather(rows[rank]), torch.cat(rows), 0)
-            both = group([rows[rank], torch.tensor([rank])])
-            close(both[0], torch.cat(rows), 0)
-            assert both[1].tolist() == list(range(size))
-        for root in range(size):
-            for send, send_ in zip(
-                forms("broadcast"), [hvd.broadcast_, lambda *a: hvd.broadcast_async_(*a)()], strict=True
-            ):
-                mine = data(rank, 2, 3)
-                close(send(mine, root), data(root, 2, 3), 0)
-                close(mine, data(rank, 2, 3), 0)
-                assert send_(mine, root) is mine
-                close(mine, data(root, 2, 3), 0)
-        for dtype in (torch.bool, torch.int16, torch.uint8, torch.bfloat16, torch.complex64):
-            mine = torch.tensor([1, rank]).to(dtype)
-            assert torch.equal(hvd.broadcast(mine, 1), torch.tensor([1, 1]).to(dtype))
-            assert torch.equal(hvd.allgather(mine[1:]), torch.arange(size).to(dtype))
-            assert torch.equal(hvd.alltoall(mine[1:].repeat(size)), torch.arange(size).to(dtype))
-        even = torch.arange(2 * size) + 100 * rank
-        splits = torch.tensor([(rank + to) % 3 for to in range(size)])  # to each another number, to some none
-        for exchange in forms("alltoall"):
-            assert exchange(even).tolist() == [100 * r + 2 * rank + i for r in range(size) for i in (0, 1)]
-            arrived, received = exchange(torch.full((int(splits.sum()), 2), float(rank)), splits)
-            assert received.tolist() == [(r + rank) % 3 for r in range(size)]
-            assert arrived.tolist() == [[float(r)] * 2 for r in range(size) for _ in range((r + rank) % 3)]
-        hvd.barrier()
 
 
 @on_ranks(3)
@@ -278,11 +321,6 @@ def test_arguments_have_horovods_places() -> None:
             assert " ".join(names).startswith(theirs), function
 
 
-def chain(operation: Callable[..., Any], **how: Any) -> Callable[[Tensor], Tensor]:
-    """Two tensors travel as one operation."""
-    return lambda x: torch.cat(operation([x, 3 * x[:2]], **how))
-
-
 @on_ranks(2)
 def test_results_go_into_any_tensor_and_autograd_sees_no_change() -> None:
     with horovod() as rank:
@@ -306,55 +344,6 @@ def test_results_go_into_any_tensor_and_autograd_sees_no_change() -> None:
                 assert made_here.tolist() == parameter.tolist() == [3.0] * 5
             square.sum().backward()
             assert leaf.grad.tolist() == [2 * 1.5 * (rank + 1)] * 5
-
-
-@on_ranks(3)
-def test_gradients_flow_back_as_in_one_process() -> None:
-    """Each rank's loss is the product with weights of its own; the twin sums them over all tensors, in float64."""
-    with horovod() as rank:
-        size = hvd.size()
-
-        def total(xs: list[Tensor]) -> Tensor:
-            return torch.stack(xs).sum(0)
-
-        def parts(xs: list[Tensor]) -> list[Tensor]:
-            return [part / size for part in total(xs).chunk(size)]
-
-        factors = {"prescale_factor": 3.0, "postscale_factor": 0.5}
-        table: list[tuple[Any, Callable[[list[Tensor]], Any], float]] = [  # ours, the twin's, Horovod's factor
-            (lambda x: hvd.allreduce(x, **factors), lambda xs: [1.5 * total(xs) / size] * size, 1),
-            (
-                chain(hvd.grouped_allreduce, op=hvd.Sum),
-                lambda xs: [torch.cat([total(xs), 3 * total(xs)[:2]])] * size,
-                1,
-            ),
-            (chain(hvd.grouped_allgather), lambda xs: [torch.cat(xs + [3 * x[:2] for x in xs])] * size, 1 / size),
-            (lambda x: hvd.broadcast(x, 1), lambda xs: [xs[1]] * size, 1 / size),
-            (hvd.alltoall, lambda xs: [torch.cat([x.chunk(size)[r] for x in xs]) for r in range(size)], 1),
-            (lambda x: hvd.reducescatter(x, op=hvd.Sum), lambda xs: [size * part for part in parts(xs)], size),
-            (lambda x: hvd.reducescatter(x, **factors), lambda xs: [1.5 * part for part in parts(xs)], size),
-            (
-                lambda x: torch.cat(hvd.grouped_reducescatter([x, 3 * x])),
-                lambda xs: [torch.cat([p, 3 * p]) for p in parts(xs)],
-                size,
-            ),
-        ]
-        for row, (operation, twin, times) in enumerate(table):
-            mine = data(rank, 2 * size, 2).requires_grad_()
-            result = operation(mine)
-            (result * data(rank, *result.shape, seed=7)).sum().backward()
-            tensors = [data(r, 2 * size, 2).double().requires_grad_() for r in range(size)]
-            results = twin(tensors)
-            close(result, results[rank], cell=row)
-            sum((y * data(r, *y.shape, seed=7)).sum() for r, y in enumerate(results)).backward()
-            expected = tensors[rank].grad
-            close(mine.grad, torch.zeros_like(mine) if expected is None else times * expected, cell=row)
-        features, mask = hvd.grouped_allgather([data(rank, 2).requires_grad_(), torch.tensor([True])])
-        features.sum().backward()
-        assert mask.all()
-        uneven = data(rank, rank + 1, 2).requires_grad_()
-        hvd.allgather(uneven).square().sum().backward()
-        close(uneven.grad, 2 * uneven)
 
 
 # Names
