@@ -171,6 +171,8 @@ def test_gradients_flow_back_as_in_one_process() -> None:
             seeds = range(2 if form.startswith("grouped") else 1)  # two tensors travel as one operation
             mine = [data(rank, 2 * size, 2, seed=seed).requires_grad_() for seed in seeds]
             found = called(form, mine, **(reduces if "reduce" in kind else {}))
+            for y in found:
+                y.add_(0)  # not views of one memory, which autograd would refuse
             weights = [[data(r, *y.shape, seed=7 + i) for r in range(size)] for i, y in enumerate(found)]
             sum((y * w[rank]).sum() for y, w in zip(found, weights, strict=True)).backward()
             for i, (x, y) in enumerate(zip(mine, found, strict=True)):
@@ -204,7 +206,7 @@ def test_sums_are_wide_and_whole_numbers_exact() -> None:
         strided = data(rank, 6, 4).T
         close(hvd.allreduce_(strided), everyones(size, 6, 4).mean(0).T)
         tensors = [data(rank, 5), torch.tensor([rank]), data(rank, 2, 2, seed=1)]
-        first, count, second = hvd.grouped_allreduce(tensors, op=hvd.Sum, name="of two dtypes")
+        first, count, second = hvd.grouped_allreduce(tensors=tensors, op=hvd.Sum, name="of two dtypes")
         assert count.item() == size * (size - 1) // 2
         close(first, everyones(size, 5).sum(0))
         close(second, everyones(size, 2, 2, seed=1).sum(0))
