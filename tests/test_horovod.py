@@ -224,19 +224,17 @@ def test_each_rank_may_get_another_number_of_rows() -> None:
         hvd.barrier()
 
 
-CODECS = {name: getattr(hvd.Compression, name) for name in ("none", "fp16", "bf16", "fp8", "int8", "int4")}
-CODECS["top"] = ringstrategy.TopK(4)
 BOUNDS = {"none": 1e-5, "fp16": 5e-3, "bf16": 5e-2, "fp8": 0.3, "int8": 0.06, "int4": 1.0, "top": 4.0}
+CODECS = {name: getattr(hvd.Compression, name, ringstrategy.TopK(4)) for name in BOUNDS}
 
 
 def _compresses() -> dict[str, tuple[Tensor, int, Tensor]]:
     found = {}
     with horovod() as rank:
-        stats = hvd.stats()
         for name, codec in CODECS.items():
-            before = stats.bytes_sent or 0
+            before = hvd.stats().bytes_sent
             whole = hvd.allreduce(data(rank, 9000), compression=codec)
-            sent = (stats.bytes_sent or 0) - before
+            sent = hvd.stats().bytes_sent - before
             found[name] = whole, sent, hvd.reducescatter(data(rank, 9000), compression=codec)
         noisy = ringstrategy.BlockInt(4, rounding="stochastic")
         one, other = (hvd.allreduce(data(rank, 9000), compression=noisy) for _ in range(2))
@@ -253,9 +251,8 @@ def test_averages_travel_through_codecs_and_all_ranks_get_the_same_bits(ranks: P
         for found in (values, torch.cat([other[name][2] for other in outcomes])):
             close(found, mean, bound, name)
             assert name == "none" or (found - mean).abs().max() > 1e-5, name
-        assert sent > 0
-        assert name in ("none", "top") or sent < 0.6 * outcomes[0]["none"][1], name
-    assert outcomes[0]["int8"][1] < 0.3 * outcomes[0]["none"][1]
+        smaller = {"none": 1, "top": 0, "int8": 3.4}.get(name, 1.7)  # times fewer bytes than float32
+        assert 0 < smaller * sent <= outcomes[0]["none"][1] or (name == "top" and sent), name
 
 
 @on_ranks(3)
@@ -284,12 +281,11 @@ def test_sparse_sums_may_have_other_rows_on_each_rank() -> None:
 
 def _records(folder: str) -> None:
     with horovod() as rank:
-        hvd.allreduce(data(rank, 1000), name="before")
-        hvd.start_timeline(f"{folder}/timeline.json")
-        hvd.allreduce(data(rank, 1000), name="mean of loss, in all")
-        hvd.stop_timeline()
-        hvd.stop_timeline()
-        hvd.allreduce(data(rank, 1000), name="after")
+        for name in ("before", "mean of loss, in all", "after"):
+            if "mean" in name:
+                hvd.start_timeline(f"{folder}/timeline.json")
+            hvd.allreduce(data(rank, 1000), name=name)
+            hvd.stop_timeline()
         names = [event["name"] for event in json.loads(Path(f"{folder}/timeline.rank{rank}.json").read_text())]
         assert any(name.startswith("operation 'mean of loss, in all': encode") for name in names), names
         assert not any("before" in name or "after" in name for name in names)
@@ -528,14 +524,13 @@ def test_one_process_needs_no_launcher() -> None:
 def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
     pairs = [*model.named_parameters()]
 
-    def wraps(optimizer: Any = None, names: Any = pairs, **how: Any) -> Callable[[], Any]:
-        return lambda: hvd.DistributedOptimizer(optimizer or momentum(model), names, **how)
+    def wraps(names: Any = pairs, **how: Any) -> Callable[[], Any]:
+        return lambda: hvd.DistributedOptimizer(momentum(model), names, **how)
 
     def adds(some: Any) -> Callable[[], Any]:
         return lambda: hvd.add_process_set(some)
 
-    joins, whole_epochs = ringstrategy.AllReduce(uneven="join"), ringstrategy.LocalSGD(1, unit="epoch")
-    outside, scaler, int8 = hvd.add_process_set([0]), torch.amp.GradScaler("cpu"), CODECS["int8"]
+    joins, outside, int8 = ringstrategy.AllReduce(uneven="join"), hvd.add_process_set([0]), CODECS["int8"]
     return [
         (ValueError, "Adasum is not there", lambda: hvd.allreduce(ones, op=hvd.Adasum)),
         (ValueError, "not both", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
@@ -557,20 +552,8 @@ def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str
         (ValueError, "is in use already", adds([0, 1])),
         (ValueError, "steps and size are whole numbers", lambda: hvd.LearningRateWarmup(momentum(model), 0, size=4)),
         (ValueError, "optimizer steps >= 1", lambda: hvd.callbacks.LearningRateWarmupCallback(0)),
-        (ValueError, r"not model.parameters\(\)", wraps(names=model.parameters())),
         (ValueError, r"\['0.weight'\] twice", wraps(names=pairs + pairs[:1])),
         (ValueError, r"lacks 1 of .*\(3,\) \(parameter 5 of group 0", wraps(names=pairs[:-1])),
-        (ValueError, "LBFGS", wraps(torch.optim.LBFGS(model.parameters()))),
-        (ValueError, "Adasum is not there", wraps(op=hvd.Adasum)),
-        (ValueError, "the Average or the Sum", wraps(op=hvd.Max)),
-        (ValueError, "predivide_factor is for op=hvd.Average", wraps(op=hvd.Sum, gradient_predivide_factor=2.0)),
-        (ValueError, "not both", wraps(compression=int8, algorithm="ring")),
-        (ValueError, "one of ring, ring_fp16", wraps(algorithm="rings")),
-        (ValueError, "sums no gradients", wraps(algorithm="gossip", op=hvd.Sum)),
-        (ValueError, "count the interval in steps", wraps(algorithm=whole_epochs)),
-        (ValueError, "train in bfloat16 without a scaler", wraps(algorithm="diloco", scaler=scaler)),
-        (ValueError, "a list of names of the optimizer's parameters", wraps(local=["0.wait"])),
-        (ValueError, r"names \['0.wait'\], which no parameter", wraps(sparse=["0.wait"])),
         (ValueError, r"hvd.join\(\) is for all ranks", wraps(algorithm=joins, process_set=outside)),
         (ValueError, "uneven='join' is for gradients", wraps(algorithm=ringstrategy.Gossip(uneven="join"))),
     ]
@@ -578,13 +561,7 @@ def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str
 
 @on_ranks(2)
 def test_what_would_go_wrong_gets_the_cure() -> None:
-    for early in (
-        hvd.rank,
-        hvd.local_size,
-        hvd.barrier,
-        lambda: hvd.allreduce(torch.ones(1)),
-        hvd.global_process_set.size,
-    ):
+    for early in (hvd.rank, hvd.barrier, lambda: hvd.allreduce(torch.ones(1)), hvd.global_process_set.size):
         with pytest.raises(ValueError, match=r"call hvd.init\(\) first"):
             early()
     with pytest.raises(ValueError, match="\"dynamic\", got 'static'"):
@@ -653,21 +630,30 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
 
-def twin(
-    size: int, steps: int, *, passes: int = 1, factor: float = 1.0, clip: float | None = None
+def trained(
+    model: nn.Module, optimizer: Any, ranks: list[int], steps: int, *, factor: float = 1, clip: float | None = None
 ) -> dict[str, Tensor]:
-    """One process that computes the gradients of all ranks."""
-    model = network()
-    optimizer = momentum(model)
+    """Steps with the gradients of these ranks' data; their sum is ours if `ranks` is this one alone."""
     for step in range(steps):
         optimizer.zero_grad()
-        for each in range(passes):
-            for rank in range(size):
-                (loss_of(model, rank, step * passes + each) * factor / size).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
+        for rank in ranks:
+            (loss_of(model, rank, step) * factor / len(ranks)).backward()
+        if clip is None:
+            optimizer.step()
+            continue
+        distributed = hasattr(optimizer, "skip_synchronize")
+        if distributed:
+            optimizer.synchronize()
+        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        with optimizer.skip_synchronize() if distributed else contextlib.nullcontext():
+            optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def twin(size: int, steps: int, **how: Any) -> dict[str, Tensor]:
+    """One process that computes the gradients of all ranks."""
+    model = network()
+    return trained(model, momentum(model), [*range(size)], steps, **how)
 
 
 def same_everywhere(model: nn.Module) -> None:
@@ -682,44 +668,26 @@ def check_twin(model: nn.Module, expected: dict[str, Tensor], bound: float = 1e-
 
 
 @on_ranks(2, 3)
-def test_a_script_trains_as_one_process_with_all_data() -> None:
+def test_sums_clipping_closures_and_warnings() -> None:
+    """Means, accumulation and codecs are laws of all doors."""
     with horovod() as rank:
         size = hvd.size()
-        rows: list[tuple[dict[str, Any], dict[str, Any], float]] = [  # of ours, of the twin, and how far apart
-            ({}, {}, 1e-5),
-            ({"op": hvd.Sum}, {"factor": 0.1 * size}, 1e-5),
-            ({"backward_passes_per_step": 2}, {"passes": 2}, 1e-5),  # which add up on each rank, and then travel once
-            ({}, {"clip": 0.3}, 1e-5),
-            ({"compression": hvd.Compression.fp16}, {}, 1e-3),
-        ]
-        for how, of_twin, bound in rows:
-            model = network(seed=rank)
-            inner = momentum(model)
-            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **how)
-            assert optimizer is inner
-            assert type(optimizer).__name__ == "SGD"
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
-            passes, summed = of_twin.get("passes", 1), "op" in how
-            for step in range(3):
-                optimizer.zero_grad()
-                for each in range(passes):
-                    (loss_of(model, rank, passes * step + each) * (0.1 if summed else 1)).backward()
-                if "clip" in of_twin:
-                    optimizer.synchronize()
-                    nn.utils.clip_grad_norm_(model.parameters(), of_twin["clip"])
-                    with optimizer.skip_synchronize():
-                        optimizer.step()
-                else:
-                    optimizer.step()
-                scheduler.step()
-            check_twin(model, twin(size, 3, **of_twin), bound, (how, of_twin))
-            assert optimizer.session.stats.bytes_sent > 0
-            assert optimizer.session.stats.steps == 3
+        for how, ours, of_twin in (
+            ({"op": hvd.Sum}, {"factor": 0.1}, {"factor": 0.1 * size}),
+            ({}, *[{"clip": 0.3}] * 2),
+        ):
+            model = network()
+            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **how)
+            trained(model, optimizer, [rank], 3, **ours)
+            check_twin(model, twin(size, 3, **of_twin), cell=ours)
 
-        # passes that change, a step with a closure, and one after synchronize()
         model = network()
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), backward_passes_per_step=2)
+        inner = momentum(model)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), hvd.Compression.fp16, 2)
+        assert optimizer is inner
+        assert type(optimizer).__name__ == "SGD"
+        assert optimizer.session.algorithm.codec == hvd.Compression.fp16
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)  # which patches `step`
         optimizer.set_backward_passes_per_step(1)
 
         def closure(step: int) -> Tensor:
@@ -734,7 +702,8 @@ def test_a_script_trains_as_one_process_with_all_data() -> None:
         optimizer.synchronize()
         with pytest.warns(UserWarning, match="skip_synchronize"):
             optimizer.step()
-        check_twin(model, twin(size, 3))
+        check_twin(model, twin(size, 3), 1e-3)
+        assert optimizer.session.stats.steps == 3
 
 
 BEGUN, GATE = threading.Event(), threading.Event()
@@ -769,28 +738,25 @@ def test_buckets_travel_while_backward_goes_on() -> None:
 
 @on_ranks(2)
 def test_an_optimizer_may_meet_the_others_seldom() -> None:
-    """Weights may be broadcast before or after; who has parameters of its own clips gradients of its own."""
+    """Weights may be broadcast before or after; a rank with parameters of its own clips gradients of its own."""
     with horovod() as rank:
         found = []
         for broadcasts_before in (True, False):
             model = network(seed=0 if broadcasts_before else rank)
             algorithm = ringstrategy.LocalSGD(4, ringstrategy.Nesterov(0.7, 0.5), overlap=1)
             optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
-            if not broadcasts_before:
-                hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             for step in range(13):
                 optimizer.zero_grad()
                 loss_of(model, rank, step % 3).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
-            own = nn.utils.parameters_to_vector(model.parameters()).detach()
             assert (optimizer.session.stats.steps, optimizer.session.stats.exchanges) == (13, 3)
-            end = hvd.allreduce(own)
+            mean = hvd.allreduce(nn.utils.parameters_to_vector(model.parameters()).detach())
             optimizer.session.finish()
             same_everywhere(model)
             found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-            close(found[-1], end)
-            assert not torch.equal(own, found[-1])
+            close(found[-1], mean)
             optimizer.close()
         close(*found)
 
@@ -810,30 +776,27 @@ class Bag(nn.Module):
 @on_ranks(2)
 def test_sparse_parameters() -> None:
     with horovod() as rank:
-        size = hvd.size()
-        index = [torch.tensor([[r, 7, 3 * r + 1]]) for r in range(size)]
-
-        def alike(make: Callable[[], nn.Module], sgd: Callable[[Any], Any], **how: Any) -> nn.Module:
-            torch.manual_seed(1)
+        index = [torch.tensor([[r, 7, 3 * r + 1]]) for r in range(hvd.size())]
+        rows: list[tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = [
+            (Bag, lambda parameters: torch.optim.SGD(parameters, 0.5), {"sparse_as_dense": True}),
+            (Bag, lambda parameters: torch.optim.SGD(parameters, 0.5), {"sparse": ["rows.weight"]}),
+            # its class says that rows travel
+            (lambda: nn.Embedding(50, 4, sparse=True), lambda parameters: torch.optim.SparseAdam(parameters, 0.1), {}),
+        ]
+        for make, made, how in rows:
             model, single = make(), make()
+            hvd.broadcast_parameters(model.state_dict(), 0)
             single.load_state_dict(model.state_dict())
             names = model.named_parameters() if how else None
-            both = [(model, hvd.DistributedOptimizer(sgd(model.parameters()), names, **how), [rank])]
-            both.append((single, sgd(single.parameters()), [*range(size)]))
+            optimizer, own = hvd.DistributedOptimizer(made(model.parameters()), names, **how), made(single.parameters())
             for _ in range(2):
-                for one, its_optimizer, members in both:
-                    its_optimizer.zero_grad()
+                for one, its, members in ((model, optimizer, [rank]), (single, own, [0, 1])):
+                    its.zero_grad()
                     for r in members:
                         (one(index[r]).square().sum() / len(members)).backward()
-                    its_optimizer.step()
+                    its.step()
             check_twin(model, dict(single.named_parameters()))
-            return model
-
-        for how in ({"sparse_as_dense": True}, {"sparse": ["rows.weight"]}):
-            model = alike(Bag, lambda parameters: torch.optim.SGD(parameters, 0.5), **how)
-            assert model.gate.grad is None  # unused by all
-        # whose class says that rows travel
-        alike(lambda: nn.Embedding(50, 4, sparse=True), lambda parameters: torch.optim.SparseAdam(parameters, 0.1))
+            assert make is not Bag or model.gate.grad is None  # unused by all
         model = Bag()
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
         with pytest.raises(ValueError, match=r"is sparse: pass sparse_as_dense=True, or sparse=\['rows.weight'"):
@@ -841,30 +804,21 @@ def test_sparse_parameters() -> None:
 
 
 @on_ranks(2)
-def test_local_frozen_and_new_parameters() -> None:
-    """Local ones; one that is frozen at first; and a group that is added later."""
+def test_local_and_new_parameters() -> None:
     with horovod() as rank:
-        size = hvd.size()
         for mark in ("argument", "method"):
-            model, head = network(), nn.Linear(3, 1)
-            nn.init.constant_(head.weight, 0.5)
-            names = [*model.named_parameters(), *head.named_parameters(prefix="head")]
+            model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
+            hvd.broadcast_parameters(model.state_dict(), 0)
             optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD([parameter for _, parameter in names], 0.1),
-                names,
-                local=["head.weight"] if mark == "argument" else None,
+                torch.optim.SGD(model.parameters(), 0.1),
+                model.named_parameters(),
+                local=["1.weight"] if mark == "argument" else None,
             )
             if mark == "method":
-                optimizer.register_local_var(head.weight)
-            model[0].weight.requires_grad_(False)
-            for step in range(3):
-                optimizer.zero_grad()
-                hidden = model(data(rank, 8, 6, seed=step))
-                (head(hidden) if step else hidden).sum().backward()
-                optimizer.step()
-                model[0].weight.requires_grad_(True)
-            same_everywhere(model)
-            weights, biases = (hvd.allgather(value.detach().view(1, -1)) for value in head.parameters())
+                optimizer.register_local_var(model[1].weight)
+            model(data(rank, 8, 6)).sum().backward()
+            optimizer.step()
+            weights, biases = (hvd.allgather(value.detach().view(1, -1)) for value in model[1].parameters())
             assert not torch.equal(weights[0], weights[1])
             assert torch.equal(biases[0], biases[1])
             later = nn.Linear(2, 2)
@@ -874,7 +828,7 @@ def test_local_frozen_and_new_parameters() -> None:
             optimizer.zero_grad()
             (later(data(rank, 4, 2)).sum() + model(data(rank, 8, 6)).sum()).backward()
             optimizer.step()
-            close(later.weight, before - 0.1 * everyones(size, 4, 2).sum(1).mean(0).expand(2, 2).float())
+            close(later.weight, before - 0.1 * everyones(2, 4, 2).sum(1).mean(0).expand(2, 2).float())
             same_everywhere(later)
 
 
@@ -929,8 +883,7 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
                 model, single = network(), network()
                 optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
                 for one, its_optimizer in ((model, optimizer), (single, momentum(single))):
-                    loss_of(one, rank, 0).backward()
-                    its_optimizer.step()
+                    trained(one, its_optimizer, [rank], 1)
                 assert all(map(torch.equal, model.parameters(), single.parameters())), "a step of its own"
                 continue
             assert process_set.rank() == members.index(rank)
@@ -945,13 +898,8 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
             hvd.broadcast_parameters(model.state_dict(), members[0], process_set=process_set)
             hvd.broadcast_optimizer_state(optimizer, members[0], process_set=process_set)
             single = network(seed=members[0])
-            own = momentum(single)
-            for step in range(2):
-                for one, its_optimizer, whose in ((model, optimizer, [rank]), (single, own, members)):
-                    its_optimizer.zero_grad()
-                    for r in whose:
-                        (loss_of(one, r, step) / len(whose)).backward()
-                    its_optimizer.step()
+            trained(model, optimizer, [rank], 2)
+            trained(single, momentum(single), members, 2)
             for mine, expected in zip(model.parameters(), single.parameters(), strict=True):
                 close(mine, expected)
                 assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
