@@ -33,10 +33,10 @@ def join(device: int = -1) -> int:
         )
     ticket = global_process_set.members.ticket("join")
     for optimizer in optimizers:
-        optimizer.idle()
+        optimizer._exchange.idle()
     tickets = Call[Any]("join", [], None, global_process_set, own=ticket).submit(list).wait()
     last = max(range(len(tickets)), key=tickets.__getitem__)
     for optimizer in optimizers:
-        broadcast_parameters(optimizer.named(), last)
+        broadcast_parameters(optimizer._exchange.module.named, last)
         broadcast_optimizer_state(optimizer, last)
     return last
