@@ -71,7 +71,7 @@ FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how often, and where
 _LOSSES = ("kill", "kill all", "exit", "freeze")
 _KINDS = {"terminate": "SIGTERMException", "reset": "PeerLostError", "nan": "RuntimeError", "raise": "ValueError"}
 _SURVIVABLE = ("kill", "exit", "raise", "freeze", "stall")
-_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 2e-3, "two-shot bf16": 2e-3}  # of parameters, beside exact means
+_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 2e-3, "bf16": 2e-3}  # of parameters, beside exact means
 
 Launcher = Literal["environment", "lightning", "spawn", "fork", "torchrun"]
 Notes = list[dict[str, Any]]  # of one rank, in order

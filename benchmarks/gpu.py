@@ -67,7 +67,6 @@ def _parts(out: Path) -> list[Part]:
         measured("training over gloo", 100, "shared_gpu", "training", "--backend", "gloo"),
         measured("streams over nccl", 90, "shared_gpu", "streams", "--backend", "nccl"),
         measured("streams over gloo", 90, "shared_gpu", "streams", "--backend", "gloo"),
-        measured("symmetric memory", 60, "shared_gpu", "symmetric"),
         Part("tests of processes", 120, _tests("test_kernels", "-k", _PROCESSES)),
         Part("tests of the kernels", 400, _tests("test_kernels", *at_once, "-k", _KERNELS)),
         doors("nccl"),
@@ -106,7 +105,6 @@ def _dry_parts(out: Path) -> list[Part]:
         measured("bucket", "bucket", "--cases", "=`ring_int8`,=`ring_powersgd`"),
         measured("streams over gloo", "shared_gpu", "streams"),
         measured("training over gloo", "shared_gpu", "training", "--cases", "=ring,gossip,overflow"),
-        measured("symmetric memory", "shared_gpu", "symmetric"),
     ]
 
 

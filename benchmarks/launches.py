@@ -26,7 +26,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,11 +49,11 @@ from ringstrategy.buckets import factors, residuals
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot, base
+from ringstrategy.collectives import Direct, Hierarchical, Ring, base
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Handle, Peers, Waitable, Windows
+from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
@@ -82,7 +81,6 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
         torch.float32,
     ),
     "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
-    "`BlockInt(8)`, `TwoShot`": (lambda: AllReduce(BlockInt(8), TwoShot()), torch.float32),
     "`Hierarchical` on one host": (lambda: AllReduce(collective=Hierarchical()), torch.float32),
     "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
 }
@@ -399,21 +397,13 @@ class LonelyPeers(nccl.NcclPeers):
     Args:
         device: of the values.
         ranks: how many.
-        shares: all ranks are on one host, and read each other's memory; else each is on a host of its own.
+        shares: all ranks are on one host; else each is on a host of its own.
     """
 
     def __init__(self, device: torch.device, ranks: int, *, shares: bool) -> None:
         hosts = ("one",) * ranks if shares else tuple(map(str, range(ranks)))
         control: Any = _Echo(ranks, hosts)
-        super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
-        self.device, self._shares = device, shares
-
-    def windows(self, nbytes: int) -> Windows | None:
-        """See `Peers.windows`."""
-        return _Window(self, nbytes) if self._shares else None
-
-    def count_barrier(self) -> None:
-        """Of GPUs."""
+        super().__init__(mock.sentinel.group, control, device)
 
 
 class StandInPeers(LonelyPeers):
@@ -425,10 +415,6 @@ class StandInPeers(LonelyPeers):
         super().__init__(device, ranks, shares=shares)
         self._meter = meter
 
-    def count_barrier(self) -> None:
-        """A launch of torch's."""
-        self._meter.operations += self._meter.counting
-
     def submit(self, task: Task, where: str) -> Waitable:
         """See `Peers.submit`."""
 
@@ -437,18 +423,6 @@ class StandInPeers(LonelyPeers):
                 task()
 
         return super().submit(counted, where)
-
-
-class _Window(Windows):
-    """Of all ranks."""
-
-    def __init__(self, peers: LonelyPeers, nbytes: int) -> None:
-        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, peers.device) for rank in range(peers.size)}
-        self._peers = peers
-
-    def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-        """See `Windows.barrier`."""
-        self._peers.count_barrier()
 
 
 @contextmanager
@@ -510,7 +484,7 @@ class _Agreed:
 
 def shares(algorithm: Synchronous) -> bool:
     """Does it use that ranks share a host?"""
-    return isinstance(algorithm.collective, TwoShot | Hierarchical)
+    return isinstance(algorithm.collective, Hierarchical)
 
 
 def one_bucket(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Sign,
         TopK,
     )
-    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
+    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
@@ -61,7 +61,7 @@ _HOMES = {
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
     ),
-    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
+    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.ddp_hook": ("ddp_hook",),
     "integrations.fsdp": ("FsdpResiduals", "fsdp"),
@@ -117,7 +117,6 @@ __all__ = [
     "SmallExact",
     "Stats",
     "TopK",
-    "TwoShot",
     "__version__",
     "consensus",
     "ddp_hook",

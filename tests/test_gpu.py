@@ -95,13 +95,6 @@ def test_what_comes_through_delayed_streams_has_the_bits_of_the_cpu(ranks: Pool,
     assert all(row["ranks_identical"] and row["error"] == 0 for row in rows)
 
 
-def test_shared_memory_carries_what_direct_sends(ranks: Pool, tmp_path: Path) -> None:
-    arguments = ["symmetric", "--dry", "--folder", str(tmp_path)]
-    [row], _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments)
-    assert row["ranks_identical"]
-    assert row["error"] == 0
-
-
 def test_what_goes_wrong_ends_with_an_error(ranks: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="--cases: 'ring_int9' is in no case's name"):
         on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "training", "--dry", "--cases", "ring_int9")
@@ -114,8 +107,8 @@ def test_every_other_part_runs_small_on_the_cpu(
     pytest.importorskip("triton", reason="triton is only for Linux")
     parts = gpu._dry_parts(tmp_path)
     assert {part.name for part in parts} <= {part.name for part in gpu._parts(tmp_path)}
-    others = [part for part in parts if part.name not in ("streams over gloo", "symmetric memory")]  # those above
-    assert len(others) == len(parts) - 2
+    others = [part for part in parts if part.name != "streams over gloo"]  # which is above
+    assert len(others) == len(parts) - 1
     monkeypatch.setattr(gpu, "_dry_parts", lambda out: others)
     with pytest.raises(SystemExit) as ended:
         main(["gpu", "--dry", "--out", str(tmp_path)])

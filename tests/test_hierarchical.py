@@ -34,7 +34,6 @@ from ringstrategy import (
     Peers,
     Rotated,
     TopK,
-    TwoShot,
 )
 from ringstrategy.collectives import mean_
 from ringstrategy.collectives.base import Summand
@@ -273,7 +272,6 @@ class CastWithin(Toy):
     ("make", "error", "cure"),
     [
         (lambda: Hierarchical(Native()), ValueError, r"between=Ring\(\)"),
-        (lambda: Hierarchical(TwoShot()), ValueError, r"between=Direct\(\)"),
         (lambda: Hierarchical("ring"), TypeError, r"ringstrategy\.Ring\(\)"),
         (lambda: Hierarchical(segments=0), ValueError, "whole number"),
         (lambda: AllReduce(TopK(), Hierarchical()), ValueError, r"Direct\(\) \(here the argument `between`"),

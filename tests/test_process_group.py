@@ -37,7 +37,6 @@ from ringstrategy import (
     PlanMismatchError,
     SmallExact,
     TopK,
-    TwoShot,
 )
 from ringstrategy.integrations.backends import BACKENDS
 from ringstrategy.integrations.process_group import RingProcessGroup, _Works
@@ -492,7 +491,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match=r"several elements in one place of memory.*contiguous\(\)"):
             dist.all_reduce(torch.zeros(1).expand(NUMEL), group=group)
     dist.all_reduce(values, group=group)  # it still works
-    several = made("ring", pg_options=AllReduce(BlockInt(8), TwoShot()))
+    several = made("ring", pg_options=AllReduce(BlockInt(8), Native()))
     with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
         dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
     assert made("ring", pg_options=AllReduce(BlockInt(4))).options.algorithm.codec == BlockInt(4)

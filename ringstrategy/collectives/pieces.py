@@ -24,8 +24,7 @@ class Pieces:
         rank: whose encodes these are.
         flags: ride behind the first piece of each chunk while it is a part of the sum; see `Collective.sum_`.
         riders: each cut into as many chunks of one piece, which travels behind the first piece of the chunk.
-        copied: the values' own bytes are never the wire: riders lie in the middle of a message, and what other ranks
-            read by address lies in memory that all of them know.
+        copied: the values' own bytes are never the wire, because these riders lie in the middle of a message.
         gap: values that chunks lack to begin at whole blocks, as codecs count them.
 
     Attributes:
@@ -244,7 +243,6 @@ def cut_pieces(
     *,
     flags: Tensor | None,
     riders: Sequence[Summand],
-    copied: bool = False,
 ) -> Pieces:
     """One chunk for each rank, each in at most `segments` pieces; of the riders in one."""
 
@@ -252,7 +250,7 @@ def cut_pieces(
         return cut_chunks(one.values, peers.size, segments, one.codec.block)
 
     riding = [Pieces(rider, chunks(rider, 1), peers.rank, copied=True) for rider in riders]
-    return Pieces(summand, chunks(summand, segments), peers.rank, flags, riding, copied=copied)
+    return Pieces(summand, chunks(summand, segments), peers.rank, flags, riding)
 
 
 def cut_shards(summand: Summand, peers: Peers, segments: int) -> Pieces:

@@ -20,8 +20,6 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.collectives.direct import Direct
-from ringstrategy.collectives.two_shot import TwoShot
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
@@ -251,8 +249,6 @@ def exchange_cost(
 ) -> Cost:
     """What it costs to average `numel` values over all ranks.
 
-    Of memory that ranks of a host share it knows nothing: they send each other messages, and `TwoShot` is `Direct`.
-
     Args:
         machines: the ranks; `machines.codecs` has this codec, with or without feedback.
         collective: the schedule.
@@ -272,8 +268,6 @@ def exchange_cost(
     clock = _Clock(machines.wake if beside_computing else 0.0)
     if isinstance(collective, BySize):  # before who sends most is found with values of another length
         collective = collective.chosen(codec.nbytes(numel, dtype), _Clocked(0, machines, clock, 1.0))
-    elif isinstance(collective, TwoShot):
-        collective = Direct()
     rank, shared_by = _sends_most(machines.hosts, machines.queues, collective, codec)
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")
