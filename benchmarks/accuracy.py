@@ -98,11 +98,11 @@ Outcome = dict[str, Any]  # what one rank saw of a case: fields of its row, and 
 
 
 def feeds_back(algorithm: Algorithm | None) -> bool:
-    """Whether it keeps what its codec loses, `error_feedback=None` resolved."""
+    """Whether it keeps what its codec loses, lossless codecs apart."""
     codec, asked = getattr(algorithm, "codec", None), getattr(algorithm, "error_feedback", None)
     if isinstance(algorithm, AllReduce) and isinstance(codec, Codec) and codec.lossless:
         return False
-    return bool(codec.error_feedback if asked is None and isinstance(codec, Codec) else asked)
+    return bool(asked)
 
 
 def described(algorithm: Algorithm | None) -> str:

@@ -47,7 +47,7 @@ from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import row_of
 from ringstrategy.buckets import factors, residuals
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
+from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives import Direct, Hierarchical, Ring, base
 from ringstrategy.kernels import engine
@@ -82,7 +82,6 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     ),
     "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
     "`Hierarchical` on one host": (lambda: AllReduce(collective=Hierarchical()), torch.float32),
-    "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
 }
 
 

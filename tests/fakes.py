@@ -218,11 +218,6 @@ class Toy(Codec):
     """Blocks of 4 as one float32 scale and 4 signed bytes, dithered by (seed, place); rotated by a seeded sign flip."""
 
     block: int = 4
-    feedback: bool = True
-
-    @property
-    def error_feedback(self) -> bool:  # type: ignore[override]
-        return self.feedback
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         blocks = -(-numel // 4)

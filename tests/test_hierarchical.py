@@ -264,10 +264,6 @@ def test_what_is_between_sees_one_rank_of_each_host() -> None:
     assert on_all_ranks(5, one, "baabb") == [first, second, second, first, []]
 
 
-class CastWithin(Toy):
-    exact = Cast(torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "cure"),
     [
@@ -275,7 +271,6 @@ class CastWithin(Toy):
         (lambda: Hierarchical("ring"), TypeError, r"ringstrategy\.Ring\(\)"),
         (lambda: Hierarchical(segments=0), ValueError, "whole number"),
         (lambda: AllReduce(TopK(), Hierarchical()), ValueError, r"Direct\(\) \(here the argument `between`"),
-        (lambda: AllReduce(CastWithin(), Hierarchical()), ValueError, r"exact must send .* in memory .* not as Cast"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(make: Any, error: type[Exception], cure: str) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -69,9 +68,6 @@ class Hierarchical(Collective):
             self.between.check(codec)
         except ValueError as error:
             raise ValueError(f"{error} (here the argument `between` of Hierarchical)") from None
-        within = codec.exact or Identity()
-        if within.raw(torch.zeros(1)) is None:
-            raise ValueError(f"{codec}.exact must send values as they lie in memory (`Codec.raw`), not as {within}")
 
     def sum_(
         self,
@@ -97,8 +93,7 @@ class Hierarchical(Collective):
         [host] = [ranks for ranks in hosts if rank in ranks]
         own = host.index(rank)  # this rank's column, if there are so many
         columns = self._columns(values, width, len(hosts), codec.block)
-        within = Identity() if codec.exact is None else codec.exact
-        pieces = Pieces(replace(summand, codec=within, lost=None), columns, rank)
+        pieces = Pieces(replace(summand, codec=Identity(), lost=None), columns, rank)
         like = Subset(peers, [ranks[own] for ranks in hosts]) if own < width else None  # who owns it on other hosts
 
         def finish(k: int, parts: Sequence[Tensor]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives.base import Summand, cut, cut_chunks, pieces_of
 from ringstrategy.kernels.layout import Part
 from ringstrategy.transport.base import Peers
@@ -47,7 +48,7 @@ class Pieces:
         self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
         self._lost, self._source = summand.lost, summand.source
         self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
-        self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
+        self._seed, self._own_seed = summand.seed, derive_seed(summand.seed, rank)
         # which count on chunks that begin at whole blocks
         self._launches = None if gap else self._codec.launches(summand.values, summand.seed)
         self._gap = gap

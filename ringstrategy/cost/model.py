@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.by_size import BySize
+from ringstrategy.collectives.hierarchical import Hierarchical, ranks_of_hosts
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
@@ -192,9 +192,9 @@ class _Clocked(Peers):
 class _Timed(Codec):
     """A codec whose calls only take time."""
 
-    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock, exact: _Timed | None = None) -> None:
-        self._codec, self._cost, self._clock, self.exact = codec, cost, clock, exact
-        self.block, self.hop_by_hop, self.shares_seed = codec.block, codec.hop_by_hop, codec.shares_seed
+    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock) -> None:
+        self._codec, self._cost, self._clock = codec, cost, clock
+        self.block, self.hop_by_hop = codec.block, codec.hop_by_hop
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return self._codec.nbytes(numel, dtype)
@@ -272,9 +272,12 @@ def exchange_cost(
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")
     residual = torch.empty_like(values) if feedback else None
-    # to add within a host takes about as long as to copy
-    exact = _Timed(Identity(), CodecCost(_NOTHING, _NOTHING, _NOTHING, machines.pack), clock)
-    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock, exact)
+    if isinstance(collective, Hierarchical):
+        host, *others = ranks_of_hosts(machines.hosts)
+        width = min(map(len, (host, *others)))
+        # to add within a host takes about as long as to copy
+        clock.work((len(host) - 1) * machines.pack.seconds(numel // width))
+    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
     mean_(values, peers, collective, timed, residual=residual)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))
 
