@@ -852,7 +852,7 @@ def test_how_many_cores_encode(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"codec": Identity}, TypeError, "Identity"),
         ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
         ({"collective": "ring"}, TypeError, "Ring"),
-        ({"error_feedback": "yes"}, TypeError, "None"),
+        ({"error_feedback": "yes"}, TypeError, "True or False"),
         *[({"bucket_mb": bad}, ValueError, "> 0") for bad in (0, "25", True)],
         ({"local": "wide"}, TypeError, "function"),
         ({"residual_dtype": "fp16"}, ValueError, "bfloat16"),

@@ -923,7 +923,7 @@ def test_a_policy_plans_trains_and_is_compared() -> None:
     policy = SmallExact(Toy(), below=10, names=["named*"])
 
     def one(peers: FakePeers) -> tuple[State, State]:
-        run = Run(peers, AllReduce(policy, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
+        run = Run(peers, AllReduce(policy, error_feedback=True, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
         plan = [(bucket.codec, [slot.name for slot in bucket.slots]) for bucket in run.algorithm._buckets]  # type: ignore[attr-defined]
         # exact ones share one bucket; the plan is in the order in which backward fills its buckets
         assert plan == [(Identity(), ["small", "named"]), (Toy(), ["bigger"]), (Toy(), ["big"])]

@@ -32,6 +32,7 @@ from ringstrategy import (
     Choco,
     Direct,
     GroupOptions,
+    Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
@@ -491,7 +492,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match=r"several elements in one place of memory.*contiguous\(\)"):
             dist.all_reduce(torch.zeros(1).expand(NUMEL), group=group)
     dist.all_reduce(values, group=group)  # it still works
-    several = made("ring", pg_options=AllReduce(BlockInt(8), Native()))
+    several = made("ring", pg_options=AllReduce(BlockInt(8), Hierarchical()))
     with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
         dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
     assert made("ring", pg_options=AllReduce(BlockInt(4))).options.algorithm.codec == BlockInt(4)
