@@ -20,7 +20,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +40,7 @@ from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import row_of
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
+from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives import Direct, Ring
 from ringstrategy.kernels import engine
@@ -71,7 +70,6 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
         torch.float32,
     ),
     "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
-    "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
 }
 
 
@@ -309,7 +307,7 @@ class LonelyPeers(nccl.NcclPeers):
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         control: Any = _Echo(ranks, tuple(map(str, range(ranks))))
-        super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
+        super().__init__(mock.sentinel.group, control, device)
 
 
 class StandInPeers(LonelyPeers):

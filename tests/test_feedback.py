@@ -67,7 +67,7 @@ def feeding_back(wire: Wire, **options: Any) -> AllReduce:
 
 
 def lossy(**options: Any) -> RingStrategy:
-    return RingStrategy(AllReduce(Toy(), **{"bucket_mb": 1e-4, **options}))
+    return RingStrategy(AllReduce(Toy(), **{"error_feedback": True, "bucket_mb": 1e-4, **options}))
 
 
 def residuals(algorithm: Algorithm) -> State:
@@ -340,10 +340,10 @@ def test_steps_that_torch_does_not_tell_of_are_said() -> None:
 
 CHANGES: dict[str, tuple[Callable[[], AllReduce], dict[str, int], list[str]]] = {
     "another codec": (lambda: AllReduce(Cast("bf16"), Direct(), error_feedback=True, bucket_mb=1e-5), {"other": 4}, []),
-    "no feedback": (lambda: AllReduce(Toy(), error_feedback=False), {"other": 4}, ["kept", "other"]),
-    "renamed": (lambda: AllReduce(Toy()), {"another": 4}, ["other"]),
-    "reshaped": (lambda: AllReduce(Toy()), {"other": 7}, ["other"]),
-    "added": (lambda: AllReduce(Toy()), {"new": 6, "other": 4, "newer": 2}, []),
+    "no feedback": (lambda: AllReduce(Toy()), {"other": 4}, ["kept", "other"]),
+    "renamed": (lambda: AllReduce(Toy(), error_feedback=True), {"another": 4}, ["other"]),
+    "reshaped": (lambda: AllReduce(Toy(), error_feedback=True), {"other": 7}, ["other"]),
+    "added": (lambda: AllReduce(Toy(), error_feedback=True), {"new": 6, "other": 4, "newer": 2}, []),
 }
 
 
@@ -352,7 +352,7 @@ def test_residuals_find_their_parameters_or_are_named(change: str) -> None:
     make, sizes, homeless = CHANGES[change]
 
     def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy()), kept=5, other=4)
+        run = Run(peers, AllReduce(Toy(), error_feedback=True), kept=5, other=4)
         run.backward(0)
         run.step()
         saved = run.close()
@@ -369,7 +369,7 @@ def test_residuals_find_their_parameters_or_are_named(change: str) -> None:
 
 def test_residuals_of_frozen_parameters_wait_for_their_bucket() -> None:
     def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy()), first=5, later=4)
+        run = Run(peers, AllReduce(Toy(), error_feedback=True), first=5, later=4)
         run.backward(0)
         run.step()
         saved = run.close()
@@ -554,7 +554,7 @@ def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, S
 
 
 def _resume_saved(path: str, feedback: bool) -> tuple[State, list[str]]:
-    strategy = lossy() if feedback else RingStrategy(AllReduce(Toy(), error_feedback=False))
+    strategy = lossy() if feedback else RingStrategy(AllReduce(Toy()))
     return resume(path, strategy)[1:]
 
 
@@ -923,7 +923,7 @@ def test_a_policy_plans_trains_and_is_compared() -> None:
     policy = SmallExact(Toy(), below=10, names=["named*"])
 
     def one(peers: FakePeers) -> tuple[State, State]:
-        run = Run(peers, AllReduce(policy, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
+        run = Run(peers, AllReduce(policy, error_feedback=True, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
         plan = [(bucket.codec, [slot.name for slot in bucket.slots]) for bucket in run.algorithm._buckets]  # type: ignore[attr-defined]
         # exact ones share one bucket; the plan is in the order in which backward fills its buckets
         assert plan == [(Identity(), ["small", "named"]), (Toy(), ["bigger"]), (Toy(), ["big"])]

@@ -26,15 +26,15 @@ OLD = VERSION < (3, 6)  # it divides with subnormal numbers taken as 0 (docs/wir
 F32, BF16 = torch.float32, torch.bfloat16
 INT8, INT4, E4M3, SIGN, GAUSSIAN = BlockInt(8), BlockInt(4), BlockFloat8("e4m3"), Sign(), Gaussian(4)
 LARGE = [Gaussian(4, block=1024), BlockInt(8, block=LARGEST_BLOCK)]
-MINMAX, STOCHASTIC = BlockInt(7, scale="minmax"), BlockInt(8, rounding="stochastic")
+INT7, STOCHASTIC = BlockInt(7), BlockInt(8, rounding="stochastic")
 MAIN = [INT8, INT4, E4M3, SIGN, GAUSSIAN]
-ALL = [*MAIN, BlockInt(2), MINMAX, STOCHASTIC, BlockFloat8("e5m2"), Gaussian(1), *LARGE]
+ALL = [*MAIN, BlockInt(2), INT7, STOCHASTIC, BlockFloat8("e5m2"), Gaussian(1), *LARGE]
 GATHERED = Variant("encode", lost=False, parts=True, gathered=True)
 CASES = [
     *(("sm_90", Variant("encode", codec)) for codec in ALL),
     *(("sm_90", Variant(kernel, codec)) for kernel in ("relay", "reduce") for codec in (INT8, SIGN)),
     *(("sm_90", Variant("decode", codec)) for codec in ALL),
-    *(("sm_90", Variant("decode", codec, align=2)) for codec in (INT4, MINMAX, E4M3)),
+    *(("sm_90", Variant("decode", codec, align=2)) for codec in (INT4, INT7, E4M3)),
     *(("sm_90", Variant(kernel)) for kernel in ("pack", "unpack", "rotate", "orthonormalise")),
     *(("sm_90", Variant(kernel)) for kernel in ("sample", "compare", "part", "go")),
     *(
@@ -113,7 +113,7 @@ PATHS = {
 
 
 def named(case: object) -> str:
-    return re.sub(r"rounding='nearest', scale='absmax'|\w+=(None|False)|Variant", "", str(case)).replace(" ", "")
+    return re.sub(r"rounding='nearest'|\w+=(None|False)|Variant", "", str(case)).replace(" ", "")
 
 
 def streams(variant: Variant, loads: bool) -> Counter[int]:
@@ -143,8 +143,6 @@ def streams(variant: Variant, loads: bool) -> Counter[int]:
         width = min(variant.align, 4 * wide)
         found[8 * width] += codes // width
         found[16] += 1
-        if fmt.form.has_minima:
-            found[32] += 1
     if loads and variant.kernel == "reduce":
         found[64] += 1  # an address
     if loads and variant.parts:

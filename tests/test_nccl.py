@@ -188,7 +188,7 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | No
 
 
 def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"), timedelta(seconds=7))  # type: ignore[arg-type]
+    return NcclPeers(group, control, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 THREAD = "ringstrategy-communication"

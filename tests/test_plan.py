@@ -71,7 +71,7 @@ def test_what_is_shown_can_be_pasted() -> None:
         if made:
             assert isinstance(made, RingStrategy)
             assert repr(made.algorithm) == repr(algorithm)
-    for part in (BlockInt(4, scale="minmax"), Direct(segments=2), ringstrategy.Sign()):
+    for part in (BlockInt(4, 64), Direct(segments=2), ringstrategy.Sign()):
         assert eval(as_code(part), NAMES) == part
 
 

@@ -29,10 +29,10 @@ from ringstrategy import (
     AllReduce,
     BlockInt,
     GroupOptions,
+    Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
-    TwoShot,
 )
 from ringstrategy.integrations.backends import BACKENDS
 from ringstrategy.integrations.process_group import RingProcessGroup, _Works
@@ -480,7 +480,7 @@ def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
         with pytest.raises(ValueError, match="all_gather_into_tensor in a group of 2"):
             dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
     dist.all_reduce(values, group=group)  # it still works
-    several = made("ring", pg_options=AllReduce(BlockInt(8), TwoShot()))
+    several = made("ring", pg_options=AllReduce(BlockInt(8), Hierarchical()))
     with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
         dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
     assert made("ring", pg_options=AllReduce(BlockInt(4))).options.algorithm.codec == BlockInt(4)

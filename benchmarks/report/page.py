@@ -16,7 +16,7 @@ from benchmarks.cells import Cell, seconds, shown, times, told
 from benchmarks.report.frame import SETTING, losses, races
 
 Line: TypeAlias = Any  # of a table: a row with its columns as attributes
-_RARE = "stochastic|e5m2|minmax|bits=3"  # codecs that no registered name uses
+_RARE = "stochastic|e5m2|bits=3"  # codecs that no registered name uses
 _OPERATIONS = ["encode", "encode, lost", "decode", "decode, add"]
 
 

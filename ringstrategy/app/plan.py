@@ -284,7 +284,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
 
     def seldom(name: str, algorithm: LocalSGD) -> Row:
         codec = algorithm.codec if isinstance(algorithm.codec, Codec) else algorithm.codec.codec  # type: ignore[attr-defined]
-        key = codec, codec.error_feedback
+        key = codec, False
         interval = algorithm.interval
         assert isinstance(interval, int)
         late = algorithm.schedule.late

@@ -45,7 +45,7 @@ def ddp_hook(
     codec: Codec | Policy | None = None,
     collective: Collective | None = None,
     *,
-    error_feedback: bool | None = None,
+    error_feedback: bool = False,
     process_group: dist.ProcessGroup | None = None,
     module: Module | None = None,
     timeout: timedelta = default_pg_timeout,
@@ -57,7 +57,7 @@ def ddp_hook(
     Args:
         codec: what travels instead of float32; or a policy such as `SmallExact`. None: `Identity()`.
         collective: how it travels. None: `BySize()`.
-        error_feedback: add what the codec lost to the next step's gradients. None: as the codec prefers.
+        error_feedback: add what the codec lost to the next step's gradients.
         process_group: that of the DDP module. None: the default one.
         module: the DDP module, or the one within it: needed for a policy, and to save and load residuals.
         timeout: how long a peer may stay silent before it counts as lost.

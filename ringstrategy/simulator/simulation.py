@@ -27,7 +27,7 @@ class AllInOne(Exchange):
     """Vectors hold the values of all ranks, one after the other; nothing travels, but bytes are counted.
 
     Sums are those of `Exchange`, in its order and dtype. A codec that draws numbers draws others than real ranks would
-    (stochastic rounding), and `RandomK` other places on each rank; all else is as it would be.
+    (stochastic rounding); all else is as it would be.
     """
 
     def __init__(self, ranks: int) -> None:

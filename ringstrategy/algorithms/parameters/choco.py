@@ -10,7 +10,7 @@ from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Unit
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
@@ -29,7 +29,7 @@ class Choco(Decentralized):
         topology: who mixes with whom; static and symmetric, since copies must follow every change.
         codec: any.
         gain: how far to go towards the copies' mean (the paper's gamma), 0 < gain <= 1. With `BlockInt` and `Gaussian`
-            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` and `RandomK` far less,
+            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` far less,
             or ranks drift apart: look at the consensus distance.
         interval: see `Decentralized`, as for the arguments not named here.
         overlap: see `Decentralized`.
@@ -83,7 +83,7 @@ class Choco(Decentralized):
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
         """It, encoded."""
-        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
+        own_seed = derive_seed(piece.seed, piece.peers.rank)
         self.codec.hop([], piece.values, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
         return wire
 

@@ -101,7 +101,7 @@ class Decentralized(Periodic):
         raw = self.codec.raw(piece.values)
         if raw is not None:
             return raw
-        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)  # this rank's own noise
+        own_seed = derive_seed(piece.seed, piece.peers.rank)  # this rank's own noise
         self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
         return wire
 

@@ -21,7 +21,7 @@ from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, de
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.parameters.trial import LONGEST, STEPS, Trial
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, sums_dtype
@@ -84,7 +84,7 @@ class LocalSGD(Periodic):
         outer: Outer | None = None,
         codec: Codec | Policy | None = None,
         collective: Collective | None = None,
-        error_feedback: bool | None = None,
+        error_feedback: bool = False,
         fragments: int = 1,
         overlap: bool | int = False,
         blend: float | None = None,
@@ -251,7 +251,7 @@ class LocalSGD(Periodic):
 
     def _kinds(self, flat: Flat) -> list[str]:
         """What is kept for a flat: what its codec lost; what this rank sent, and the others did, if that is needed."""
-        kinds = ["residual"] if feeds_back(flat.codec, self.error_feedback) else []
+        kinds = ["residual"] if self.error_feedback and not flat.codec.lossless else []
         if self.eager:
             kinds.append("own")
         elif self.overlap and self.blend is None:
