@@ -422,7 +422,6 @@ class Intervals(Ours):
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized | LocalSGD, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
-        assert isinstance(algorithm.interval, int)
         self.interval = algorithm.interval
 
     def limit(self, compute: Phases, wire: float) -> float:

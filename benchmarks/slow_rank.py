@@ -25,6 +25,7 @@ from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized
 from benchmarks.rows import Row
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Topology
 
@@ -107,7 +108,7 @@ def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[in
     farthest = [
         max(_mixings_from(algorithm.topology, size, slow, rank, last) for last in range(period)) for rank in range(size)
     ]
-    return [mixings * algorithm.interval + algorithm.late if mixings else 0 for mixings in farthest]
+    return [mixings * algorithm.interval + algorithm.schedule.late if mixings else 0 for mixings in farthest]
 
 
 def _mixings_from(topology: Topology, size: int, slow: int, rank: int, last: int) -> int:
@@ -127,7 +128,7 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
     for name in decentralized():
         rarely = STRATEGIES[name]()
         assert isinstance(rarely, Decentralized)
-        rarely.interval = _RARELY
+        rarely.schedule = Schedule(_RARELY, rarely.overlap)
         algorithms[f"{name} every {_RARELY}"] = rarely
     return {name: algorithms[name] for name in dict.fromkeys([DDP, *harness.chosen(algorithms, options.cases)])}
 

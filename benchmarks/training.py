@@ -49,6 +49,7 @@ from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
 from ringstrategy import AllReduce
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.app.plan import candidates, machines, measured_codecs
 from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
@@ -75,7 +76,7 @@ def _at(name: str, interval: int, overlap: bool) -> Decentralized:
     """The registered algorithm, with these instead of its own."""
     algorithm = STRATEGIES[name]()
     assert isinstance(algorithm, Decentralized)
-    algorithm.interval, algorithm.overlap = interval, overlap
+    algorithm.schedule = Schedule(interval, overlap)
     return algorithm
 
 

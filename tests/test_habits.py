@@ -485,17 +485,17 @@ class Counts(Callback):
 def test_what_callbacks_put_in_at_the_end_stays_with_local_sgd() -> None:
     """An exchange is under way when training ends."""
 
-    def run(*callbacks: Callback, eager: bool) -> Net:
-        algorithm = LocalSGD(4, Nesterov(0.4, 0.8), overlap=True, eager=eager)
+    def run(*callbacks: Callback) -> Net:
+        algorithm = LocalSGD(4, Nesterov(0.4, 0.8), overlap=True)
         trainer = trainer_with(RingStrategy(algorithm), callbacks=list(callbacks), max_epochs=3)
         trainer.fit(model := normed(), rows(), rows(24))
         return model
 
-    model = run(ema := EMAWeightAveraging(decay=0.8), eager=False)
+    model = run(ema := EMAWeightAveraging(decay=0.8))
     average = flat(ema._average_model.module)
     assert not same_everywhere(average)
     assert close(flat(model), mean_of(average)), "it is not applied to averages of weights"
-    plain, counted = run(eager=True), run(Counts(), eager=True)
+    plain, counted = run(), run(Counts())
     assert all(map(torch.equal, plain.parameters(), counted.parameters())), "a buffer that is set keeps no step out"
     assert int(counted.layers[1].num_batches_tracked) == 0 < int(plain.layers[1].num_batches_tracked)
 
@@ -1024,6 +1024,11 @@ def _rates_later(model: Net) -> None:
     trainer.fit(model, None if isinstance(model, Halves) else rows(24))
 
 
+def _averages_late() -> None:
+    averages = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)
+    fit(RingStrategy(LocalSGD(2, Nesterov(), overlap=1)), normed(), callbacks=[averages], max_epochs=3)
+
+
 def _grows_alone(algorithm: Algorithm, rank: int) -> None:
     norm = nn.Identity() if rank else nn.BatchNorm1d(6)
     fit(RingStrategy(algorithm, timeout=timedelta(seconds=60)), Grows(2, rank=rank, norm=norm))
@@ -1057,6 +1062,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "frozen at first": (lambda: fit("ring", Frozen(True)), AT_FIRST),
     "frozen later": (lambda: fit("ring", Frozen(False)), FROZEN.format(" at step 1")),
     "frozen under gossip": (_frozen_under_gossip, FROZEN.format("")),
+    "averages of norms and overlap": (_averages_late, r"^ValueError: .*use LocalSGD\(overlap=False\)"),
     "grows alone": (lambda: _grows_alone(AllReduce(), 1), ALONE),
     "grows alone, rank 0": (lambda: _grows_alone(AllReduce(), 0), ALONE),
     "grows alone, gossip": (lambda: _grows_alone(Gossip(), 0), ALONE),

@@ -27,6 +27,7 @@ from ringstrategy import (
     SmallExact,
 )
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.simulator import __main__ as report
 from ringstrategy.simulator.__main__ import directed, main, steps_to_consensus, train
@@ -63,7 +64,7 @@ ALGORITHMS: list[Decentralized | LocalSGD] = [
     Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.75, overlap=False),
     LocalSGD(3),
     LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(4, block=16), Direct(segments=1), True, overlap=2),
-    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True, eager=True),
+    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True),
 ]
 
 
@@ -124,7 +125,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     ids=str,
 )
 def test_the_mean_goes_where_the_changes_go(algorithm: Decentralized, overlap: bool) -> None:
-    algorithm.overlap = overlap
+    algorithm.schedule = Schedule(1, overlap)
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
     simulation, expected = Simulation(algorithm, values), values.double().mean(0)
     torch.testing.assert_close(simulation.mean().double(), expected, rtol=0, atol=1e-6)  # before it mixes too

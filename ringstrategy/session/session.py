@@ -136,9 +136,7 @@ class Session:
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
         if self._parameters is not None:
-            self._parameters.attend(
-                lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
-            )
+            self._parameters.attend(lambda: averaged_buffers(self.module), lambda: copied_buffers(self.module))
             within = self._parameters.within
             if within is not None:
                 self._host = Host.around(self._peers, within, self._group, device, self._timeout)

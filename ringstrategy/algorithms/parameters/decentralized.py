@@ -61,24 +61,12 @@ class Decentralized(Periodic):
         unit: Unit,
         uneven: str,
     ) -> None:
-        super().__init__(consensus, local, uneven)
+        super().__init__(Schedule(interval, overlap, unit), consensus, local, uneven)
         if not isinstance(topology, Topology):
             raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
         if not isinstance(codec, Codec):
             raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        Schedule(interval, overlap, unit)  # refuses what these cannot be
-        self.topology, self.codec, self.interval, self.unit = topology, codec, interval, unit
-        self.overlap = overlap
-
-    @property
-    def schedule(self) -> Schedule:
-        """See `Periodic.schedule`."""
-        return Schedule(self.interval, self.overlap, self.unit)
-
-    @property
-    def late(self) -> int:
-        """See `Schedule`."""
-        return self.schedule.late
+        self.topology, self.codec = topology, codec
 
     # What subclasses say
 

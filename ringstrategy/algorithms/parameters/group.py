@@ -89,12 +89,6 @@ class Flat(Vector):
         """Copy into the parameters."""
         torch._foreach_copy_(self.parameters, cut_like(flat, self.parameters))
 
-    @torch.no_grad()
-    def blend(self, flat: Tensor, share: float) -> None:
-        """The parameters become share * parameters + (1 - share) * flat."""
-        torch._foreach_mul_(self.parameters, share)
-        torch._foreach_add_(self.parameters, cut_like(flat, self.parameters), alpha=1.0 - share)
-
 
 class Group:
     """The parameters that one optimizer steps, or a fragment of them, exchanged together.

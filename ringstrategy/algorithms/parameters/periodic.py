@@ -20,7 +20,7 @@ from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
 from ringstrategy.algorithms.parameters.kept import Kept
-from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
@@ -36,17 +36,18 @@ class Periodic(ParameterAlgorithm):
     what validation and checkpoints see (`seen`).
 
     Args:
+        schedule: when parameters are exchanged.
         consensus: False: each rank validates, and ends with, its own parameters.
         local: see `Synchronous`.
         uneven: see `Algorithm`. With "join" a rank without data exchanges, and does not step.
     """
 
-    def __init__(self, consensus: bool, local: Local | None, uneven: str) -> None:
+    def __init__(self, schedule: Schedule, consensus: bool, local: Local | None, uneven: str) -> None:
         if not isinstance(consensus, bool):
             raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
         check_uneven(uneven)
-        self.consensus, self.local, self.uneven = consensus, local, uneven
+        self.schedule, self.consensus, self.local, self.uneven = schedule, consensus, local, uneven
 
         self.exchange = Exchange()
         self._peers: Peers | None = None
@@ -69,12 +70,22 @@ class Periodic(ParameterAlgorithm):
         value = getattr(self, name)
         return described(value) if callable(value) else str(value)
 
-    # What subclasses say
+    @property
+    def interval(self) -> int:
+        """See `Schedule`."""
+        return self.schedule.interval
 
     @property
-    @abstractmethod
-    def schedule(self) -> Schedule:
-        """When parameters are exchanged."""
+    def overlap(self) -> bool | int:
+        """See `Schedule`."""
+        return self.schedule.overlap
+
+    @property
+    def unit(self) -> Unit:
+        """See `Schedule`."""
+        return self.schedule.unit
+
+    # What subclasses say
 
     @abstractmethod
     def group(self, parameters: Mapping[str, Parameter]) -> Group:

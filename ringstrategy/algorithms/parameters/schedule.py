@@ -24,7 +24,7 @@ class Schedule:
 
     interval: int
     overlap: bool | int
-    unit: Unit
+    unit: Unit = "step"
     start: int = 0
 
     def __post_init__(self) -> None:
