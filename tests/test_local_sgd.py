@@ -592,9 +592,10 @@ def test_it_keeps_as_many_copies_as_the_page_says(name: str, copies: int) -> Non
         algorithm.settle()
         kept = 0
         for flat in (flat for group in algorithm._groups for flat in group.flats):
-            states = algorithm._shared[flat].state_dict().values()
+            assert flat.shared is not None
+            states = flat.shared.state_dict().values()
             outer = [value for state in states for value in state["outer"].values() if isinstance(value, Tensor)]
-            seen = [flat.correction, algorithm._shared[flat].values, *flat.memory.values(), *outer]
+            seen = [flat.correction, flat.shared.values, *flat.memory.values(), *outer]
             kept += sum(tensor.numel() for tensor in seen)
             assert "values" not in vars(flat), "one more, if it is asked for"
         return kept / sum(parameter.numel() for parameter in named.values())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, cut_words, row_of, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.rows import by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.base import Peers

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
-from ringstrategy.algorithms.parameters.group import Vector, row_of
+from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, cut, mean_

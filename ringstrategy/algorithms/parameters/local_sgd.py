@@ -12,8 +12,9 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.beside import Beside
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like, cut_words, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
@@ -25,8 +26,6 @@ from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.base import Peers
-
-_BESIDE = "beside"  # the vector of what is averaged exactly: squared norms, buffers
 
 
 class LocalSGD(Periodic):
@@ -108,13 +107,7 @@ class LocalSGD(Periodic):
         self.within = AllReduce(local=local) if within_host else None
         self._said: list[str] = []
         self._ends = False  # this is the last agreement
-        self._metrics: dict[str, Tensor] = {}  # a device need not be waited for
-
-        self._sent: set[Tensor] = set()  # all groups' parameters
-        self._shared: dict[Flat, Shared] = {}
-        self._saved: dict[str, Mapping[str, Any]] = {}  # of a checkpoint, for groups that are not bound yet
-        self._buffers: Callable[[], Sequence[Tensor]] = tuple
-        self._copied: Callable[[], Sequence[Tensor]] = tuple
+        self._beside = Beside()
 
     def argument(self, name: str) -> str:
         """See `Periodic.argument`."""
@@ -131,14 +124,9 @@ class LocalSGD(Periodic):
 
     # What
 
-    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
-        self._shared, self._saved, self._metrics = {}, {}, {}
-        super().setup(parameters, peers, sparse=sparse)
-
     def attend(self, buffers: Callable[[], Sequence[Tensor]], copied: Callable[[], Sequence[Tensor]] = tuple) -> None:
         """See `ParameterAlgorithm.attend`."""
-        self._buffers, self._copied = buffers, copied
+        self._beside = Beside(buffers, copied)
 
     def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
         """See `Periodic.parts`."""
@@ -150,32 +138,30 @@ class LocalSGD(Periodic):
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
         """Of those that are trained, or once were, also in the checkpoint's run: others are not sent."""
-        saved = {self._known[name] for name in self._saved if name in self._known}
-        return super()._groups_of(
-            [each for each in parameters if each.requires_grad or each in self._sent or each in saved]
-        )
+        frozen = {parameter for parameter in parameters if not parameter.requires_grad}
+        if frozen:
+            frozen -= {parameter for group in self._groups for parameter in group.parameters.values()}
+            frozen -= {self._known[name] for name in self._kept.shared if name in self._known}
+        return super()._groups_of([parameter for parameter in parameters if parameter not in frozen])
 
     def group(self, parameters: Mapping[str, Parameter]) -> Group:
         """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have. Nothing was lost or sent yet."""
         group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
-        self._sent.update(parameters.values())
         for flat in group.flats:
             warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
             if isinstance(self.outer, Nesterov):
                 engine(flat.device).warm_up_nesterov()
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
-            self._shared[flat] = Shared(flat, self.outer)
-            if not _taken(self._saved, self._shared[flat]):
+            flat.shared = Shared(flat.names, flat.parameters, self.outer)
+            if not self._kept.take_shared(flat):
                 self._share(flat)
-        for name in parameters:  # of a flat that lacked others
-            self._saved.pop(name, None)
         return group
 
     def _share(self, flat: Flat) -> None:
         """Theta becomes what the ranks have."""
         assert self._peers is not None
         values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
-        self._shared[flat].values.copy_(values)
+        _theta(flat).values.copy_(values)
 
     def _kinds(self, flat: Flat) -> list[str]:
         """What is kept for a flat: what its codec lost; and what this rank sent, if it goes on meanwhile."""
@@ -187,28 +173,16 @@ class LocalSGD(Periodic):
     def gather(self, group: Group) -> None:
         """The progress since the last agreement; beside it its squared norm, and buffers."""
         for flat in group.flats:
-            shared = self._shared[flat].values
+            shared = _theta(flat).values
             begun = shared.to(flat.parameters[0].dtype).to(shared.dtype)  # where a rank began, rounded
             flat.gather_sum(begun, -1.0, into=flat.correction)
             if "sent" in flat.memory:
                 flat.gather(into=flat.memory["sent"])
         if group is self._groups[0]:
-            self._gather_beside(group)
+            assert self._peers is not None
+            self._beside.gather(group, self.exchange, self._peers)
         else:
-            group.others.pop(_BESIDE, None)
-
-    def _gather_beside(self, group: Group) -> None:
-        assert self._peers is not None
-        squares = _squares(group, self.exchange.ranks)
-        averaged = [buffer.detach().reshape(-1).double() for buffer in self._averaged_buffers()]
-        copied = [words_of(buffers) for buffers in (self._copied_buffers(),) if buffers]
-        values = torch.cat([squares, *averaged, *copied])
-        beside = group.others.get(_BESIDE)
-        if beside is None or beside.numel != values.numel():
-            beside = group.others[_BESIDE] = Vector(values.numel(), values.dtype, values.device)
-        beside.values.copy_(values)
-        words = [self.exchange.from_rank_0(row, self._peers) for row in copied]
-        torch.cat([squares, *averaged, *words], out=beside.correction)
+            group.others.clear()
 
     def meet(self, group: Group, peers: Peers, number: int) -> None:
         """Average the progress, and exactly what is beside it."""
@@ -227,67 +201,29 @@ class LocalSGD(Periodic):
 
     def apply(self, group: Group) -> None:
         """Step Theta, and take it over."""
+        assert self._peers is not None
         plain = self._is_plain(group)
         waited = plain or self.schedule.waits(group.turns, group.place)
-        square = _squares(group, self.exchange.ranks)[0] if _BESIDE in group.others else None
+        self._beside.apply(group, self.exchange.ranks, self._peers.size, waited=waited)
         for flat in group.flats:
-            shared = self._shared[flat]
+            shared = _theta(flat)
             shared.step(flat.correction, plain=plain)
             if waited:
                 flat.write(shared.values)
             else:
                 flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-        if square is not None:
-            self._apply_beside(group, square, waited=waited)
-
-    def _apply_beside(self, group: Group, square: Tensor, *, waited: bool) -> None:
-        assert self._peers is not None
-        beside, ranks, size = group.others[_BESIDE], self.exchange.ranks, self._peers.size
-        alike = (square / beside.correction[:ranks].mean()).nan_to_num(1.0)  # 1 / size: at right angles; 1: the same
-        self._metrics = {
-            "outer_gradient_norm": square.sqrt(),
-            "direction_agreement": (size * alike - 1) / max(1, size - 1),
-        }
-        buffers, copied = self._averaged_buffers(), self._copied_buffers()
-        words = ranks + sum(buffer.numel() for buffer in buffers)
-        if words + -(-sum(buffer.nbytes for buffer in copied) // 4) != beside.numel:
-            return  # others than were sent
-        both = beside.values, beside.correction
-        for buffer, sent, mean in zip(buffers, *(cut_like(row[ranks:words], buffers) for row in both), strict=True):
-            buffer.copy_(mean if waited else torch.where(mean == sent, buffer, buffer + (mean - sent)))
-        for buffer, sent, first in zip(copied, *(cut_words(row[words:], copied) for row in both), strict=True):
-            buffer.copy_(torch.where(first == sent, buffer, first))
-
-    def _averaged_buffers(self) -> list[Tensor]:
-        """Those that have a mean in real numbers."""
-        return [buffer for buffer in self._buffers() if buffer.is_floating_point() and buffer.numel()]
-
-    def _copied_buffers(self) -> list[Tensor]:
-        """Those of which rank 0's values count."""
-        return [buffer for buffer in self._copied() if buffer.numel()]
 
     def metrics(self) -> dict[str, float]:
         """The norm of the last outer gradient (of the first fragment), and how far the ranks' directions agree.
 
         1: all ranks went the same way. 0: at right angles to each other, as by noise alone.
         """
-        metrics, self._metrics = self._metrics, {}
-        return {name: float(value) for name, value in metrics.items()}
+        return self._beside.metrics()
 
     def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
         """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
         assert self._view is not None
         return self._view.means(group, row_of_parameters)
-
-    def _put_back(self, group: Group) -> None:
-        self._saved |= _states(self._shared, [group])
-        super()._put_back(group)
-
-    def _drop(self, group: Group) -> None:
-        super()._drop(group)
-        self._sent.difference_update(group.parameters.values())
-        for flat in group.flats:
-            del self._shared[flat]
 
     @torch.no_grad()
     def start(self) -> None:
@@ -325,7 +261,8 @@ class LocalSGD(Periodic):
 
     def shared_values(self) -> dict[str, Tensor]:
         """Theta."""
-        return {name: state["values"] for name, state in _states(self._shared, self._groups).items()}
+        flats = (flat for group in self._groups for flat in group.flats)
+        return {name: part for flat in flats for name, part in flat.by_name(_theta(flat).values).items()}
 
     def rehearse(self, group: Group, peers: Peers) -> None:
         """See `Periodic.rehearse`."""
@@ -352,7 +289,7 @@ class LocalSGD(Periodic):
         """Theta; or the mean of all ranks, where the parameters hold other values."""
         if not replaced:
             self._share_anew(group)
-            return [(flat, self._shared[flat].values) for flat in group.flats]
+            return [(flat, _theta(flat).values) for flat in group.flats]
         assert self._view is not None
         return self._view.means(group, row_of_parameters)
 
@@ -360,17 +297,14 @@ class LocalSGD(Periodic):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Algorithm.state_dict`: also Theta and the outer optimizer's state."""
-        shared = self._saved | _states(self._shared, self._groups)
-        return {**super().state_dict(), "shared": shared, "outer": self._outer_class}
+        return {**super().state_dict(), "outer": self._outer_class}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
-        self._shared, self._sent = {}, set()
-        self._saved = dict(state.get("shared", {}))
         before, now = state.get("outer", self._outer_class), self._outer_class
-        if before != now and any(kept["outer"] for kept in self._saved.values()):
-            self._saved = _without_outer(self._saved)
+        if before != now and any(kept["outer"] for kept in self._kept.shared.values()):
+            self._kept.shared = {name: {**kept, "outer": {}} for name, kept in self._kept.shared.items()}
             self._said.append(f"the outer optimizer begins anew, because it is {now}, and in the checkpoint {before}")
 
     def forget(self) -> None:
@@ -390,35 +324,10 @@ class LocalSGD(Periodic):
 
     def close(self) -> None:
         """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
-        self._saved = self.state_dict()["shared"]
         super().close()
-        self._shared, self._sent = {}, set()
-        self._buffers = self._copied = tuple
+        self._beside = Beside()
 
 
-def _taken(saved: dict[str, Mapping[str, Any]], shared: Shared) -> bool:
-    """Has it been restored? What it took is not there for a later group."""
-    found = shared.load_state_dict(saved)
-    for name in shared.names if found else ():
-        del saved[name]
-    return found
-
-
-def _without_outer(saved: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """The shared parameters, without what an outer optimizer keeps for them."""
-    return {name: {**state, "outer": {}} for name, state in saved.items()}
-
-
-def _squares(group: Group, ranks: int) -> Tensor:
-    """The squared norm of what is exchanged, for each rank that lies in it; float64, on the group's device."""
-    norms = [torch.linalg.vector_norm(flat.correction.view(ranks, -1), dim=1) for flat in group.flats]
-    return torch.stack([norm.double().square().to(norms[0].device) for norm in norms]).sum(0)
-
-
-def _states(by_flat: Mapping[Flat, Shared], groups: Sequence[Group]) -> dict[str, Mapping[str, Any]]:
-    """By parameter name."""
-    states: dict[str, Mapping[str, Any]] = {}
-    for group in groups:
-        for flat in group.flats:
-            states |= by_flat[flat].state_dict()
-    return states
+def _theta(flat: Flat) -> Shared:
+    assert flat.shared is not None
+    return flat.shared

@@ -18,8 +18,9 @@ from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.memory import firsts
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
+from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.kept import Kept
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, check_carried
@@ -58,7 +59,6 @@ class Periodic(ParameterAlgorithm):
         self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
         self._view: Consensus | None = None  # while there are peers
         self._kept = Kept()
-        self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
     def __repr__(self) -> str:
         """The arguments."""
@@ -140,7 +140,7 @@ class Periodic(ParameterAlgorithm):
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
-        self._peers, self._counts, self._kept = peers, {}, Kept()
+        self._peers, self._kept = peers, Kept()
         self._view = Consensus(peers, self.exchange)
         self._learn(parameters)
         self._agree(self._known)
@@ -243,26 +243,30 @@ class Periodic(ParameterAlgorithm):
         if len(same) == len(parts):
             return same
         self._agree(wanted, parts)
-        counts: dict[str, int] = {}
+        counts: dict[str, int] | None = None
         olds = [group for group in self._groups if _overlap(group.parameters, wanted)]
         for old in olds:
             self._refuse_to_share(old, wanted)
         # callbacks of a run that resumes may give an optimizer the parameters that it had, after it was bound
-        resumes = wanted.keys() <= self._counts.keys() and not any(group.trains for group in olds)
+        resumes = wanted.keys() <= self._kept.counts.keys() and not any(group.trains for group in olds)
         for old in olds:
             if resumes and all(self._known.get(name) is each for name, each in old.parameters.items()):
-                self._put_back(old)
+                self._kept.put_back(old)  # what it took of a checkpoint is there again
+                self._drop(old)
             else:
                 counts = self._end(old)  # its optimizer has got or lost parameters
         groups = [self._make(part, (place, len(parts)), counts) for place, part in enumerate(parts)]
         self._groups += groups
         return groups
 
-    def _make(self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int]) -> Group:
+    def _make(
+        self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int] | None
+    ) -> Group:
         group = self.group(parameters)
         group.place = place
-        for name, count in (counts or self._counts.get(next(iter(parameters)), {})).items():
-            setattr(group, name, count)
+        counts = counts or self._kept.counts.get(next(iter(parameters)))
+        if counts is not None:
+            group.counts = dict(counts)
         if not self._kept.resume(group):
             self.begin(group)
         self._warm_up(group)
@@ -294,12 +298,7 @@ class Periodic(ParameterAlgorithm):
         for flat, values in self.left(group):
             flat.write(values)
         self._drop(group)
-        return _counts(group)
-
-    def _put_back(self, group: Group) -> None:
-        """Drop a group that has not trained; what it took of a checkpoint is there again."""
-        self._kept.put_back(group)
-        self._drop(group)
+        return group.counts
 
     def _drop(self, group: Group) -> None:
         self._groups.remove(group)
@@ -351,18 +350,19 @@ class Periodic(ParameterAlgorithm):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of each parameter's group."""
-        counts = self._counts | {name: _counts(group) for group in self._groups for name in group.parameters}
-        return {"step": max((count["steps"] for count in counts.values()), default=0), "counts": counts}
+        """The counts of each parameter's group, and what ranks hold with the same bits."""
+        state = self._kept.shared_state(self._groups)
+        return {"step": max((count["steps"] for count in state["counts"].values()), default=0), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self.settle()
-        self._groups, self._bound, self._counts = [], {}, dict(state["counts"])
+        self._groups, self._bound = [], {}
+        self._kept.load_shared(state)
 
     def own_state(self) -> dict[str, Any]:
         """See `ParameterAlgorithm.own_state`."""
-        return {"of": self.keeper, **self._kept.state_of(self._groups)}
+        return {"of": self.keeper, **self._kept.own_state(self._groups)}
 
     @property
     def keeper(self) -> str:
@@ -372,12 +372,12 @@ class Periodic(ParameterAlgorithm):
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
         """See `ParameterAlgorithm.load_own_state`."""
         mine = bool(state["of"] == self.keeper)
-        self._kept = Kept(state if mine else None)
+        self._kept.load_own(state if mine else {})
         return mine
 
     def close(self) -> None:
-        """Forget the parameters, and drop an exchange in flight. The counts stay."""
-        self._counts = self.state_dict()["counts"]
+        """Forget the parameters, and drop an exchange in flight. What `state_dict` gives stays."""
+        self._kept.load_shared(self._kept.shared_state(self._groups))
         self._peers, self._view, self._groups, self._bound = None, None, [], {}
         self._all, self._known, self._first = {}, {}, {}
 
@@ -392,10 +392,6 @@ def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
 def row_of_parameters(flat: Flat) -> Tensor:
     """A copy of their values, in the dtype of sums."""
     return row_of(flat.parameters)
-
-
-def _counts(group: Group) -> dict[str, int]:
-    return {"steps": group.steps, "turns": group.turns, "mixings": group.mixings}
 
 
 def _equal(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
+from ringstrategy.algorithms.parameters.rows import cut_like
 from ringstrategy.algorithms.parameters.schedule import Unit
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
