@@ -347,7 +347,7 @@ def test_differences_of_narrow_values_keep_their_digits() -> None:
 
     def mixed(peers: FakePeers) -> list[float]:
         vector = Vector.of(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
-        exchange.Exchange().mix(Gossip(), vector, peers, 0, 0)
+        exchange.Exchange().mix(Gossip().mixing, vector, peers, 0, 0)
         return vector.correction.tolist()
 
     weights = [RingGraph().weights(rank, 3, 0) for rank in range(3)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +29,6 @@ from ringstrategy import (
     SmallExact,
 )
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.simulator import __main__ as report
 from ringstrategy.simulator.__main__ import directed, main, steps_to_consensus, train
@@ -120,12 +121,17 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "algorithm",
-    [Gossip(RandomMatching()), Gossip(Torus(), unequal_data=True), PushSum(directed(64)), Choco(codec=BlockInt(4))],
-    ids=str,
+    "make",
+    [
+        partial(Gossip, RandomMatching()),
+        partial(Gossip, Torus(), unequal_data=True),
+        partial(PushSum, directed(64)),
+        partial(Choco, codec=BlockInt(4)),
+    ],
+    ids=["gossip", "unequal data", "push-sum", "choco"],
 )
-def test_the_mean_goes_where_the_changes_go(algorithm: Decentralized, overlap: bool) -> None:
-    algorithm.schedule = Schedule(1, overlap)
+def test_the_mean_goes_where_the_changes_go(make: Callable[..., Decentralized], overlap: bool) -> None:
+    algorithm = make(overlap=overlap)
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
     simulation, expected = Simulation(algorithm, values), values.double().mean(0)
     torch.testing.assert_close(simulation.mean().double(), expected, rtol=0, atol=1e-6)  # before it mixes too

@@ -38,13 +38,13 @@ class AllInOne(Exchange):
         """None: the other ranks hold the same copy of a rank as the rank itself."""
         return {}
 
-    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """See `Exchange.mix`."""
-        topology, codec, gain = algorithm.topology, algorithm.codec, algorithm.gain
+        topology, codec, gain = mixing.topology, mixing.codec, mixing.gain
         piece = Piece(vector, 0, vector.values.numel(), peers, seed)
         nbytes = codec.nbytes(piece.end, piece.values.dtype)
-        wire = algorithm.write(piece, peers.scratch("simulator", nbytes, piece.values.device)[:nbytes])
-        seen = algorithm.read(piece, None, wire).view(self.ranks, -1).to(vector.correction.dtype)
+        wire = mixing.write(piece, peers.scratch("simulator", nbytes, piece.values.device)[:nbytes])
+        seen = mixing.read(piece, None, wire).view(self.ranks, -1).to(vector.correction.dtype)
         correction = vector.correction.zero_().view(self.ranks, -1)
         when = 0 if topology.static else step
         terms = _terms(topology, self.ranks, when)
