@@ -528,40 +528,6 @@ def test_validation_and_checkpoints_of_weights_leave_residuals_alone(ranks: Pool
     assert not Path(f"{path}.weights.ringstrategy").exists()
 
 
-class Tries(L.Callback):
-    """As a tuner does: save, train a little, go back."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.states: list[State] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.states.append(residuals(trainer.strategy.algorithm))
-        if len(self.states) == 2:
-            trainer.save_checkpoint(self.path)
-        if len(self.states) == 4:
-            trainer._checkpoint_connector.restore(self.path)
-            trainer.strategy.remove_checkpoint(self.path)
-            self.states.append(residuals(trainer.strategy.algorithm))
-
-
-def _tuned(path: str) -> None:
-    tries = Tries(path)
-    trainer = fit(lossy(), Net(), callbacks=[tries], max_epochs=1)
-    assert not equal(tries.states[1], tries.states[3])
-    assert equal(tries.states[1], tries.states[4])
-    remember = Remembers()
-    trainer.callbacks[:] = [remember]
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, rows())  # the trial's checkpoint is none to resume from
-    assert all(value.abs().max() == 0 for value in remember.first.values())
-
-
-def test_going_back_within_a_run_takes_residuals_back(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _tuned, str(tmp_path / "trial.ckpt"))
-    assert not list(tmp_path.iterdir())
-
-
 FORKED = """
 import json
 from pathlib import Path

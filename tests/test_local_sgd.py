@@ -319,12 +319,10 @@ def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
 def test_each_fragment_is_exchanged_once_an_interval_at_a_time_of_its_own() -> None:
     schedule = Schedule(8, 3, "step", start=2)
     for place, turns in ((0, [4, 12, 20]), (1, [7, 15, 23]), (2, [10, 18])):
-        assert [t for t in range(3, 25) if schedule.mixes(t, (place, 3))] == turns
-        assert [t for t in range(3, 25) if schedule.applies(t, (place, 3))] == sorted(
-            {*turns, *(t + 3 for t in turns if t + 3 < 25), *((t - 5) for t in turns if t - 5 > 2)}
-        )
-    assert all(schedule.mixes(t) and schedule.waits(t) for t in (1, 2))
-    assert not schedule.waits(4, (0, 3))
+        assert [t for t in range(3, 25) if schedule.since(t, (place, 3)) == 0] == turns
+    assert all(schedule.since(t) == 0 and schedule.waits(t) for t in (1, 2))
+    assert not schedule.waits(4)
+    assert Schedule(8, False).waits(4)
 
 
 # Refusals

@@ -89,7 +89,7 @@ class Consensus:
         numel = sum(group.numel for group in groups)
         for group in groups:
             for flat in group.flats:
-                own, mass, part = row_of(flat.parameters), of(flat), 1.0
+                own, mass, part = flat.row(), of(flat), 1.0
                 if sample is not None and numel > sample:
                     count = max(1, sample * len(own) // numel)
                     generator = torch.Generator("cpu").manual_seed(derive_seed(group.seed, group.steps))

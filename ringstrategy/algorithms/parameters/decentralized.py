@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.exchange import Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
+from ringstrategy.algorithms.parameters.periodic import Periodic, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.kernels.engine import engine
@@ -93,7 +93,7 @@ class Decentralized(Periodic):
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """The exact mean of all ranks."""
         assert self._view is not None
-        return self._view.means(group, row_of_parameters if replaced else self.mass)
+        return self._view.means(group, Flat.row if replaced else self.mass)
 
     def rehearse(self, group: Group, peers: Peers) -> None:
         """See `Periodic.rehearse`."""

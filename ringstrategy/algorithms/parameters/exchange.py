@@ -102,7 +102,7 @@ class Mixing(ABC):
 
     def mass(self, flat: Flat) -> Tensor:
         """A copy of the values whose mean over ranks mixing keeps, in the dtype of sums."""
-        return row_of(flat.parameters)
+        return flat.row()
 
 
 class Exchange:

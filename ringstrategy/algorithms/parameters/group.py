@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.outer import Shared
-from ringstrategy.algorithms.parameters.rows import by_kind, cut_like, kind_of
+from ringstrategy.algorithms.parameters.rows import by_kind, cut_like, kind_of, row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.transport.base import Waitable
@@ -62,6 +62,10 @@ class Flat(Vector):
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat`, one a parameter."""
         return dict(zip(self.names, cut_like(flat, self.parameters), strict=True))
+
+    def row(self) -> Tensor:
+        """A copy of the parameters' values, in the dtype of sums."""
+        return row_of(self.parameters)
 
     @torch.no_grad()
     def gather(self, into: Tensor | None = None) -> None:

@@ -16,7 +16,7 @@ from ringstrategy.algorithms.parameters.beside import Beside
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
-from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
+from ringstrategy.algorithms.parameters.periodic import Periodic, warm_up_codec
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -203,7 +203,7 @@ class LocalSGD(Periodic):
         """Step Theta, and take it over."""
         assert self._peers is not None
         plain = self._is_plain(group)
-        waited = plain or self.schedule.waits(group.turns, group.place)
+        waited = plain or self.schedule.waits(group.turns)
         self._beside.apply(group, self.exchange.ranks, self._peers.size, waited=waited)
         for flat in group.flats:
             shared = _theta(flat)
@@ -223,7 +223,7 @@ class LocalSGD(Periodic):
     def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
         """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
         assert self._view is not None
-        return self._view.means(group, row_of_parameters)
+        return self._view.means(group, Flat.row)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -291,7 +291,7 @@ class LocalSGD(Periodic):
             self._share_anew(group)
             return [(flat, _theta(flat).values) for flat in group.flats]
         assert self._view is not None
-        return self._view.means(group, row_of_parameters)
+        return self._view.means(group, Flat.row)
 
     # Checkpoints
 

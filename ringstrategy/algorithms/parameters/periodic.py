@@ -20,7 +20,6 @@ from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.kept import Kept
-from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
 from ringstrategy.codecs.base import Codec, check_carried
@@ -133,7 +132,7 @@ class Periodic(ParameterAlgorithm):
 
     def mass(self, flat: Flat) -> Tensor:
         """A copy of the values whose mean over ranks is what ranks are some distance from."""
-        return row_of_parameters(flat)
+        return flat.row()
 
     # The contract
 
@@ -186,17 +185,19 @@ class Periodic(ParameterAlgorithm):
             self._turn(self._groups_of(parameters))
 
     def _turn(self, groups: Sequence[Group]) -> None:
-        schedule = self.schedule
+        begins, late = [], self.schedule.late
         for group in groups:
             group.turns += 1
             group.trains = True
-            if schedule.applies(group.turns, group.place):
+            since = self.schedule.since(group.turns, group.place)
+            if since in (0, late):
                 self._apply(group)
-        for group in groups:
-            if schedule.mixes(group.turns, group.place):
-                self._begin_exchange(group)
-        for group in groups:
-            if schedule.waits(group.turns, group.place):
+            if since == 0:
+                begins.append(group)
+        for group in begins:
+            self._begin_exchange(group)
+        for group in begins:
+            if self.schedule.waits(group.turns):
                 self._apply(group)
 
     def _begin_exchange(self, group: Group) -> None:
@@ -387,11 +388,6 @@ def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
     for name, parameter in parameters.items():
         check_carried(codec, name, parameter.dtype)
         codec.warm_up(parameter.device)
-
-
-def row_of_parameters(flat: Flat) -> Tensor:
-    """A copy of their values, in the dtype of sums."""
-    return row_of(flat.parameters)
 
 
 def _equal(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:
