@@ -21,11 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized
+from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized, named
 from benchmarks.rows import Row
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Topology
 
@@ -126,10 +125,7 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
     algorithms: dict[str, Algorithm | None] = {DDP: None}
     algorithms |= {name: STRATEGIES[name]() for name in ("ring_int8", *decentralized())}
     for name in decentralized():
-        rarely = STRATEGIES[name]()
-        assert isinstance(rarely, Decentralized)
-        rarely.schedule = Schedule(_RARELY, rarely.overlap)
-        algorithms[f"{name} every {_RARELY}"] = rarely
+        algorithms[f"{name} every {_RARELY}"] = named(name, interval=_RARELY)
     return {name: algorithms[name] for name in dict.fromkeys([DDP, *harness.chosen(algorithms, options.cases)])}
 
 

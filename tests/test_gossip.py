@@ -738,21 +738,27 @@ APART = {
     "own": Gossip(consensus=False),
     "late": LocalSGD(3, Nesterov(0.7, 0.3), overlap=1),
     "at once": LocalSGD(2),
+    "epochs": LocalSGD(1, unit="epoch"),
 }
 
 
-def _validates(folder: str) -> dict[str, tuple[list[bool], list[bool], bool]]:
+def _validates(folder: str) -> dict[str, tuple[list[bool], list[bool], bool, int]]:
     found = {}
     for name, algorithm in APART.items():
         watch, model, logger = Watch(), normed(), CSVLogger(folder, name=name, version="")
-        options: dict[str, Any] = {"max_epochs": 1, "val_check_interval": 2, "log_every_n_steps": 1}
+        options: dict[str, Any] = {
+            "max_epochs": 1 + (name == "epochs"),
+            "val_check_interval": 2,
+            "log_every_n_steps": 1,
+        }
         callbacks = [watch, CommunicationMonitor(2)]
         trainer = trainer_with(RingStrategy(algorithm), callbacks=callbacks, logger=logger, **options)
         trainer.fit(model, rows(96), rows(24))
         assert isinstance(trainer.strategy, RingStrategy)
         assert trainer.strategy.stats.steps == trainer.global_step > 5
         assert trainer.strategy.stats.exposed_seconds > 0
-        found[name] = watch.seen, watch.own, same_everywhere(flat(model))
+        mixings = trainer.strategy.algorithm.state_dict()["counts"]["layers.0.weight"]["mixings"]
+        found[name] = watch.seen, watch.own, same_everywhere(flat(model)), mixings
     return found
 
 
@@ -760,10 +766,11 @@ def test_validation_and_the_end_see_what_ranks_share_and_the_monitor_how_far_the
     ranks: Pool, tmp_path: Path
 ) -> None:
     for found in ranks(3, _validates, str(tmp_path)):
-        for name, (seen, own, end) in found.items():
+        for name, (seen, own, end, mixings) in found.items():
             assert len(seen) > 3
             assert set(seen) == {name != "own"}
             assert end == (name != "own")
+            assert mixings == {"late": 2, "at once": 4, "epochs": 1}.get(name, 7)
             assert own == [name == "at once" and step % 2 == 1 for step in range(len(own))], "buffers too"
 
     def logged(name: str, column: str) -> list[float]:

@@ -69,8 +69,7 @@ class Decentralized(Periodic):
 
     def begin(self, group: Group) -> None:
         """See `Mixing.begin`."""
-        assert self._peers is not None
-        self.mixing.begin(group, self.exchange, self._peers)
+        self.mixing.begin(group, self.exchange, self.peers)
 
     def gather(self, group: Group) -> None:
         """The values to mix."""
@@ -92,8 +91,7 @@ class Decentralized(Periodic):
 
     def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """The exact mean of all ranks."""
-        assert self._view is not None
-        return self._view.means(group, Flat.row if replaced else self.mass)
+        return self.means(group, Flat.row if replaced else self.mass)
 
     def rehearse(self, group: Group, peers: Peers) -> None:
         """See `Periodic.rehearse`."""

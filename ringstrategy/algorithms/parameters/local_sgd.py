@@ -1,4 +1,4 @@
-"""Train apart and meet seldom: local SGD, DiLoCo and Streaming DiLoCo, through any codec."""
+"""Local SGD, DiLoCo and Streaming DiLoCo, through any codec."""
 
 from __future__ import annotations
 
@@ -159,8 +159,7 @@ class LocalSGD(Periodic):
 
     def _share(self, flat: Flat) -> None:
         """Theta becomes what the ranks have."""
-        assert self._peers is not None
-        values = self.exchange.common(flat.parameters, self._peers, "for the shared parameters")
+        values = self.exchange.common(flat.parameters, self.peers, "for the shared parameters")
         _theta(flat).values.copy_(values)
 
     def _kinds(self, flat: Flat) -> list[str]:
@@ -179,8 +178,7 @@ class LocalSGD(Periodic):
             if "sent" in flat.memory:
                 flat.gather(into=flat.memory["sent"])
         if group is self._groups[0]:
-            assert self._peers is not None
-            self._beside.gather(group, self.exchange, self._peers)
+            self._beside.gather(group, self.exchange, self.peers)
         else:
             group.others.clear()
 
@@ -201,10 +199,9 @@ class LocalSGD(Periodic):
 
     def apply(self, group: Group) -> None:
         """Step Theta, and take it over."""
-        assert self._peers is not None
         plain = self._is_plain(group)
         waited = plain or self.schedule.waits(group.turns)
-        self._beside.apply(group, self.exchange.ranks, self._peers.size, waited=waited)
+        self._beside.apply(group, self.exchange.ranks, self.peers.size, waited=waited)
         for flat in group.flats:
             shared = _theta(flat)
             shared.step(flat.correction, plain=plain)
@@ -222,8 +219,7 @@ class LocalSGD(Periodic):
 
     def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
         """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
-        assert self._view is not None
-        return self._view.means(group, Flat.row)
+        return self.means(group)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -290,8 +286,7 @@ class LocalSGD(Periodic):
         if not replaced:
             self._share_anew(group)
             return [(flat, _theta(flat).values) for flat in group.flats]
-        assert self._view is not None
-        return self._view.means(group, Flat.row)
+        return self.means(group)
 
     # Checkpoints
 

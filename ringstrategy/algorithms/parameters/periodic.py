@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -83,6 +83,17 @@ class Periodic(ParameterAlgorithm):
     def unit(self) -> Unit:
         """See `Schedule`."""
         return self.schedule.unit
+
+    @property
+    def peers(self) -> Peers:
+        """All ranks; between `setup` and `close`."""
+        assert self._peers is not None
+        return self._peers
+
+    def means(self, group: Group, of: Callable[[Flat], Tensor] = Flat.row) -> Iterable[tuple[Flat, Tensor]]:
+        """For each flat the exact mean over ranks of these values; all ranks call it."""
+        assert self._view is not None
+        return self._view.means(group, of)
 
     # What subclasses say
 
@@ -201,8 +212,7 @@ class Periodic(ParameterAlgorithm):
                 self._apply(group)
 
     def _begin_exchange(self, group: Group) -> None:
-        peers = self._peers
-        assert peers is not None
+        peers = self.peers
         if peers.lifeline is not None:
             peers.lifeline.begin_exchange()
         with torch.no_grad():
@@ -213,8 +223,7 @@ class Periodic(ParameterAlgorithm):
 
     def _wait(self, group: Group) -> None:
         if group.under_way is not None:
-            assert self._peers is not None
-            self._peers.finish([group.under_way])
+            self.peers.finish([group.under_way])
             group.under_way, group.arrived = None, True
 
     @torch.no_grad()
@@ -275,8 +284,7 @@ class Periodic(ParameterAlgorithm):
 
     def _warm_up(self, group: Group) -> None:
         """On GPUs: exchange zeros as values will travel. So no exchange compiles or connects."""
-        peers = self._peers
-        assert peers is not None
+        peers = self.peers
         if not peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
             return
         self.settle()  # what is under way is no part of this
@@ -306,11 +314,10 @@ class Periodic(ParameterAlgorithm):
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
-        assert self._peers is not None
         lines = [self.line(name, parameter) for name, parameter in parameters.items()]
         if len(parts) > 1:
             lines += [f"{INDENT}{name}: fragment {number}" for number, part in enumerate(parts) for name in part]
-        compare_plans(self._peers, self.plan_text(self._peers.size, lines))
+        compare_plans(self.peers, self.plan_text(self.peers.size, lines))
 
     # What all ranks see
 
