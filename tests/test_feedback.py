@@ -25,14 +25,12 @@ from test_strategy import (
     fit,
     rows,
     said,
-    same_everywhere,
     trainer_with,
 )
 from torch import Tensor, nn
 
 from ringstrategy import (
     AllReduce,
-    Auto,
     Cast,
     Codec,
     Collective,
@@ -416,12 +414,6 @@ def resume(path: str, strategy: RingStrategy | None = None, **options: Any) -> t
     return trainer, remember.first, about_residuals(heard)
 
 
-def wide() -> Net:
-    """3003 parameters, in two buckets of several blocks of 256."""
-    torch.manual_seed(0)
-    return Net(nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 3)))
-
-
 def test_slurm_checkpoints_are_still_counted(tmp_path: Path) -> None:
     for number in (1, 2):
         path = tmp_path / f"hpc_ckpt_{number}.ckpt"
@@ -635,87 +627,6 @@ def test_a_backward_that_fails_half_way_leaves_residuals_as_they_were(ranks: Poo
     for rank, (first, heard) in enumerate(ranks(2, _goes_on, str(tmp_path / "failed.ckpt"))):
         assert equal(first, before[rank])
         assert not heard
-
-
-# Users who get rid of a gradient
-
-
-class Explodes(Net):
-    """Batch 2 of each epoch is 10,000 times as steep on every rank; `how` decides what the model does about it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(wide().layers)
-        self.how, self.norms = how, list[float]()
-        if how == "raw optimizer":
-            self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx) * (1e4 if batch_idx == 2 else 1)
-        if self.how != "raw optimizer":
-            return loss
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        if not self._explodes():
-            optimizer.step()
-        return None
-
-    def _explodes(self) -> bool:
-        self.norms.append(float(torch.cat([p.grad.reshape(-1) for p in self.parameters()]).norm()))
-        return self.norms[-1] > 50
-
-    def on_after_backward(self) -> None:
-        if self.how == "clips" and self._explodes():
-            for parameter in self.parameters():
-                parameter.grad.data *= 1 / self.norms[-1]  # no version of the gradient tells
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if self.how != "drops":
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            return
-        optimizer_closure()
-        if self._explodes():
-            optimizer.zero_grad()
-        else:
-            optimizer.step()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-HOWS = ["drops", "raw optimizer", "clips"]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ring": lambda: "ring",
-    "fed": lambda: RingStrategy(AllReduce(TopK(2, block=64), Direct(), error_feedback=True)),
-    "powersgd": lambda: "ring_powersgd",
-    "auto": lambda: RingStrategy(Auto([Sign()])),
-}
-
-
-def _explosions(cells: list[tuple[str, str]]) -> list[list[float]]:
-    norms = []
-    for how, strategy in cells:
-        model = Explodes(how)
-        trainer = fit(STRATEGIES[strategy](), model, max_epochs=2)
-        assert trainer.strategy.stats.bytes_sent
-        assert all(map(same_everywhere, model.parameters()))
-        norms.append(model.norms)
-    return norms
-
-
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [("drops", "ring"), *((how, "fed") for how in HOWS)],
-        pytest.param([(how, other) for how in HOWS for other in ("powersgd", "auto")], marks=pytest.mark.slow),
-    ],
-    ids=["fed", "powersgd and auto"],
-)
-def test_a_gradient_that_the_user_got_rid_of_does_not_come_back(ranks: Pool, cells: list[tuple[str, str]]) -> None:
-    for cell, norms in zip(cells, ranks(2, _explosions, cells)[0], strict=True):
-        assert [index for index, norm in enumerate(norms) if norm > 50] == [2, 8], cell
-        assert len(norms) == 12
-        assert max(norm for index, norm in enumerate(norms) if index not in (2, 8)) < 30, (cell, norms)
 
 
 # Policies

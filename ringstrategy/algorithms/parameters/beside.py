@@ -48,7 +48,7 @@ class Beside:
         torch.cat([squares, *averaged, *words], out=vector.correction)
 
     def apply(self, group: Group, ranks: int, size: int, *, waited: bool) -> None:
-        """Write what came into the buffers; before the parameters' mean is used.
+        """Write what came into the buffers. Call it before `Shared.step`, which overwrites the corrections.
 
         Args:
             group: nothing happens unless its last exchange had norms and buffers.
