@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.exchange import Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.periodic import Periodic, warm_up_codec
+from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.kernels.engine import engine
@@ -39,7 +40,7 @@ class Decentralized(Periodic):
     """
 
     def __init__(self, mixing: Mixing, schedule: Schedule, consensus: bool, local: Local | None, uneven: str) -> None:
-        super().__init__(schedule, consensus, local, uneven)
+        super().__init__(schedule, Mixer(mixing), consensus, local, uneven)
         self.mixing = mixing
 
     @property
@@ -52,36 +53,48 @@ class Decentralized(Periodic):
         """How values travel."""
         return self.mixing.codec
 
-    # See `Periodic`
-
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
         self.topology.check(peers.size)
         super().setup(parameters, peers, sparse=sparse)
 
-    def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """See `Periodic.group`."""
-        warm_up_codec(self.codec, parameters)
-        group = Group(parameters, self.mixing.values_dtype, lambda name, parameter: self.codec)
+
+class Mixer(Averager):
+    """Mixes the values of each vector of a group with those of the neighbours."""
+
+    def __init__(self, mixing: Mixing) -> None:
+        self.mixing = mixing
+
+    @property
+    def keeper(self) -> str:
+        """What is mixed, and with whom."""
+        return self.mixing.keeper
+
+    def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
+        """See `Averager.group`."""
+        codec = self.mixing.codec
+        warm_up_codec(codec, parameters)
+        group = Group(parameters, self.mixing.values_dtype, lambda name, parameter: codec)
         for flat in group.flats:
             engine(flat.device).warm_up_mix(self.mixing.seen_dtype(flat.dtype))
         return group
 
-    def begin(self, group: Group) -> None:
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """See `Mixing.begin`."""
-        self.mixing.begin(group, self.exchange, self.peers)
+        self.mixing.begin(group, runtime.exchange, runtime.peers)
 
-    def gather(self, group: Group) -> None:
+    def gather(self, group: Group, runtime: Runtime, *, first: bool) -> None:
         """The values to mix."""
         for flat in group.flats:
             self.mixing.fill(flat)
 
-    def meet(self, group: Group, peers: Peers, number: int) -> None:
+    def meet(self, group: Group, runtime: Runtime, number: int) -> None:
         """Mix them."""
         for place, vector in enumerate(group.vectors):
-            self.exchange.mix(self.mixing, vector, peers, number, derive_seed(group.seed, number, place))
+            seed = derive_seed(group.seed, number, place)
+            runtime.exchange.mix(self.mixing, vector, runtime.peers, number, seed)
 
-    def apply(self, group: Group) -> None:
+    def apply(self, group: Group, runtime: Runtime) -> None:
         """See `Mixing.apply`."""
         self.mixing.apply(group)
 
@@ -89,12 +102,13 @@ class Decentralized(Periodic):
         """See `Mixing.mass`."""
         return self.mixing.mass(flat)
 
-    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
+    def seen(self, group: Group, runtime: Runtime, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """The exact mean of all ranks."""
-        return self.means(group, Flat.row if replaced else self.mass)
+        return runtime.view.means(group, Flat.row if replaced else self.mass)
 
-    def rehearse(self, group: Group, peers: Peers) -> None:
-        """See `Periodic.rehearse`."""
+    def rehearse(self, group: Group, runtime: Runtime) -> None:
+        """See `Averager.rehearse`."""
+        peers, topology = runtime.peers, self.mixing.topology
         corrections = [vector.correction for vector in group.vectors]
         for vector in group.vectors:
             vector.correction = torch.empty_like(vector.correction)
@@ -102,17 +116,11 @@ class Decentralized(Periodic):
             flat.values.zero_()
 
         def work() -> None:
-            self.meet(group, peers, 0)
-            device = group.flats[0].device
-            for step in range(1, self.topology.period(peers.size)):
-                self.exchange.connect(self.topology, peers, step, device)
+            self.meet(group, runtime, 0)
+            for step in range(1, topology.period(peers.size)):
+                runtime.exchange.connect(topology, peers, step, group.flats[0].device)
 
         with peers.stats.probe():
             peers.submit(work, "while setting up").wait()
         for vector, correction in zip(group.vectors, corrections, strict=True):
             vector.correction = correction
-
-    @property
-    def keeper(self) -> str:
-        """What is mixed, and with whom."""
-        return self.mixing.keeper

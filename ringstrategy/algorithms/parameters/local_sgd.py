@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,20 +11,18 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.agreement import Agreement, theta
 from ringstrategy.algorithms.parameters.beside import Beside
-from ringstrategy.algorithms.parameters.fragments import cut_fragments
-from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared, described_outer
-from ringstrategy.algorithms.parameters.periodic import Periodic, warm_up_codec
+from ringstrategy.algorithms.parameters.group import Group
+from ringstrategy.algorithms.parameters.outer import Outer, described_outer
+from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, feeds_back
-from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback
+from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, Summand, sums_dtype
+from ringstrategy.collectives.base import Collective
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.kernels.engine import engine
 from ringstrategy.transport.agree import compare_plans
-from ringstrategy.transport.base import Peers
 
 
 class LocalSGD(Periodic):
@@ -81,7 +78,7 @@ class LocalSGD(Periodic):
         local: Local | None = None,
         uneven: str = "error",
     ) -> None:
-        super().__init__(Schedule(interval, overlap, unit, warmup_steps), consensus, local, uneven)
+        schedule = Schedule(interval, overlap, unit, warmup_steps)
         self.codec = Identity() if codec is None else codec
         self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
@@ -105,9 +102,9 @@ class LocalSGD(Periodic):
         self.outer, self.error_feedback, self.fragments = outer, error_feedback, fragments
         self.warmup_steps, self.within_host = warmup_steps, within_host
         self.within = AllReduce(local=local) if within_host else None
+        self._agreement = Agreement(schedule, outer, self.codec, self.collective, error_feedback, fragments)
+        super().__init__(schedule, self._agreement, consensus, local, uneven)
         self._said: list[str] = []
-        self._ends = False  # this is the last agreement
-        self._beside = Beside()
 
     def argument(self, name: str) -> str:
         """See `Periodic.argument`."""
@@ -118,23 +115,9 @@ class LocalSGD(Periodic):
         said, self._said = self._said, []
         return said
 
-    def _is_plain(self, group: Group) -> bool:
-        """Is this agreement an exact mean: one of the warm-up, or the last?"""
-        return self._ends or group.turns <= self.warmup_steps
-
-    # What
-
     def attend(self, buffers: Callable[[], Sequence[Tensor]], copied: Callable[[], Sequence[Tensor]] = tuple) -> None:
         """See `ParameterAlgorithm.attend`."""
-        self._beside = Beside(buffers, copied)
-
-    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
-        """See `Periodic.parts`."""
-        return cut_fragments({name: value for name, value in parameters.items() if value.numel()}, self.fragments)
-
-    def line(self, name: str, parameter: Parameter) -> str:
-        """See `Periodic.line`."""
-        return f"{super().line(name, parameter)} by {codec_of(self.codec, self.collective, name, parameter)}"
+        self._agreement.beside = Beside(buffers, copied)
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
         """Of those that are trained, or once were, also in the checkpoint's run: others are not sent."""
@@ -144,149 +127,43 @@ class LocalSGD(Periodic):
             frozen -= {self._known[name] for name in self._kept.shared if name in self._known}
         return super()._groups_of([parameter for parameter in parameters if parameter not in frozen])
 
-    def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """See `Periodic.group`. Theta is that of a checkpoint, or what the ranks have. Nothing was lost or sent yet."""
-        group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
-        for flat in group.flats:
-            warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
-            if isinstance(self.outer, Nesterov):
-                engine(flat.device).warm_up_nesterov()
-            flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
-            flat.shared = Shared(flat.names, flat.parameters, self.outer)
-            if not self._kept.take_shared(flat):
-                self._share(flat)
-        return group
-
-    def _share(self, flat: Flat) -> None:
-        """Theta becomes what the ranks have."""
-        values = self.exchange.common(flat.parameters, self.peers, "for the shared parameters")
-        _theta(flat).values.copy_(values)
-
-    def _kinds(self, flat: Flat) -> list[str]:
-        """What is kept for a flat: what its codec lost; and what this rank sent, if it goes on meanwhile."""
-        kinds = ["residual"] if feeds_back(flat.codec, self.error_feedback) else []
-        if self.overlap:
-            kinds.append("sent")
-        return kinds
-
-    def gather(self, group: Group) -> None:
-        """The progress since the last agreement; beside it its squared norm, and buffers."""
-        for flat in group.flats:
-            shared = _theta(flat).values
-            begun = shared.to(flat.parameters[0].dtype).to(shared.dtype)  # where a rank began, rounded
-            flat.gather_sum(begun, -1.0, into=flat.correction)
-            if "sent" in flat.memory:
-                flat.gather(into=flat.memory["sent"])
-        if group is self._groups[0]:
-            self._beside.gather(group, self.exchange, self.peers)
-        else:
-            group.others.clear()
-
-    def meet(self, group: Group, peers: Peers, number: int) -> None:
-        """Average the progress, and exactly what is beside it."""
-        plain = self._is_plain(group)
-        summands = [
-            Summand(
-                flat.correction,
-                Identity() if plain else flat.codec,
-                flat.memory.get("residual"),
-                seed=derive_seed(group.seed, number, place),
-            )
-            for place, flat in enumerate(group.flats)
-        ]
-        summands += [Summand(vector.correction, Identity()) for vector in group.others.values()]
-        self.exchange.means_(summands, peers, self.collective)
-
-    def apply(self, group: Group) -> None:
-        """Step Theta, and take it over."""
-        plain = self._is_plain(group)
-        waited = plain or self.schedule.waits(group.turns)
-        self._beside.apply(group, self.exchange.ranks, self.peers.size, waited=waited)
-        for flat in group.flats:
-            shared = _theta(flat)
-            shared.step(flat.correction, plain=plain)
-            if waited:
-                flat.write(shared.values)
-            else:
-                flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
-
     def metrics(self) -> dict[str, float]:
         """The norm of the last outer gradient (of the first fragment), and how far the ranks' directions agree.
 
         1: all ranks went the same way. 0: at right angles to each other, as by noise alone.
         """
-        return self._beside.metrics()
-
-    def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
-        """See `Periodic.left`: the mean of all ranks, with the steps since the last agreement."""
-        return self.means(group)
+        return self._agreement.beside.metrics()
 
     @torch.no_grad()
     def start(self) -> None:
         """See `ParameterAlgorithm.start`: before the first step Theta is what the ranks have now."""
-        trained = any(group.steps for group in self._groups)
-        if not trained and self._view is not None and not self._view.entered:
+        if self._runtime is not None and not self.entered and not any(group.steps for group in self._groups):
             for group in self._groups:
-                self._share_anew(group)
-
-    def _share_anew(self, group: Group) -> None:
-        """Before the first step weights may have been loaded. All ranks call it."""
-        if group.steps == 0:  # not turns: with unit="epoch" the first may still be to come
-            for flat in group.flats:
-                self._share(flat)
+                self._agreement.share_anew(group, self._runtime)
 
     @torch.no_grad()
     def finish(self) -> None:
         """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks, plus the sum of residuals."""
-        peers = self._peers
-        if peers is None or not self.consensus:
+        runtime = self._runtime
+        if runtime is None or not self.consensus:
             return
-        if self._view is not None and self._view.entered:
+        if self.entered:
             raise RuntimeError("call finish before or after `with consensus(...)`: within, ranks hold what they share")
-        compare_plans(peers, "the last agreement")
+        compare_plans(runtime.peers, "the last agreement")
         for group in self._groups:
             self._apply(group)
-        self._ends = True
+        self._agreement.ends = True
         try:
             for group in self._groups:
-                self.gather(group)
-                peers.finish([peers.submit(partial(self.meet, group, peers, group.mixings), "at the last agreement")])
-                self.apply(group)
+                runtime.peers.finish([self._exchange(group, "at the last agreement")])
+                self._agreement.apply(group, runtime)
         finally:
-            self._ends = False
+            self._agreement.ends = False
 
     def shared_values(self) -> dict[str, Tensor]:
         """Theta."""
         flats = (flat for group in self._groups for flat in group.flats)
-        return {name: part for flat in flats for name, part in flat.by_name(_theta(flat).values).items()}
-
-    def rehearse(self, group: Group, peers: Peers) -> None:
-        """See `Periodic.rehearse`."""
-
-        def work() -> None:
-            self.exchange.means_(
-                [
-                    Summand(
-                        torch.zeros_like(flat.correction),
-                        flat.codec,
-                        torch.zeros_like(flat.correction) if "residual" in flat.memory else None,
-                        seed=group.seed,
-                    )
-                    for flat in group.flats
-                ],
-                peers,
-                self.collective,
-            )
-
-        with peers.stats.probe():
-            peers.submit(work, "while setting up").wait()
-
-    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
-        """Theta; or the mean of all ranks, where the parameters hold other values."""
-        if not replaced:
-            self._share_anew(group)
-            return [(flat, _theta(flat).values) for flat in group.flats]
-        return self.means(group)
+        return {name: part for flat in flats for name, part in flat.by_name(theta(flat).values).items()}
 
     # Checkpoints
 
@@ -307,12 +184,6 @@ class LocalSGD(Periodic):
         self.load_state_dict({**self.state_dict(), "shared": {}})
 
     @property
-    def keeper(self) -> str:
-        """What is kept depends on these."""
-        how = f"codec={self.argument('codec')}, error_feedback={self.error_feedback}, overlap={bool(self.overlap)}"
-        return f"{super().keeper} with {how}"
-
-    @property
     def _outer_class(self) -> str:
         """Whose state it is that is kept for a parameter."""
         return self._outer_text.partition("(")[0]
@@ -320,9 +191,4 @@ class LocalSGD(Periodic):
     def close(self) -> None:
         """See `Algorithm.close`. Theta and the outer optimizer's state stay."""
         super().close()
-        self._beside = Beside()
-
-
-def _theta(flat: Flat) -> Shared:
-    assert flat.shared is not None
-    return flat.shared
+        self._agreement.beside = Beside()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,15 +15,15 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.memory import firsts
+from ringstrategy.algorithms.parameters.averager import Averager, Runtime
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.kept import Kept
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
-from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import Peers, Waitable
 
 
 class Periodic(ParameterAlgorithm):
@@ -32,31 +31,31 @@ class Periodic(ParameterAlgorithm):
 
     Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.
 
-    Subclasses say what is exchanged (`parts`, `group`, `begin`, `gather`, `meet`), what becomes of it (`apply`), and
-    what validation and checkpoints see (`seen`).
-
     Args:
-        schedule: when parameters are exchanged.
+        schedule: when.
+        averager: what is exchanged, what becomes of it, and what validation and checkpoints see.
         consensus: False: each rank validates, and ends with, its own parameters.
         local: see `Synchronous`.
         uneven: see `Algorithm`. With "join" a rank without data exchanges, and does not step.
     """
 
-    def __init__(self, schedule: Schedule, consensus: bool, local: Local | None, uneven: str) -> None:
+    def __init__(
+        self, schedule: Schedule, averager: Averager, consensus: bool, local: Local | None, uneven: str
+    ) -> None:
         if not isinstance(consensus, bool):
             raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
         check_uneven(uneven)
-        self.schedule, self.consensus, self.local, self.uneven = schedule, consensus, local, uneven
+        self.schedule, self.averager = schedule, averager
+        self.consensus, self.local, self.uneven = consensus, local, uneven
 
         self.exchange = Exchange()
-        self._peers: Peers | None = None
+        self._runtime: Runtime | None = None
         self._all: dict[str, Parameter] = {}
         self._known: dict[str, Parameter] = {}  # those that are averaged, one of those in the same memory
         self._first: dict[Parameter, Parameter] = {}  # of those in a parameter's memory
         self._groups: list[Group] = []
         self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
-        self._view: Consensus | None = None  # while there are peers
         self._kept = Kept()
 
     def __repr__(self) -> str:
@@ -85,73 +84,23 @@ class Periodic(ParameterAlgorithm):
         return self.schedule.unit
 
     @property
-    def peers(self) -> Peers:
-        """All ranks; between `setup` and `close`."""
-        assert self._peers is not None
-        return self._peers
+    def runtime(self) -> Runtime:
+        """Between `setup` and `close`."""
+        assert self._runtime is not None
+        return self._runtime
 
-    def means(self, group: Group, of: Callable[[Flat], Tensor] = Flat.row) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the exact mean over ranks of these values; all ranks call it."""
-        assert self._view is not None
-        return self._view.means(group, of)
-
-    # What subclasses say
-
-    @abstractmethod
-    def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """A new group of these, in the same order on all ranks. The kernels for them are ready when this returns."""
-
-    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
-        """The parameters of one optimizer as groups that are exchanged at different times; the same on all ranks."""
-        return [dict(parameters)]
-
-    def begin(self, group: Group) -> None:
-        """Before the first exchange of a group that no checkpoint knows; all ranks call it."""
-
-    @abstractmethod
-    def gather(self, group: Group) -> None:
-        """Copy what is to be exchanged."""
-
-    @abstractmethod
-    def meet(self, group: Group, peers: Peers, number: int) -> None:
-        """Exchange it, in the communication thread; `number`: of this group's exchange, from 0."""
-
-    @abstractmethod
-    def apply(self, group: Group) -> None:
-        """Change the parameters by what came of the exchange."""
-
-    @abstractmethod
-    def rehearse(self, group: Group, peers: Peers) -> None:
-        """Exchange zeros with all ranks to which this group will ever send, and keep everything as it is."""
-
-    @abstractmethod
-    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the values that all ranks see at validation, the same on all of them; all ranks call it.
-
-        Args:
-            group: with nothing under way.
-            replaced: see `ParameterAlgorithm.enter_consensus`.
-        """
-
-    def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the values that stay when its optimizer steps other parameters; all ranks call it."""
-        return self.seen(group)
-
-    def line(self, name: str, parameter: Parameter) -> str:
-        """What ranks compare of a parameter."""
-        return f"{INDENT}{name}: {tuple(parameter.shape)} {parameter.dtype}"
-
-    def mass(self, flat: Flat) -> Tensor:
-        """A copy of the values whose mean over ranks is what ranks are some distance from."""
-        return flat.row()
+    @property
+    def entered(self) -> bool:
+        """Do parameters show what all ranks see?"""
+        return self._runtime is not None and self._runtime.view.entered
 
     # The contract
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
-        assert self._peers is None, "close() first"
-        self._peers, self._kept = peers, Kept()
-        self._view = Consensus(peers, self.exchange)
+        assert self._runtime is None, "close() first"
+        self._kept = Kept()
+        self._runtime = Runtime(peers, self.exchange, Consensus(peers, self.exchange), self._kept)
         self._learn(parameters)
         self._agree(self._known)
 
@@ -160,8 +109,8 @@ class Periodic(ParameterAlgorithm):
         there = set(parameters.values())
         gone = [name for name, parameter in self._all.items() if parameter not in there]
         new = self._learn(parameters)
-        if (new or gone) and self._peers is not None:
-            compare_changes(self._peers, "", new, gone)
+        if (new or gone) and self._runtime is not None:
+            compare_changes(self._runtime.peers, "", new, gone)
         return list(new.values())
 
     def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -179,7 +128,7 @@ class Periodic(ParameterAlgorithm):
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`. RuntimeError while parameters show what all ranks see."""
-        if self._view is not None and self._view.entered:
+        if self.entered:
             raise RuntimeError(
                 "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
                 "parameters: leave `with consensus(...)` before you train on"
@@ -212,18 +161,22 @@ class Periodic(ParameterAlgorithm):
                 self._apply(group)
 
     def _begin_exchange(self, group: Group) -> None:
-        peers = self.peers
+        peers = self.runtime.peers
         if peers.lifeline is not None:
             peers.lifeline.begin_exchange()
-        with torch.no_grad():
-            self.gather(group)
-        group.under_way = peers.submit(partial(self.meet, group, peers, group.mixings), f"at mixing {group.mixings}")
+        group.under_way = self._exchange(group, f"at mixing {group.mixings}")
         peers.stats.exchanges += 1
         peers.stats.values_averaged += group.numel
 
+    @torch.no_grad()
+    def _exchange(self, group: Group, where: str) -> Waitable:
+        runtime = self.runtime
+        self.averager.gather(group, runtime, first=group is self._groups[0])
+        return runtime.peers.submit(partial(self.averager.meet, group, runtime, group.mixings), where)
+
     def _wait(self, group: Group) -> None:
         if group.under_way is not None:
-            self.peers.finish([group.under_way])
+            self.runtime.peers.finish([group.under_way])
             group.under_way, group.arrived = None, True
 
     @torch.no_grad()
@@ -232,11 +185,11 @@ class Periodic(ParameterAlgorithm):
         if group.arrived:
             group.arrived = False
             group.mixings += 1
-            self.apply(group)
+            self.averager.apply(group, self.runtime)
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
         """The groups of an optimizer, by the parameters that it steps; none if none of them is averaged."""
-        if self._peers is None:
+        if self._runtime is None:
             return []
         asked = frozenset(parameters)
         if asked not in self._bound:
@@ -248,7 +201,7 @@ class Periodic(ParameterAlgorithm):
     @torch.no_grad()
     def _bind(self, wanted: Mapping[str, Parameter]) -> list[Group]:
         """The groups of these parameters. Ranks compare the members of new groups, which replace older ones."""
-        parts = self.parts(wanted)
+        parts = self.averager.parts(wanted)
         same = [group for group in self._groups if any(_equal(group.parameters, part) for part in parts)]
         if len(same) == len(parts):
             return same
@@ -272,23 +225,22 @@ class Periodic(ParameterAlgorithm):
     def _make(
         self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int] | None
     ) -> Group:
-        group = self.group(parameters)
+        group = self.averager.group(parameters, self.runtime)
         group.place = place
         counts = counts or self._kept.counts.get(next(iter(parameters)))
         if counts is not None:
             group.counts = dict(counts)
         if not self._kept.resume(group):
-            self.begin(group)
+            self.averager.begin(group, self.runtime)
         self._warm_up(group)
         return group
 
     def _warm_up(self, group: Group) -> None:
         """On GPUs: exchange zeros as values will travel. So no exchange compiles or connects."""
-        peers = self.peers
-        if not peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
+        if not self.runtime.peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
             return
         self.settle()  # what is under way is no part of this
-        self.rehearse(group, peers)
+        self.averager.rehearse(group, self.runtime)
 
     def _refuse_to_share(self, group: Group, wanted: Mapping[str, Parameter]) -> None:
         """ValueError if another optimizer still steps parameters of this group that are not `wanted`."""
@@ -304,7 +256,7 @@ class Periodic(ParameterAlgorithm):
     def _end(self, group: Group) -> dict[str, int]:
         """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
         self._apply(group)
-        for flat, values in self.left(group):
+        for flat, values in self.averager.left(group, self.runtime):
             flat.write(values)
         self._drop(group)
         return group.counts
@@ -314,10 +266,10 @@ class Periodic(ParameterAlgorithm):
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
-        lines = [self.line(name, parameter) for name, parameter in parameters.items()]
+        lines = [self.averager.line(name, parameter) for name, parameter in parameters.items()]
         if len(parts) > 1:
             lines += [f"{INDENT}{name}: fragment {number}" for number, part in enumerate(parts) for name in part]
-        compare_plans(self.peers, self.plan_text(self.peers.size, lines))
+        compare_plans(self.runtime.peers, self.plan_text(self.runtime.peers.size, lines))
 
     # What all ranks see
 
@@ -331,29 +283,31 @@ class Periodic(ParameterAlgorithm):
         self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
     ) -> bool:
         """See `ParameterAlgorithm.enter_consensus`."""
-        if self._peers is None or self._view is None or self._view.entered:
+        runtime = self._runtime
+        if runtime is None or runtime.view.entered:
             return False
         # bytes of the mean must not meet those of a mixing: a rank with fewer batches waits here until it is told
         trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
-        compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
+        compare_plans(runtime.peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
-        seen = (pair for group in self._groups for pair in self.seen(group, replaced=replaced))
-        self._view.enter(seen, [*self._known.values(), *others], copied)
+        seen = (pair for group in self._groups for pair in self.averager.seen(group, runtime, replaced=replaced))
+        runtime.view.enter(seen, [*self._known.values(), *others], copied)
         return True
 
     def leave_consensus(self) -> None:
         """See `ParameterAlgorithm.leave_consensus`."""
-        if self._view is not None:
-            self._view.leave()
+        if self._runtime is not None:
+            self._runtime.view.leave()
 
     def as_own(self) -> AbstractContextManager[None]:
         """See `ParameterAlgorithm.as_own`."""
-        return nullcontext() if self._view is None else self._view.hidden()
+        return nullcontext() if self._runtime is None else self._runtime.view.hidden()
 
     @torch.no_grad()
     def consensus_distance(self, sample: int | None = None) -> float | None:
         """See `ParameterAlgorithm.consensus_distance`."""
-        return None if self._view is None else self._view.distance(self._groups, self.mass, sample)
+        runtime = self._runtime
+        return None if runtime is None else runtime.view.distance(self._groups, self.averager.mass, sample)
 
     # Checkpoints
 
@@ -370,31 +324,19 @@ class Periodic(ParameterAlgorithm):
 
     def own_state(self) -> dict[str, Any]:
         """See `ParameterAlgorithm.own_state`."""
-        return {"of": self.keeper, **self._kept.own_state(self._groups)}
-
-    @property
-    def keeper(self) -> str:
-        """Names whoever can use this state: state of another one is of no use."""
-        return type(self).__name__
+        return {"of": self.averager.keeper, **self._kept.own_state(self._groups)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
         """See `ParameterAlgorithm.load_own_state`."""
-        mine = bool(state["of"] == self.keeper)
+        mine = bool(state["of"] == self.averager.keeper)
         self._kept.load_own(state if mine else {})
         return mine
 
     def close(self) -> None:
         """Forget the parameters, and drop an exchange in flight. What `state_dict` gives stays."""
         self._kept.load_shared(self._kept.shared_state(self._groups))
-        self._peers, self._view, self._groups, self._bound = None, None, [], {}
+        self._runtime, self._groups, self._bound = None, [], {}
         self._all, self._known, self._first = {}, {}, {}
-
-
-def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
-    """Raise if it cannot carry them, and compile what it needs for them."""
-    for name, parameter in parameters.items():
-        check_carried(codec, name, parameter.dtype)
-        codec.warm_up(parameter.device)
 
 
 def _equal(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:
