@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -76,13 +77,16 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
 
 
 def _seldom(name: str, **changes: Any) -> LocalSGD:
-    """That of the name, with these attributes instead of its own."""
-    algorithm = STRATEGIES[name]()
+    algorithm = named(name, **changes)
     assert isinstance(algorithm, LocalSGD)
-    for attribute, value in changes.items():
-        assert hasattr(algorithm, attribute), attribute
-        setattr(algorithm, attribute, value)
     return algorithm
+
+
+def named(name: str, **changes: Any) -> Algorithm:
+    """The registered algorithm of this name, with these arguments instead of its own."""
+    algorithm = STRATEGIES[name]()
+    arguments = {each: getattr(algorithm, each) for each in inspect.signature(type(algorithm)).parameters}
+    return type(algorithm)(**arguments | changes)
 
 
 SELDOM: dict[str, Callable[[], Algorithm]] = {
@@ -402,7 +406,6 @@ class Intervals(Ours):
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized | LocalSGD, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
-        assert isinstance(algorithm.interval, int)
         self.interval = algorithm.interval
 
     def limit(self, compute: Phases, wire: float) -> float:

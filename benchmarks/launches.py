@@ -38,7 +38,7 @@ from ringstrategy.algorithms import Algorithm, AllReduce
 from ringstrategy.algorithms.base import GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import row_of
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.codecs.base import derive_seed

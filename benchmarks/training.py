@@ -38,6 +38,7 @@ from benchmarks.contenders import (
     contenders,
     decentralized,
     flat,
+    named,
     ours,
     sgd,
 )
@@ -49,7 +50,6 @@ from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.plan import candidates, machines, measured_codecs
 from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
-from ringstrategy.names import STRATEGIES
 
 _OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": partial(torch.optim.AdamW, lr=5e-4)}
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
@@ -70,9 +70,8 @@ class _Exchange(Ours):
 
 def _at(name: str, interval: int, overlap: bool) -> Decentralized:
     """The registered algorithm, with these instead of its own."""
-    algorithm = STRATEGIES[name]()
+    algorithm = named(name, interval=interval, overlap=overlap)
     assert isinstance(algorithm, Decentralized)
-    algorithm.interval, algorithm.overlap = interval, overlap
     return algorithm
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +64,7 @@ ALGORITHMS: list[Decentralized | LocalSGD] = [
     Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.75, overlap=False),
     LocalSGD(3),
     LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(4, block=16), Direct(segments=1), True, overlap=2),
-    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True, eager=True),
+    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True),
 ]
 
 
@@ -118,12 +120,17 @@ def test_what_cannot_be_simulated_is_refused() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "algorithm",
-    [Gossip(RandomMatching()), Gossip(Torus(), unequal_data=True), PushSum(directed(64)), Choco(codec=BlockInt(4))],
-    ids=str,
+    "make",
+    [
+        partial(Gossip, RandomMatching()),
+        partial(Gossip, Torus(), unequal_data=True),
+        partial(PushSum, directed(64)),
+        partial(Choco, codec=BlockInt(4)),
+    ],
+    ids=["gossip", "unequal data", "push-sum", "choco"],
 )
-def test_the_mean_goes_where_the_changes_go(algorithm: Decentralized, overlap: bool) -> None:
-    algorithm.overlap = overlap
+def test_the_mean_goes_where_the_changes_go(make: Callable[..., Decentralized], overlap: bool) -> None:
+    algorithm = make(overlap=overlap)
     values = torch.randn(64, 256, generator=torch.Generator().manual_seed(3))
     simulation, expected = Simulation(algorithm, values), values.double().mean(0)
     torch.testing.assert_close(simulation.mean().double(), expected, rtol=0, atol=1e-6)  # before it mixes too

@@ -285,10 +285,8 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
     def seldom(name: str, algorithm: LocalSGD) -> Row:
         codec = algorithm.codec if isinstance(algorithm.codec, Codec) else algorithm.codec.codec  # type: ignore[attr-defined]
         key = codec, False
-        interval = algorithm.interval
-        assert isinstance(interval, int)
-        late = algorithm.schedule.late
-        how = Apart(algorithm.collective, codec, key[1], interval, late, algorithm.fragments)
+        schedule = algorithm.schedule
+        how = Apart(algorithm.collective, codec, key[1], schedule.interval, schedule.late, algorithm.fragments)
         prediction = predict_apart(how, each * _TENSORS, there, profile)
         return Row(f'"{name}"', prediction, APART, "apart", _gb_per_second(codec, speeds.codecs[key]))
 

@@ -112,9 +112,7 @@ class Session:
         check_tensors(self.module)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, peers, sparse=sparse_parameters(self.module))
-        self.algorithm.attend(
-            lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
-        )
+        self.algorithm.attend(lambda: averaged_buffers(self.module), lambda: copied_buffers(self.module))
         within = self.algorithm.within
         if within is not None:
             self._host = Host.around(peers, within, self._group, device, self._timeout)

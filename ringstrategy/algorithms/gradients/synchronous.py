@@ -114,12 +114,10 @@ class Synchronous(GradientAlgorithm):
         self._news: list[str] = []
         self._step = 0
         self.launches: list[tuple[int, float]] = []
-        # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
-        self._awaited: dict[str, Tensor] = {}
-        self._awaited_state: dict[str, Tensor] = {}
+        # by parameter name, of those without a bucket: what a checkpoint holds for frozen ones; after `close` all
+        self._residuals: dict[str, Tensor] = {}
+        self._bucket_state: dict[str, Tensor] = {}
         self._stepped: dict[str, Tensor] = {}
-        self._left: dict[str, Tensor] = {}
-        self._left_state: dict[str, Tensor] = {}
 
     @abstractmethod
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
@@ -134,7 +132,7 @@ class Synchronous(GradientAlgorithm):
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self._peers, self._step = peers, 0
-        self._left, self._left_state, self._stepped = {}, {}, {}
+        self._residuals, self._bucket_state, self._stepped = {}, {}, {}
         self._unstepped, self._news = 0, []
         self._learn(parameters, sparse)
         self._append_unfrozen()
@@ -222,9 +220,9 @@ class Synchronous(GradientAlgorithm):
                 # change the gradient. The node lives as long as somebody holds it.
                 node = _accumulator(slot.parameter)
                 self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
-                if slot.name in self._awaited:
-                    bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
-            bucket.load_state(self._awaited_state)
+                if slot.name in self._residuals:
+                    bucket.residuals.load(slot.name, self._residuals.pop(slot.name))
+            bucket.load_state(self._bucket_state)
             bucket.residuals.load_parts(self._stepped)
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
         return new
@@ -360,7 +358,7 @@ class Synchronous(GradientAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The step, from which codecs draw their seeds, and what buckets and residuals keep beside themselves."""
-        buckets, stepped = {**self._awaited_state, **self._left_state}, dict(self._stepped)
+        buckets, stepped = dict(self._bucket_state), dict(self._stepped)
         for bucket in self._buckets:
             buckets |= bucket.state()
             stepped |= bucket.residuals.parts()
@@ -369,7 +367,7 @@ class Synchronous(GradientAlgorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self._step = int(state["step"])
-        self._awaited_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
+        self._bucket_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
         self._stepped = dict(state.get("stepped", {}))
         for bucket in self._buckets:
             bucket.load_state(state["buckets"])
@@ -377,14 +375,13 @@ class Synchronous(GradientAlgorithm):
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
         """See `GradientAlgorithm.residuals`."""
-        yield from self._left.items()
         for bucket in self._buckets:
             yield from bucket.residuals.state()
-        yield from self._awaited.items()
+        yield from self._residuals.items()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
         """See `GradientAlgorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
-        self._awaited = {
+        self._residuals = {
             name: value
             for name, value in residuals.items()
             if name in self._frozen and self._frozen[name].shape == value.shape
@@ -393,7 +390,7 @@ class Synchronous(GradientAlgorithm):
         return [
             name
             for name, value in residuals.items()
-            if name not in self._awaited and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
+            if name not in self._residuals and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
         ]
 
     def close(self) -> None:
@@ -407,15 +404,14 @@ class Synchronous(GradientAlgorithm):
                     state, left = {"buckets": {}, "stepped": {}}, {}
                     break
                 left[name] = value.cpu()
-            self._left = left
-            self._left_state = {name: value.cpu() for name, value in state["buckets"].items()}
+            self._residuals = left
+            self._bucket_state = {name: value.cpu() for name, value in state["buckets"].items()}
             self._stepped = {name: value.cpu() for name, value in state["stepped"].items()}
         for _, hook in self._hooks:
             hook.remove()
         self._peers = self._pass = None
         self._buckets, self._bucket_of, self._hooks = [], {}, []
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
-        self._awaited, self._awaited_state = {}, {}
         self._local_names, self._local_parameters = [], []
         self._accumulating, self._unaveraged = False, {}
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
-from ringstrategy.algorithms.parameters.group import Vector, row_of
-from ringstrategy.codecs.base import Codec
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
+from ringstrategy.algorithms.parameters.rows import row_of
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, Summand, cut, mean_
+from ringstrategy.collectives.base import Collective, Summand, cut, mean_, sums_dtype
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
@@ -43,26 +44,65 @@ class Piece:
         return self.of(self.vector.values)
 
 
-class Mixing(Protocol):
-    """The part of an algorithm that an exchange uses: see `Decentralized`."""
+class Mixing(ABC):
+    """What neighbours send of a rank, and what it makes of what came: the part in which algorithms of gossip differ.
+
+    Args:
+        topology: who mixes with whom.
+        codec: how values travel.
+        gain: factor of the difference to neighbours.
+    """
+
+    def __init__(self, topology: Topology, codec: Codec, gain: float = 1.0) -> None:
+        if not isinstance(topology, Topology):
+            raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
+        self.topology, self.codec, self.gain = topology, codec, gain
 
     @property
-    def topology(self) -> Topology:
-        """The topology."""
+    def keeper(self) -> str:
+        """Names what can use a group's state."""
+        return f"{type(self).__name__} over {self.topology}"
 
-    @property
-    def codec(self) -> Codec:
-        """How values travel."""
+    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of mixed values, for parameters of `dtype`."""
+        return sums_dtype(dtype)
 
-    @property
-    def gain(self) -> float:
-        """Factor of the difference to neighbours."""
+    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
+        """The dtype of what is read where `values` were written: that of the wire."""
+        dtype = self.codec.summable(values)
+        assert dtype is not None, "a codec whose bytes are no values needs another `read`"
+        return dtype
+
+    def begin(self, group: Group, exchange: Exchange, peers: Peers) -> None:
+        """Before the first mixing of a group that no checkpoint knows; all ranks call it."""
+
+    @abstractmethod
+    def fill(self, flat: Flat) -> None:
+        """Fill `flat.values` with the values to mix."""
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
-        """The bytes that say these values; `wire` is memory for them."""
+        """Encode the values of the piece; `wire` is memory for the bytes."""
+        raw = self.codec.raw(piece.values)
+        if raw is not None:
+            return raw
+        own_seed = derive_seed(piece.seed, piece.peers.rank)  # this rank's own noise
+        self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
+        return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """What all see of a rank's values after these bytes, while they stay; `whose` None: this rank's."""
+        """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
+        return wire.view(self.seen_dtype(piece.values.dtype))
+
+    def apply(self, group: Group) -> None:
+        """Add the corrections to the parameters."""
+        for flat in group.flats:
+            flat.add(flat.correction)
+
+    def mass(self, flat: Flat) -> Tensor:
+        """A copy of the values whose mean over ranks mixing keeps, in the dtype of sums."""
+        return flat.row()
 
 
 class Exchange:
@@ -79,12 +119,12 @@ class Exchange:
         row = topology.weights(peers.rank, peers.size, step)
         return {peer: weight for peer, weight in row.items() if peer != peers.rank}
 
-    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """Set the correction to gain times row `rank` of W x - x, where x are the values that all ranks decode.
 
         As a sum of weight * (theirs - own): what ranks agree about is then not rounded away.
         """
-        topology, codec, values = algorithm.topology, algorithm.codec, vector.values
+        topology, codec, values = mixing.topology, mixing.codec, vector.values
         weights, row = self.sources(topology, peers, step), topology.weights(peers.rank, peers.size, step)
         surplus = 0.0 if topology.doubly_stochastic else sum(row.values()) - 1
         targets = _targets(topology, peers, step)
@@ -98,12 +138,12 @@ class Exchange:
                 return peers.scratch(f"gossip.{name}.{k % 2}", nbytes, values.device)[:nbytes]
 
             with span("encode"):
-                wire = algorithm.write(pieces[k], memory("leaving"))
+                wire = mixing.write(pieces[k], memory("leaving"))
             arriving = {peer: memory(f"arriving.{peer}") for peer in weights}
             with span("send"):
                 return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
 
-        gains = [algorithm.gain * weight for weight in weights.values()]
+        gains = [mixing.gain * weight for weight in weights.values()]
         under_way = [post(0)]
         for k, piece in enumerate(pieces):
             if k + 1 < len(pieces):
@@ -112,11 +152,11 @@ class Exchange:
             with span("wait"):
                 handle.wait()
             with span("decode and mix"):
-                own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
-                theirs = [algorithm.read(piece, peer, arrived) for peer, arrived in arriving.items()]
+                own, correction = mixing.read(piece, None, wire), piece.of(vector.correction)
+                theirs = [mixing.read(piece, peer, arrived) for peer, arrived in arriving.items()]
                 engine(values.device).mix(own, theirs, gains, correction)
                 if surplus:
-                    correction.add_(own, alpha=algorithm.gain * surplus)
+                    correction.add_(own, alpha=mixing.gain * surplus)
 
     def connect(self, topology: Topology, peers: Peers, step: int, device: torch.device) -> None:
         """Exchange a byte with the neighbours of `step`: NCCL connects a pair at its first message."""
