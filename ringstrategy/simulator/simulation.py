@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
+from ringstrategy.algorithms.parameters.exchange import Exchange, Mixed, Piece
 from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.parameters.rows import row_of
@@ -38,7 +38,7 @@ class AllInOne(Exchange):
         """None: the other ranks hold the same copy of a rank as the rank itself."""
         return {}
 
-    def mix(self, mixing: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixed, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """See `Exchange.mix`."""
         topology, codec, gain = mixing.topology, mixing.codec, mixing.gain
         piece = Piece(vector, 0, vector.values.numel(), peers, seed)

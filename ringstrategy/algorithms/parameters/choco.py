@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
+from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
-from ringstrategy.transport.base import Peers
 
 
 class Choco(Decentralized):
@@ -69,12 +69,12 @@ class Choco(Decentralized):
 class Copies(Mixing):
     """What others do not know yet travels; copies of parameters, which follow it alike on all ranks, are mixed."""
 
-    def begin(self, group: Group, exchange: Exchange, peers: Peers) -> None:
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """All copies are the mean of all ranks."""
-        neighbours = exchange.sources(self.topology, peers, 0)
+        neighbours = runtime.exchange.sources(self.topology, runtime.peers, 0)
         for flat in group.flats:
             mean = self.mass(flat)
-            exchange.average_(mean, peers, "for the mean from which copies start")
+            runtime.exchange.average_(mean, runtime.peers, "for the mean from which copies start")
             for whose in (None, *neighbours):
                 flat.memory[_copy(whose)] = mean.clone()
 

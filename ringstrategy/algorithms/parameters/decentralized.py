@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -10,11 +11,12 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
-from ringstrategy.algorithms.parameters.exchange import Mixing
+from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Peers
@@ -40,7 +42,7 @@ class Decentralized(Periodic):
     """
 
     def __init__(self, mixing: Mixing, schedule: Schedule, consensus: bool, local: Local | None, uneven: str) -> None:
-        super().__init__(schedule, Mixer(mixing), consensus, local, uneven)
+        super().__init__(schedule, mixing, consensus, local, uneven)
         self.mixing = mixing
 
     @property
@@ -59,48 +61,77 @@ class Decentralized(Periodic):
         super().setup(parameters, peers, sparse=sparse)
 
 
-class Mixer(Averager):
-    """Mixes the values of each vector of a group with those of the neighbours."""
+class Mixing(Averager):
+    """Mixes the values of each vector of a group with those of the neighbours: see `Exchange.mix`.
 
-    def __init__(self, mixing: Mixing) -> None:
-        self.mixing = mixing
+    Args:
+        topology: who mixes with whom.
+        codec: how values travel.
+        gain: factor of the difference to neighbours.
+    """
+
+    def __init__(self, topology: Topology, codec: Codec, gain: float = 1.0) -> None:
+        if not isinstance(topology, Topology):
+            raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
+        self.topology, self.codec, self.gain = topology, codec, gain
 
     @property
     def keeper(self) -> str:
         """What is mixed, and with whom."""
-        return self.mixing.keeper
+        return f"{type(self).__name__} over {self.topology}"
+
+    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of mixed values, for parameters of `dtype`."""
+        return sums_dtype(dtype)
+
+    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
+        """The dtype of what is read where `values` were written: that of the wire."""
+        dtype = self.codec.summable(values)
+        assert dtype is not None, "a codec whose bytes are no values needs another `read`"
+        return dtype
+
+    @abstractmethod
+    def fill(self, flat: Flat) -> None:
+        """Fill `flat.values` with the values to mix."""
+
+    def write(self, piece: Piece, wire: Tensor) -> Tensor:
+        """Encode the values of the piece; `wire` is memory for the bytes."""
+        raw = self.codec.raw(piece.values)
+        if raw is not None:
+            return raw
+        own_seed = derive_seed(piece.seed, piece.peers.rank)  # this rank's own noise
+        self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
+        return wire
+
+    def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
+        """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
+        return wire.view(self.seen_dtype(piece.values.dtype))
 
     def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
         """See `Averager.group`."""
-        codec = self.mixing.codec
-        warm_up_codec(codec, parameters)
-        group = Group(parameters, self.mixing.values_dtype, lambda name, parameter: codec)
+        warm_up_codec(self.codec, parameters)
+        group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
-            engine(flat.device).warm_up_mix(self.mixing.seen_dtype(flat.dtype))
+            engine(flat.device).warm_up_mix(self.seen_dtype(flat.dtype))
         return group
-
-    def begin(self, group: Group, runtime: Runtime) -> None:
-        """See `Mixing.begin`."""
-        self.mixing.begin(group, runtime.exchange, runtime.peers)
 
     def gather(self, group: Group, runtime: Runtime, *, first: bool) -> None:
         """The values to mix."""
         for flat in group.flats:
-            self.mixing.fill(flat)
+            self.fill(flat)
 
     def meet(self, group: Group, runtime: Runtime, number: int) -> None:
         """Mix them."""
         for place, vector in enumerate(group.vectors):
             seed = derive_seed(group.seed, number, place)
-            runtime.exchange.mix(self.mixing, vector, runtime.peers, number, seed)
+            runtime.exchange.mix(self, vector, runtime.peers, number, seed)
 
     def apply(self, group: Group, runtime: Runtime) -> None:
-        """See `Mixing.apply`."""
-        self.mixing.apply(group)
-
-    def mass(self, flat: Flat) -> Tensor:
-        """See `Mixing.mass`."""
-        return self.mixing.mass(flat)
+        """Add the corrections to the parameters."""
+        for flat in group.flats:
+            flat.add(flat.correction)
 
     def seen(self, group: Group, runtime: Runtime, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """The exact mean of all ranks."""
@@ -108,7 +139,7 @@ class Mixer(Averager):
 
     def rehearse(self, group: Group, runtime: Runtime) -> None:
         """See `Averager.rehearse`."""
-        peers, topology = runtime.peers, self.mixing.topology
+        peers = runtime.peers
         corrections = [vector.correction for vector in group.vectors]
         for vector in group.vectors:
             vector.correction = torch.empty_like(vector.correction)
@@ -117,8 +148,8 @@ class Mixer(Averager):
 
         def work() -> None:
             self.meet(group, runtime, 0)
-            for step in range(1, topology.period(peers.size)):
-                runtime.exchange.connect(topology, peers, step, group.flats[0].device)
+            for step in range(1, self.topology.period(peers.size)):
+                runtime.exchange.connect(self.topology, peers, step, group.flats[0].device)
 
         with peers.stats.probe():
             peers.submit(work, "while setting up").wait()

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
+from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.algorithms.parameters.rows import row_of
-from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.collectives.base import Collective, Summand, cut, mean_, sums_dtype
+from ringstrategy.collectives.base import Collective, Summand, cut, mean_
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.kernels.engine import engine
 from ringstrategy.topologies.base import Topology
@@ -44,65 +44,18 @@ class Piece:
         return self.of(self.vector.values)
 
 
-class Mixing(ABC):
-    """What neighbours send of a rank, and what it makes of what came: the part in which algorithms of gossip differ.
+class Mixed(Protocol):
+    """What an exchange with neighbours asks of a `Mixing`, which see."""
 
-    Args:
-        topology: who mixes with whom.
-        codec: how values travel.
-        gain: factor of the difference to neighbours.
-    """
-
-    def __init__(self, topology: Topology, codec: Codec, gain: float = 1.0) -> None:
-        if not isinstance(topology, Topology):
-            raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
-        if not isinstance(codec, Codec):
-            raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        self.topology, self.codec, self.gain = topology, codec, gain
-
-    @property
-    def keeper(self) -> str:
-        """Names what can use a group's state."""
-        return f"{type(self).__name__} over {self.topology}"
-
-    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of mixed values, for parameters of `dtype`."""
-        return sums_dtype(dtype)
-
-    def seen_dtype(self, values: torch.dtype) -> torch.dtype:
-        """The dtype of what is read where `values` were written: that of the wire."""
-        dtype = self.codec.summable(values)
-        assert dtype is not None, "a codec whose bytes are no values needs another `read`"
-        return dtype
-
-    def begin(self, group: Group, exchange: Exchange, peers: Peers) -> None:
-        """Before the first mixing of a group that no checkpoint knows; all ranks call it."""
-
-    @abstractmethod
-    def fill(self, flat: Flat) -> None:
-        """Fill `flat.values` with the values to mix."""
+    topology: Topology
+    codec: Codec
+    gain: float
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
-        """Encode the values of the piece; `wire` is memory for the bytes."""
-        raw = self.codec.raw(piece.values)
-        if raw is not None:
-            return raw
-        own_seed = derive_seed(piece.seed, piece.peers.rank)  # this rank's own noise
-        self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
-        return wire
+        """Encode the values of the piece."""
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
-        return wire.view(self.seen_dtype(piece.values.dtype))
-
-    def apply(self, group: Group) -> None:
-        """Add the corrections to the parameters."""
-        for flat in group.flats:
-            flat.add(flat.correction)
-
-    def mass(self, flat: Flat) -> Tensor:
-        """A copy of the values whose mean over ranks mixing keeps, in the dtype of sums."""
-        return flat.row()
+        """The values that all ranks see in these bytes."""
 
 
 class Exchange:
@@ -119,7 +72,7 @@ class Exchange:
         row = topology.weights(peers.rank, peers.size, step)
         return {peer: weight for peer, weight in row.items() if peer != peers.rank}
 
-    def mix(self, mixing: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixed, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """Set the correction to gain times row `rank` of W x - x, where x are the values that all ranks decode.
 
         As a sum of weight * (theirs - own): what ranks agree about is then not rounded away.

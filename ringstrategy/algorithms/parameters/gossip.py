@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.codecs.base import Codec
@@ -14,7 +14,6 @@ from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
-from ringstrategy.transport.base import Peers
 
 
 class Gossip(Decentralized):
@@ -109,7 +108,7 @@ class Diffusion(Mixing):
         """It keeps one vector more if corrections are late."""
         return f"{super().keeper}, late={self.late}"
 
-    def begin(self, group: Group, exchange: Exchange, peers: Peers) -> None:
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """Nothing was corrected so far, and nothing has moved."""
         for flat in group.flats:
             flat.memory["corrected"] = torch.zeros_like(flat.correction)
@@ -126,7 +125,7 @@ class Diffusion(Mixing):
         else:  # it was applied after they were sent
             flat.values.add_(flat.memory["corrected"])
 
-    def apply(self, group: Group) -> None:
+    def apply(self, group: Group, runtime: Runtime) -> None:
         """The correction, with all before once more."""
         for flat in group.flats:
             flat.add(flat.memory["corrected"].add_(flat.correction))

@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
 from ringstrategy.algorithms.parameters.rows import cut_like
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.exponential import OnePeerExponential
-from ringstrategy.transport.base import Peers
 
 
 class PushSum(Decentralized):
@@ -52,11 +51,11 @@ class PushSum(Decentralized):
 class Numerators(Mixing):
     """x travels, in a vector of each flat, and w beside it."""
 
-    def begin(self, group: Group, exchange: Exchange, peers: Peers) -> None:
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """The parameters are x, the numerators over the weight."""
         for flat in group.flats:
             flat.memory["excess"] = torch.zeros_like(flat.correction)  # x minus the parameters
-        ones = torch.ones(exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
+        ones = torch.ones(runtime.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
         group.others["weight"] = Vector.of(ones)
 
     def mass(self, flat: Flat) -> Tensor:
@@ -67,7 +66,7 @@ class Numerators(Mixing):
         """x."""
         flat.gather_sum(flat.memory["excess"])
 
-    def apply(self, group: Group) -> None:
+    def apply(self, group: Group, runtime: Runtime) -> None:
         """Divide the new x by the new w."""
         weight = group.others["weight"]
         divisor = weight.values.add_(weight.correction)[:, None]
