@@ -287,7 +287,7 @@ class Auto(GradientAlgorithm):
     # Averaging
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `GradientAlgorithm.check`."""
+        """See `Algorithm.check`."""
         self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
@@ -297,11 +297,11 @@ class Auto(GradientAlgorithm):
         return self._inner.adopt(parameters, sparse=sparse)
 
     def is_local(self, name: str) -> bool:
-        """See `GradientAlgorithm.is_local`."""
+        """See `Algorithm.is_local`."""
         return self._inner.is_local(name)
 
     def compare(self, text: str) -> None:
-        """See `GradientAlgorithm.compare`."""
+        """See `Algorithm.compare`."""
         self._inner.compare(text)
 
     def before_backward(
@@ -313,7 +313,7 @@ class Auto(GradientAlgorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `GradientAlgorithm.before_backward`."""
+        """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:
             if not self._tuned or self._inner.delivers:
                 with self._peers.stats.probe():
@@ -322,7 +322,7 @@ class Auto(GradientAlgorithm):
         self._inner.before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
-        """See `GradientAlgorithm.after_backward`."""
+        """See `Algorithm.after_backward`."""
         if self._peers is None or self._begin is None:
             self._inner.after_backward()
             return
@@ -341,7 +341,7 @@ class Auto(GradientAlgorithm):
         return time.perf_counter()
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `GradientAlgorithm.before_step`."""
+        """See `Algorithm.before_step`."""
         self._inner.before_step(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
@@ -369,11 +369,11 @@ class Auto(GradientAlgorithm):
         self._inner.load_state_dict(state)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GradientAlgorithm.residuals`."""
+        """See `Algorithm.residuals`."""
         return self._inner.residuals()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `GradientAlgorithm.load_residuals`."""
+        """See `Algorithm.load_residuals`."""
         return self._inner.load_residuals(residuals)
 
     def close(self) -> None:

@@ -152,7 +152,7 @@ class Synchronous(GradientAlgorithm):
                 bucket.warm_up(self._peers, self.collective, small(self._capacity))
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `GradientAlgorithm.check`."""
+        """See `Algorithm.check`."""
         if scaled_loss:
             nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._local_names and (scaled_loss or clips_by_norm):
@@ -184,11 +184,11 @@ class Synchronous(GradientAlgorithm):
         return gone
 
     def is_local(self, name: str) -> bool:
-        """See `GradientAlgorithm.is_local`."""
+        """See `Algorithm.is_local`."""
         return name in self._local_names
 
     def compare(self, text: str) -> None:
-        """See `GradientAlgorithm.compare`."""
+        """See `Algorithm.compare`."""
         assert self._peers is not None
         compare_plans(self._peers, f"{self._plan_text}\n{text}")
 
@@ -236,7 +236,7 @@ class Synchronous(GradientAlgorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `GradientAlgorithm.before_backward`."""
+        """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
         if self._pass is not None:
@@ -273,7 +273,7 @@ class Synchronous(GradientAlgorithm):
             self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
 
     def after_backward(self) -> None:
-        """See `GradientAlgorithm.after_backward`."""
+        """See `Algorithm.after_backward`."""
         self._accumulating = False
         current = self._pass
         if current is not None:
@@ -332,7 +332,7 @@ class Synchronous(GradientAlgorithm):
             )
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `GradientAlgorithm.before_step`."""
+        """See `Algorithm.before_step`."""
         for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
             if parameter.grad is None or not parameter.grad.any():
                 del self._unaveraged[parameter]
@@ -374,13 +374,13 @@ class Synchronous(GradientAlgorithm):
             bucket.residuals.load_parts(self._stepped)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GradientAlgorithm.residuals`."""
+        """See `Algorithm.residuals`."""
         for bucket in self._buckets:
             yield from bucket.residuals.state()
         yield from self._residuals.items()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `GradientAlgorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
+        """See `Algorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
         self._residuals = {
             name: value
             for name, value in residuals.items()

@@ -116,7 +116,7 @@ class LocalSGD(Periodic):
         return said
 
     def attend(self, buffers: Callable[[], Sequence[Tensor]], copied: Callable[[], Sequence[Tensor]] = tuple) -> None:
-        """See `ParameterAlgorithm.attend`."""
+        """See `Algorithm.attend`."""
         self._agreement.beside = Beside(buffers, copied)
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
@@ -136,14 +136,14 @@ class LocalSGD(Periodic):
 
     @torch.no_grad()
     def start(self) -> None:
-        """See `ParameterAlgorithm.start`: before the first step Theta is what the ranks have now."""
+        """See `Algorithm.start`: before the first step Theta is what the ranks have now."""
         if self._runtime is not None and not self.entered and not any(group.steps for group in self._groups):
             for group in self._groups:
                 self._agreement.share_anew(group, self._runtime)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """See `ParameterAlgorithm.finish`: Theta becomes the exact mean of all ranks, plus the sum of residuals."""
+        """See `Algorithm.finish`: Theta becomes the exact mean of all ranks, plus the sum of residuals."""
         runtime = self._runtime
         if runtime is None or not self.consensus:
             return
@@ -180,7 +180,7 @@ class LocalSGD(Periodic):
             self._said.append(f"the outer optimizer begins anew, because it is {now}, and in the checkpoint {before}")
 
     def forget(self) -> None:
-        """See `ParameterAlgorithm.forget`: Theta and the outer optimizer's state too."""
+        """See `Algorithm.forget`: Theta and the outer optimizer's state too."""
         self.load_state_dict({**self.state_dict(), "shared": {}})
 
     @property

@@ -123,7 +123,7 @@ class Periodic(ParameterAlgorithm):
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
-        """See `ParameterAlgorithm.bind`."""
+        """See `Algorithm.bind`."""
         self._groups_of(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
@@ -140,7 +140,7 @@ class Periodic(ParameterAlgorithm):
             self._turn(groups)
 
     def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
-        """See `ParameterAlgorithm.after_epoch`."""
+        """See `Algorithm.after_epoch`."""
         if self.schedule.unit == "epoch":
             self._turn(self._groups_of(parameters))
 
@@ -274,7 +274,7 @@ class Periodic(ParameterAlgorithm):
     # What all ranks see
 
     def settle(self) -> None:
-        """See `ParameterAlgorithm.settle`."""
+        """See `Algorithm.settle`."""
         for group in self._groups:
             self._wait(group)
 
@@ -282,7 +282,7 @@ class Periodic(ParameterAlgorithm):
     def enter_consensus(
         self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
     ) -> bool:
-        """See `ParameterAlgorithm.enter_consensus`."""
+        """See `Algorithm.enter_consensus`."""
         runtime = self._runtime
         if runtime is None or runtime.view.entered:
             return False
@@ -295,17 +295,17 @@ class Periodic(ParameterAlgorithm):
         return True
 
     def leave_consensus(self) -> None:
-        """See `ParameterAlgorithm.leave_consensus`."""
+        """See `Algorithm.leave_consensus`."""
         if self._runtime is not None:
             self._runtime.view.leave()
 
     def as_own(self) -> AbstractContextManager[None]:
-        """See `ParameterAlgorithm.as_own`."""
+        """See `Algorithm.as_own`."""
         return nullcontext() if self._runtime is None else self._runtime.view.hidden()
 
     @torch.no_grad()
     def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `ParameterAlgorithm.consensus_distance`."""
+        """See `Algorithm.consensus_distance`."""
         runtime = self._runtime
         return None if runtime is None else runtime.view.distance(self._groups, self.averager.mass, sample)
 
@@ -323,11 +323,11 @@ class Periodic(ParameterAlgorithm):
         self._kept.load_shared(state)
 
     def own_state(self) -> dict[str, Any]:
-        """See `ParameterAlgorithm.own_state`."""
+        """See `Algorithm.own_state`."""
         return {"of": self.averager.keeper, **self._kept.own_state(self._groups)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """See `ParameterAlgorithm.load_own_state`."""
+        """See `Algorithm.load_own_state`."""
         mine = bool(state["of"] == self.averager.keeper)
         self._kept.load_own(state if mine else {})
         return mine
