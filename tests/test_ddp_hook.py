@@ -87,7 +87,7 @@ def hooked(
     *,
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
-    feedback: bool | None = None,
+    feedback: bool = False,
     **of_ddp: Any,
 ) -> Iterator[tuple[DistributedDataParallel, DdpHookState]]:
     model = DistributedDataParallel(Net(seed), **{"bucket_cap_mb": 0.01, **of_ddp})

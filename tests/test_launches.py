@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from torch.nn import Parameter
 
+from benchmarks.contenders import named
 from benchmarks.harness import table_on
 from benchmarks.launches import CASES, DEVICE, RANKS, Meter, StandInPeers, counted, measure, stand_ins, whole_step
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, Native, PowerSGD, Ring, SmallExact
@@ -87,9 +88,8 @@ FED_BACK = {
 def test_no_whole_step_waits_for_the_device() -> None:
     """With a loss scaler too."""
     for name in STRATEGIES:
-        algorithm = STRATEGIES[name]()
-        if isinstance(algorithm, LocalSGD):
-            algorithm.interval = algorithm.fragments = 1
+        is_local = isinstance(STRATEGIES[name](), LocalSGD)
+        algorithm = named(name, interval=1, fragments=1) if is_local else STRATEGIES[name]()
         if name != "ring_auto":  # which is one of the others
             check_whole_step(name, algorithm, scaled=False)
     for name, algorithm in FED_BACK.items():

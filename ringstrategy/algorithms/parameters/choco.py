@@ -69,6 +69,8 @@ class Choco(Decentralized):
 class Copies(Mixing):
     """What others do not know yet travels; copies of parameters, which follow it alike on all ranks, are mixed."""
 
+    algorithm = "Choco"
+
     def begin(self, group: Group, runtime: Runtime) -> None:
         """All copies are the mean of all ranks."""
         neighbours = runtime.exchange.sources(self.topology, runtime.peers, 0)

@@ -68,7 +68,12 @@ class Mixing(Averager):
         topology: who mixes with whom.
         codec: how values travel.
         gain: factor of the difference to neighbours.
+
+    Attributes:
+        algorithm: that mixes so, for messages.
     """
+
+    algorithm: str
 
     def __init__(self, topology: Topology, codec: Codec, gain: float = 1.0) -> None:
         if not isinstance(topology, Topology):
@@ -80,7 +85,7 @@ class Mixing(Averager):
     @property
     def keeper(self) -> str:
         """What is mixed, and with whom."""
-        return f"{type(self).__name__} over {self.topology}"
+        return f"{self.algorithm} over {self.topology}"
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of mixed values, for parameters of `dtype`."""

@@ -81,6 +81,8 @@ class Gossip(Decentralized):
 class Averaging(Mixing):
     """Parameters as they are."""
 
+    algorithm = "Gossip"
+
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The parameters'."""
         return dtype
@@ -98,6 +100,8 @@ class Diffusion(Mixing):
         codec: see `Gossip`.
         late: are corrections applied an interval after the parameters were sent?
     """
+
+    algorithm = "Gossip(unequal_data=True)"
 
     def __init__(self, topology: Topology, codec: Codec, *, late: bool) -> None:
         super().__init__(topology, codec, gain=0.5)

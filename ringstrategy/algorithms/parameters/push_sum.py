@@ -51,6 +51,8 @@ class PushSum(Decentralized):
 class Numerators(Mixing):
     """x travels, in a vector of each flat, and w beside it."""
 
+    algorithm = "PushSum"
+
     def begin(self, group: Group, runtime: Runtime) -> None:
         """The parameters are x, the numerators over the weight."""
         for flat in group.flats:
