@@ -3,6 +3,7 @@
 python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out outputs/training.jsonl
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
+python -m benchmarks training --cases "=ring_int8,fabric,horovod,process group,comm hook,fsdp2" --steps 1   # all doors
 python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
@@ -18,7 +19,7 @@ import copy
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -41,6 +42,7 @@ from benchmarks.contenders import (
     ours,
     sgd,
 )
+from benchmarks.doors import DOORS
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
@@ -100,6 +102,10 @@ class _Steps:
             self.trainings[name] = Training(copy.deepcopy(self.initial), batches, **self.how)
         return name
 
+    def door(self, make: Callable[..., Training]) -> Training:
+        """What another door drives."""
+        return make(copy.deepcopy(self.initial), self.batches, **self.how)
+
     def overlapping(self, name: str) -> tuple[str, str]:
         """Add it at the smallest interval whose compute takes `--margin` times as long as its exchange, both measured
         now; with overlap and without.
@@ -122,11 +128,12 @@ class _Steps:
         """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, **self.how)
+        known |= {name: partial(self.door, make) for name, make in DOORS.items()}
         planned = candidates(options.processes > 1) if options.predict else {}
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
-        on_demand = {*SELDOM, *TORCHFT}  # long runs
+        on_demand = {*SELDOM, *TORCHFT, *DOORS}
         for name in harness.chosen(known, options.cases):
             if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())
