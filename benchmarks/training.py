@@ -35,6 +35,7 @@ from benchmarks.contenders import (
     TORCHFT,
     MakeOptimizer,
     Ours,
+    Phases,
     Training,
     contenders,
     decentralized,
@@ -153,12 +154,7 @@ class _Steps:
             for name in dict.fromkeys(beside.values())
         }
         for name, case in cases.items():
-            nbytes = trainings[name].must_send(options.hosts)
-            if nbytes is None and options.processes == 1:  # else what a rank sent stayed within its host in part
-                nbytes = case.sent
-            wire = None if nbytes is None else harness.wire_seconds(nbytes)
-            if wire is not None:
-                case.limit_seconds = statistics.median(trainings[name].limit(one, wire) for one in phases[beside[name]])
+            case.limit_seconds = self.limit(case, trainings[name], phases[beside[name]])
         for late, early in pairs:
             waits = statistics.median(a / b for a, b in zip(cases[late].waits, cases[early].waits, strict=True))
             notes.append(f"{late}: waits {waits:.1%} of what it waits without overlap")
@@ -176,6 +172,14 @@ class _Steps:
 
             size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
             harness.report(kind, size, shown, options, notes, more)
+
+    def limit(self, case: Case, training: Training, alone: Sequence[Phases]) -> float | None:
+        """Seconds a step that no run can beat, from those of ranks that only compute; None where nothing throttles."""
+        nbytes = training.must_send(self.options.hosts)
+        if nbytes is None and self.options.processes == 1:  # else what a rank sent stayed within its host in part
+            nbytes = case.sent
+        wire = None if nbytes is None else harness.wire_seconds(nbytes)
+        return None if wire is None else statistics.median(training.limit(one, wire) for one in alone)
 
     def predict(self, named: Mapping[str, AllReduce], alone: Sequence[float]) -> Mapping[str, float]:
         """Seconds a step, by name, as `ringstrategy-plan` says; on rank 0, while the others wait."""
