@@ -71,9 +71,8 @@ def write_rows(folder: Path) -> None:
     fast = {"rate": "none", "throughput": None, "limit_seconds": None}
     write(folder, "collectives/fast", row("gloo fp32", 10.0, **fast), row("ring int8", 20.0, **fast))
     for key, hook, name in (("near", 5.0, "ring_int8"), ("few-bits", 4.0, "ring_int4")):
-        steps_of = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8))
+        steps_of = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8), row("post-local sgd every 4", 2.0))
         write(folder, f"training/{key}", *(each | STEP for each in steps_of))
-    write(folder, "training/rare", *(e | STEP for e in (row("ddp", 10.0), row("post-local sgd every 4", 2.0))))
     two_hosts = {"benchmark": "scaling", "size": "16 MB of fp32", "hosts": 2}
     write(folder, "scaling/a", row("ring int8", 1.0, **two_hosts), row("ring int8", 1.5, **two_hosts | {"hosts": 4}))
     race("seed0", folder, (40.0, 20.0, 10.0, 12.0, 5.0, 2.0))
