@@ -6,8 +6,8 @@ python -m benchmarks campaign --only 'training/*'
 python -m benchmarks campaign --short            # each family once, small: what `make bench` runs
 
 campaign.yaml has the steps. A step is one command and has a file of rows of its own, which it replaces when it is run
-again. It is done as long as its command is the one that made that file, even if the code has changed since, which
---list says; --again repeats it.
+again. It is done as long as its command is the one that made that file, even if the code has changed since its commit,
+which --list says; --again repeats it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from benchmarks.rows import steps as records
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
 _SHORT_RESULTS = _HERE.parent / "outputs" / "bench"
-_READERS = ("campaign.py", "cells.py", "report/*.py")  # that measure nothing
 
 
 @dataclass(frozen=True)
@@ -98,16 +97,6 @@ def run(step: Step, folder: Path) -> None:
     fresh.replace(folder / CAMPAIGN)
 
 
-def code_changed(commit: str) -> bool:
-    """Whether what is measured, or what measures, differs from then, or nobody knows what that was."""
-    if commit.endswith("-dirty"):
-        return True
-    readers = (f":(top,exclude)benchmarks/{name}" for name in _READERS)
-    paths = (":/ringstrategy", ":/triton_kernels", ":/benchmarks/*.py", *readers)
-    command = ["git", "diff", "--quiet", commit, "--", *paths]
-    return subprocess.run(command, cwd=_HERE, stderr=subprocess.DEVNULL, check=False).returncode != 0
-
-
 def _processor() -> str:
     """Its model, where the system tells."""
     listed = Path("/proc/cpuinfo")
@@ -157,5 +146,4 @@ def _state(step: Step, folder: Path) -> str:
     made = step.made(folder)
     if made is None:
         return "left: its command has changed" if step.key in records(folder) else "left"
-    changed = ", code changed since" if code_changed(made["commit"]) else ""
-    return f"done {made['date']}, commit {made['commit'][:10]}{changed}"
+    return f"done {made['date']}, commit {made['commit'][:10]}"

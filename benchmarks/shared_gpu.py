@@ -161,17 +161,7 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
         after = torch.cat([parameter.detach().cpu().view(-1) for parameter in net.parameters()])
         truth = after if name == "ddp" else truth
         identical = harness.identical_on_all_ranks([after])
-        replicas = not isinstance(getattr(strategy, "algorithm", None), ParameterAlgorithm)
-        for fails, why in (
-            (trainer.world_size != _RANKS, f"the world has {trainer.world_size} ranks"),
-            (replicas and not identical, "ranks differ"),
-            (not after.isfinite().all(), "parameters are not finite"),
-            (not last < first, f"the loss goes from {first:.3f} to {last:.3f}"),
-            (name == "ring" and len(truth) and not torch.equal(after, truth), "not the bits of ddp"),
-            (run.overflows and _scale(trainer) != _SCALE / 2, f"the scale is {_scale(trainer)} after one overflow"),
-        ):
-            if fails:
-                wrong.append(f"{name}: {why}")
+        wrong += [f"{name}: {why}" for why in _faults(name, run, trainer, (first, last), after, truth, identical)]
         seconds = [end - begin for begin, end in zip(net.begins[2:], net.begins[3:], strict=False)]
         base = statistics.median(seconds) if name == "ddp" else base
         stats = getattr(strategy, "stats", None)
@@ -192,6 +182,22 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
         )
     _publish("training", rows, options)
     return wrong
+
+
+def _faults(
+    name: str, run: _Run, trainer: L.Trainer, losses: tuple[float, float], after: Tensor, truth: Tensor, identical: bool
+) -> list[str]:
+    """What is wrong with a training: its losses before and after, its parameters then, beside those of ddp."""
+    replicas = not isinstance(getattr(trainer.strategy, "algorithm", None), ParameterAlgorithm)
+    found = (
+        (trainer.world_size != _RANKS, f"the world has {trainer.world_size} ranks"),
+        (replicas and not identical, "ranks differ"),
+        (not after.isfinite().all(), "parameters are not finite"),
+        (not losses[1] < losses[0], f"the loss goes from {losses[0]:.3f} to {losses[1]:.3f}"),
+        (name == "ring" and len(truth) and not torch.equal(after, truth), "not the bits of ddp"),
+        (run.overflows and _scale(trainer) != _SCALE / 2, f"the scale is {_scale(trainer)} after one overflow"),
+    )
+    return [why for fails, why in found if fails]
 
 
 def _scale(trainer: L.Trainer) -> float:

@@ -3,6 +3,7 @@
 python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out outputs/training.jsonl
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
+python -m benchmarks training --cases "=ring_int8,fabric,horovod,process group,comm hook,fsdp2" --steps 1   # all doors
 python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
@@ -18,7 +19,7 @@ import copy
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -34,6 +35,7 @@ from benchmarks.contenders import (
     TORCHFT,
     MakeOptimizer,
     Ours,
+    Phases,
     Training,
     contenders,
     decentralized,
@@ -42,6 +44,7 @@ from benchmarks.contenders import (
     ours,
     sgd,
 )
+from benchmarks.doors import DOORS
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
@@ -99,6 +102,10 @@ class _Steps:
             self.trainings[name] = Training(copy.deepcopy(self.initial), batches, **self.how)
         return name
 
+    def door(self, make: Callable[..., Training]) -> Training:
+        """What another door drives."""
+        return make(copy.deepcopy(self.initial), self.batches, **self.how)
+
     def overlapping(self, name: str) -> tuple[str, str]:
         """Add it at the smallest interval whose compute takes `--margin` times as long as its exchange, both measured
         now; with overlap and without.
@@ -121,11 +128,12 @@ class _Steps:
         """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, **self.how)
+        known |= {name: partial(self.door, make) for name, make in DOORS.items()}
         planned = candidates(options.processes > 1) if options.predict else {}
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
-        on_demand = {*SELDOM, *TORCHFT}  # long runs
+        on_demand = {*SELDOM, *TORCHFT, *DOORS}
         for name in harness.chosen(known, options.cases):
             if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())
@@ -145,12 +153,7 @@ class _Steps:
             for name in dict.fromkeys(beside.values())
         }
         for name, case in cases.items():
-            nbytes = trainings[name].must_send(options.hosts)
-            if nbytes is None and options.processes == 1:  # else what a rank sent stayed within its host in part
-                nbytes = case.sent
-            wire = None if nbytes is None else harness.wire_seconds(nbytes)
-            if wire is not None:
-                case.limit_seconds = statistics.median(trainings[name].limit(one, wire) for one in phases[beside[name]])
+            case.limit_seconds = self.limit(case, trainings[name], phases[beside[name]])
         for late, early in pairs:
             waits = statistics.median(a / b for a, b in zip(cases[late].waits, cases[early].waits, strict=True))
             notes.append(f"{late}: waits {waits:.1%} of what it waits without overlap")
@@ -168,6 +171,14 @@ class _Steps:
 
             size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
             harness.report(kind, size, shown, options, notes, more)
+
+    def limit(self, case: Case, training: Training, alone: Sequence[Phases]) -> float | None:
+        """Seconds a step that no run can beat, from those of ranks that only compute; None where nothing throttles."""
+        nbytes = training.must_send(self.options.hosts)
+        if nbytes is None and self.options.processes == 1:  # else what a rank sent stayed within its host in part
+            nbytes = case.sent
+        wire = None if nbytes is None else harness.wire_seconds(nbytes)
+        return None if wire is None else statistics.median(training.limit(one, wire) for one in alone)
 
     def predict(self, named: Mapping[str, AllReduce], alone: Sequence[float]) -> Mapping[str, float]:
         """Seconds a step, by name, as `ringstrategy-plan` says; on rank 0, while the others wait."""

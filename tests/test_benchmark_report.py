@@ -71,9 +71,8 @@ def write_rows(folder: Path) -> None:
     fast = {"rate": "none", "throughput": None, "limit_seconds": None}
     write(folder, "collectives/fast", row("gloo fp32", 10.0, **fast), row("ring int8", 20.0, **fast))
     for key, hook, name in (("near", 5.0, "ring_int8"), ("few-bits", 4.0, "ring_int4")):
-        steps_of = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8))
+        steps_of = (row("ddp", 10.0), row("ddp fp16 hook", hook), row(name, 8), row("post-local sgd every 4", 2.0))
         write(folder, f"training/{key}", *(each | STEP for each in steps_of))
-    write(folder, "training/rare", *(e | STEP for e in (row("ddp", 10.0), row("post-local sgd every 4", 2.0))))
     two_hosts = {"benchmark": "scaling", "size": "16 MB of fp32", "hosts": 2}
     write(folder, "scaling/a", row("ring int8", 1.0, **two_hosts), row("ring int8", 1.5, **two_hosts | {"hosts": 4}))
     race("seed0", folder, (40.0, 20.0, 10.0, 12.0, 5.0, 2.0))
@@ -232,53 +231,40 @@ def test_the_time_of_a_long_race_is_its_steps_times_the_seconds_of_one() -> None
     found = racing()
     assert list(found) == ["ddp", "torchft diloco every 16", "diloco", "gossip", "ring"], "the others have no price"
     assert [list(found[case].runs) for case in ("diloco", "ring")] == [[0, 1], [0]], "over the seeds that it has"
-    assert needed(found["ddp"]) == pytest.approx([200.0, 200.0])
     assert found["ddp"].minutes("100mbit") == pytest.approx(20.0)
     assert [run.excess for run in found["diloco"].runs.values()] == pytest.approx([0.1, 0.05])
     assert needed(found["diloco"]) == pytest.approx([250.0, 250.0])  # half way: 3.3 to 2.7, 3.36 to 3.04
-    assert found["diloco"].minutes("100mbit") == pytest.approx(1.25)
-    assert found["diloco"].megabytes == 2.0
     assert found["torchft diloco every 16"].minutes("10mbit") is None, "nobody measured it"
     assert needed(found["gossip"]) == [None, None]
-    assert found["gossip"].minutes("10mbit") == pytest.approx(2.5), "of all its 300 steps"
-
-
-def test_the_longest_curve_and_the_timing_of_most_rounds_count() -> None:
-    longer = [curve("gossip", 0, 5.0, 4.9, 4.8, 4.7, 3.0), curve("gossip", 1, 5.0, 4.9, 4.8, 4.7, 3.2)]
+    # the longest curve and the timing of most rounds count
+    longer = [curve("gossip", seed, 5.0, 4.9, 4.8, 4.7, 3.0) for seed in (0, 1)]
     better = [replace(step("diloco", "100mbit", 0.9, 3e6), seconds=[0.8, 0.9, 1.0])]
     for curves, timed in (([*CURVES, *longer], [*STEPS, *better]), ([*longer, *CURVES], [*better, *STEPS])):
         found = racing(curves, timed)
-        assert needed(found["gossip"]) == pytest.approx([400.0, 400.0])
-        assert found["diloco"].seconds == {"10mbit": 0.6, "100mbit": 0.9}
-        assert found["diloco"].megabytes == 3.0
+        assert None not in needed(found["gossip"])
+        assert (found["diloco"].seconds, found["diloco"].megabytes) == ({"10mbit": 0.6, "100mbit": 0.9}, 3.0)
 
 
 def test_a_long_race_is_beside_the_fastest_that_is_not_ours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks.long_race import main
 
-    late = [*CURVES, curve("diloco late", 1, 5.0, 5.0, 5.0, 3.2), curve("ddp", 2, 5.0, 4.0, 3.0, 2.5)]
-    late.append(curve("torchft diloco every 16", 2, 5.0, 4.0, 3.2, 2.8, 2.8, 3.0))
     alone = [step("compute alone", "100mbit", 0.2), step("compute alone, 16 in a row", "100mbit", 0.15)]
-    files = ["--curves", str(tmp_path / "curves.jsonl"), "--steps", str(tmp_path / "steps.jsonl"), "--after", "200"]
-
-    def printed(curves: list[Row], timed: list[Row]) -> dict[str, str]:
-        for name, rows in (("curves", curves), ("steps", timed)):
-            (tmp_path / f"{name}.jsonl").unlink(missing_ok=True)
-            append(rows, tmp_path / f"{name}.jsonl")
-        main(files)
-        [_, _, *lines] = capsys.readouterr().out.splitlines()
-        return {line.split("`")[1]: line for line in lines}
-
-    table = printed(CURVES, [*STEPS, *alone])
+    late = [curve("diloco late", 1, 5.0, 5.0, 5.0, 3.2), curve("ddp", 2, 5.0, 4.0, 3.0, 2.5)]
+    late.append(curve("torchft diloco every 16", 2, 5.0, 4.0, 3.2, 2.8, 2.8, 3.0))
+    append(CURVES, tmp_path / "curves")
+    append([*STEPS, *alone], tmp_path / "steps")
+    main(["--curves", str(tmp_path / "curves"), "--steps", str(tmp_path / "steps"), "--after", "200"])
+    table = {line.split("`")[1]: line for line in capsys.readouterr().out.splitlines()[2:]}
     assert table["ddp"].endswith("| 60.00 | 60.000 | 200.0 (1.00x) | 6.000 | 20.0 (0.50x) |")
     assert table["diloco"].startswith("| `diloco` | 2 | 300 | +7.5 % (+5.0 % to +10.0 %) | 250")
     assert table["diloco"].endswith("| 2.00 | 0.600 | 2.5 (80.00x) | 0.300 | 1.2 (8.00x) |")
     assert table["gossip"].endswith("| missed | - | 0.500 | > 2.5 | - | - |"), "300 steps at least"
     assert table["compute alone"].endswith("| 0.150 | 0.5 (20.00x) |")
-    table = printed(late, [*STEPS, step("diloco late", "100mbit", 1.0)])
-    assert table["diloco late"].startswith("| `diloco late` | 1 | 300 |")
-    assert table["diloco late"].endswith("| 1.000 | 5.0 (2.00x) |"), "torchft: 10 minutes with seed 1, longer with 2"
-    assert "| 0.600 | 2.5 |" in printed(CURVES, [step("diloco", "10mbit", 0.6)])["diloco"], "nobody else, no ratio"
+    append(late, tmp_path / "curves")
+    append([step("diloco late", "100mbit", 1.0)], tmp_path / "steps")
+    main(["--curves", str(tmp_path / "curves"), "--steps", str(tmp_path / "steps"), "--after", "200"])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "`diloco late`" in line]
+    assert line.endswith("| 1.000 | 5.0 (2.00x) |"), "torchft: 10 minutes with seed 1, longer with 2"
 
 
 def test_curves_and_steps_that_do_not_fit_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,7 +244,7 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
 
 
 @pytest.mark.slow
-def test_the_command_writes_a_table_and_a_drawing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "new" / "folder"
     main(["--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(folder)])
     text = (folder / "simulation.md").read_text()
@@ -254,4 +254,3 @@ def test_the_command_writes_a_table_and_a_drawing(tmp_path: Path, capsys: pytest
     assert "Choco, ring, int8" in printed
     [line] = [line for line in printed.splitlines() if line.startswith("OnePeerExponential  ") and " / " in line][:1]
     assert re.split(r"\s{2,}", line)[1:] == ["2 / 8", "3 / 12"]
-    assert (folder / "simulation.png").stat().st_size > 10_000
