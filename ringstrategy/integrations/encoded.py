@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -51,25 +49,6 @@ class Channel:
             ends.callback(self.peers.close)
             if not self.futures.close(_CLOSE_SECONDS) or error is not None:
                 self.peers.abort("the end of its process" if error is None else last_words(error))
-
-
-class _Closeable(Protocol):
-    def close(self) -> None: ...
-
-
-_open: weakref.WeakSet[_Closeable] = weakref.WeakSet()
-
-
-def close_at_exit(one: _Closeable) -> None:
-    """If it still exists then: threads must not be within torch while the process ends."""
-    if not _open:
-        at_exit(_close_all)
-    _open.add(one)
-
-
-def _close_all(error: BaseException | None) -> None:
-    for one in list(_open):
-        one.close()
 
 
 def peers_for(
