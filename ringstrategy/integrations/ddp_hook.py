@@ -3,7 +3,6 @@
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its own types, and not with strings.
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -23,18 +22,15 @@ from ringstrategy.algorithms.policy import Policy
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
-from ringstrategy.errors import last_words
-from ringstrategy.integrations.at_exit import at_exit
-from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
+from ringstrategy.integrations.encoded import Channel
 from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
 from ringstrategy.session.optimizers import stepped_by
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
-from ringstrategy.transport.futures import Futures, Promise
+from ringstrategy.transport.futures import Promise
 from ringstrategy.transport.stats import Stats
 
-_CLOSE_SECONDS = 1.0  # for exchanges under way when the process ends: other ranks may never come to them
 _MODULE = "pass module=model, the DDP module, to ddp_hook: it knows the names of parameters"
 
 Gradient = tuple[Parameter, Tensor]  # the tensor is a view of the buffer of a bucket of DDP
@@ -105,7 +101,7 @@ class DdpHookState:
         self._name_of = {parameter: name for name, parameter in self._parameters.items()}
         self._options, self._process_group, self._timeout = options, process_group, timeout
         self.stats = Stats(steps=None, exposed_seconds=None)
-        self._connection: _Connection | None = None
+        self._connection: Channel | None = None
         self._error: BaseException | None = None  # of an earlier connection
         self._step = 0
         self._plans: dict[int, _Plan] = {}  # by index of the bucket
@@ -184,10 +180,8 @@ class DdpHookState:
         if self._connection is None:
             tagged = self._options.collective.tagged
             peers = connect(device, self._timeout, self.stats, group=self._process_group, tagged=tagged)
-            begin_threads(free_cores(peers.hosts.count(peers.hosts[peers.rank])))
-            self._connection = _Connection(peers, Futures(device))
+            self._connection = Channel(peers, device)
             self._plans = {}  # the ranks are to compare them
-            self._stay = at_exit(self._connection.close)
             self._steps = register_optimizer_step_pre_hook(self._before_step)
         return self._connection.peers
 
@@ -296,7 +290,6 @@ class DdpHookState:
     def close(self) -> None:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
-            self._stay()
             self._steps.remove()
             connection, self._connection = self._connection, None
             try:
@@ -384,19 +377,3 @@ def _gradients_of(bucket: dist.GradBucket) -> list[Gradient]:
         strides = torch.empty_like(parameter, device="meta").stride()
         gradients.append((cast(Parameter, parameter), gradient.as_strided(parameter.shape, strides)))
     return gradients
-
-
-@dataclass(frozen=True)
-class _Connection:
-    """To the other ranks."""
-
-    peers: Peers
-    futures: Futures
-
-    def close(self, error: BaseException | None = None) -> None:
-        """If this process is within an exchange, or ends in an error, the others are told."""
-        with ExitStack() as ends:  # each of them, last first, whatever the others raise
-            ends.callback(end_threads)
-            ends.callback(self.peers.close)
-            if not self.futures.close(_CLOSE_SECONDS) or error is not None:
-                self.peers.abort("the end of its process" if error is None else last_words(error))

@@ -1,40 +1,54 @@
-"""What process groups and FSDP2's reduce-scatters share: peers that agree on a codec, and that end with the process."""
+"""What the doors beside a `Session` share: peers that agree on a codec, and that end with the process."""
 
 from __future__ import annotations
 
-import weakref
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Collective
+from ringstrategy.errors import last_words
 from ringstrategy.integrations.at_exit import at_exit
+from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.transport.agree import agree_beside
 from ringstrategy.transport.base import Peers, Word
 from ringstrategy.transport.connect import connect
+from ringstrategy.transport.futures import Futures
 from ringstrategy.transport.stats import Stats
 
-
-class _Closeable(Protocol):
-    def close(self) -> None: ...
+_CLOSE_SECONDS = 1.0  # for exchanges under way at the end: other ranks may never come to them
 
 
-_open: weakref.WeakSet[_Closeable] = weakref.WeakSet()
+class Channel:
+    """Exchanges beside what the caller computes: peers, futures of the results, and threads of codecs.
 
+    Args:
+        peers: connected; they are closed with it.
+        device: of the values.
+        codec_threads: None: as many as there are free cores.
 
-def close_at_exit(one: _Closeable) -> None:
-    """If it still exists then: threads must not be within torch while the process ends."""
-    if not _open:
-        at_exit(_close_all)
-    _open.add(one)
+    Attributes:
+        peers: as above.
+        futures: of exchanges.
+    """
 
+    def __init__(self, peers: Peers, device: torch.device, codec_threads: int | None = None) -> None:
+        self.peers, self.futures = peers, Futures(device)
+        free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
+        begin_threads(free if codec_threads is None else codec_threads)
+        self._stay = at_exit(self.close)
 
-def _close_all(error: BaseException | None) -> None:
-    for one in list(_open):
-        one.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """End the threads. If an exchange does not end, or this process ends in an error, the other ranks are told."""
+        self._stay()
+        with ExitStack() as ends:  # each of them, last first, whatever the others raise
+            ends.callback(end_threads)
+            ends.callback(self.peers.close)
+            if not self.futures.close(_CLOSE_SECONDS) or error is not None:
+                self.peers.abort("the end of its process" if error is None else last_words(error))
 
 
 def peers_for(

@@ -9,6 +9,7 @@ torch.distributed.checkpoint.save({"model": ..., "residuals": residuals}, checkp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +25,8 @@ from ringstrategy.codecs import BlockInt, Codec, Identity, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import BySize, Collective
 from ringstrategy.collectives.base import Summand, sums_dtype
-from ringstrategy.integrations.encoded import close_at_exit, peers_for
+from ringstrategy.integrations.at_exit import at_exit
+from ringstrategy.integrations.encoded import peers_for
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
 
@@ -107,21 +109,22 @@ class FsdpResiduals:
         self.codec, self._collective, self._exact_below = codec, collective, exact_below
         self._timeout = timeout
         self._peers: dict[tuple[dist.ProcessGroup, torch.device], Peers] = {}
+        self._ends = ExitStack()
         self._scatters: list[_ReduceScatter] = []
         keeps = error_feedback and not codec.lossless
         for index, (name, part) in enumerate(sharded.items()):
             scatter = _ReduceScatter(self, index, name, part, residual_dtype if keeps else None)
             part.set_custom_reduce_scatter(scatter)  # type: ignore[arg-type]  # whose class is private
             self._scatters.append(scatter)
-        close_at_exit(self)
 
     def scatter_(self, summand: Summand, group: dist.ProcessGroup, where: str) -> int:
         """Reduce-scatter in the ranks of `group`; returns this rank's place there."""
         device = summand.values.device
         if (group, device) not in self._peers:
-            self._peers[group, device] = peers_for(
-                self.codec, self._collective, self._exact_below, device, self._timeout, self.stats, group
-            )
+            how = self.codec, self._collective, self._exact_below, device, self._timeout, self.stats
+            made = self._peers[group, device] = peers_for(*how, group)
+            self._ends.callback(made.close)
+            self._ends.callback(at_exit(lambda error: made.close()))
         peers = self._peers[group, device]
         self.stats.exchanges += 1
         peers.finish([peers.submit(lambda: self._collective.scatter_(summand, peers), where)])
@@ -148,8 +151,8 @@ class FsdpResiduals:
 
     def close(self) -> None:
         """End the threads. Idempotent, never a collective; torch's own groups stay."""
-        while self._peers:
-            self._peers.popitem()[1].close()
+        self._peers.clear()
+        self._ends.close()
 
 
 class _ReduceScatter:

@@ -27,14 +27,13 @@ from ringstrategy.codecs import Codec, TopK, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
-from ringstrategy.integrations.encoded import close_at_exit, peers_for
+from ringstrategy.integrations.encoded import Channel, peers_for
+from ringstrategy.integrations.flats import in_flats
 from ringstrategy.integrations.memory import memory_of
-from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
-from ringstrategy.transport.futures import Futures, Promise
+from ringstrategy.transport.futures import Promise
 from ringstrategy.transport.stats import Stats
-from ringstrategy.transport.worker import CLOSE_SECONDS_AFTER_ERROR
 
 _GLOO, _NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
 _SUMS, _SCATTERED, _GATHERED = AllreduceCoalescedOptions(), ReduceScatterOptions(), AllgatherOptions()
@@ -240,7 +239,7 @@ class RingProcessGroup(dist.ProcessGroup):
             for backend in self._exact.values():
                 ends.callback(backend.shutdown)
             while self._lanes:
-                ends.callback(self._lanes.popitem()[1].close)
+                ends.callback(self._lanes.popitem()[1].channel.close)
 
     # How
 
@@ -278,7 +277,6 @@ class RingProcessGroup(dist.ProcessGroup):
             how = algorithm.codec, algorithm.collective, self.options.exact_below
             lane = _Lane(algorithm, peers_for(*how, device, self._timeout, self.stats, self), device)
             self._lanes[device.type] = lane
-            close_at_exit(lane)
         lane, seed = self._lanes[device.type], derive_seed(0, self._calls)
         self._calls += 1
         self.stats.exchanges += 1
@@ -286,7 +284,7 @@ class RingProcessGroup(dist.ProcessGroup):
         written = [memory_of(tensor) for tensor in out]
         exchange = lane.peers.submit(lambda: task(lane, written, seed), where)
         promise = Promise(out, device)
-        lane.futures.keep(promise, [exchange])
+        lane.channel.futures.keep(promise, [exchange])
         return _Work(exchange, promise.future, out)
 
 
@@ -297,24 +295,23 @@ class _Lane:
         assert isinstance(algorithm.codec, Codec)
         self._codec: Codec = algorithm.codec
         self._collective: Collective = algorithm.collective
-        self.peers, self.futures = peers, Futures(device)
-        free = free_cores(peers.hosts.count(peers.hosts[peers.rank]))
-        begin_threads(free if algorithm.codec_threads is None else algorithm.codec_threads)
+        self.peers, self.channel = peers, Channel(peers, device, algorithm.codec_threads)
 
     def sum_(self, tensors: Sequence[Tensor], mean: bool, seed: int) -> None:
         """Replace the tensors, of one dtype, by their sums or means."""
         first = tensors[0]
-        in_place = len(tensors) == 1 and first.is_contiguous() and sums_dtype(first.dtype) == first.dtype
-        if in_place:
-            values = first.view(-1)
-        else:
-            values = torch.cat([tensor.reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])
-        if mean:
-            values.mul_(1 / self.peers.size)
-        mean_(values, self.peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
-        if not in_place:
-            for tensor, part in zip(tensors, values.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+
+        def sum_(values: Tensor) -> None:
+            if mean:
+                values.mul_(1 / self.peers.size)
+            mean_(values, self.peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
+
+        if len(tensors) == 1 and first.is_contiguous() and sums_dtype(first.dtype) == first.dtype:
+            sum_(first.view(-1))
+            return
+        wide = [tensor.to(sums_dtype(tensor.dtype)) for tensor in tensors]
+        for tensor, values in zip(tensors, in_flats(wide, sum_), strict=True):
+            tensor.copy_(values)
 
     def scatter_(self, output: Tensor, values: Tensor, mean: bool, seed: int) -> None:
         """This rank's chunk of the sums or means becomes `output`; `values` stay as they are."""
@@ -329,13 +326,6 @@ class _Lane:
         flat = output.view(-1)
         flat.chunk(self.peers.size)[self.peers.rank].copy_(values.reshape(-1))
         Ring().gather_(flat, self.peers)
-
-    def close(self) -> None:
-        """End the threads."""
-        with ExitStack() as ends:  # each of them, last first, whatever the others raise
-            ends.callback(end_threads)
-            ends.callback(self.futures.close, CLOSE_SECONDS_AFTER_ERROR)
-            ends.callback(self.peers.close)
 
 
 class _Work(dist.Work):
