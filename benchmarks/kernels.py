@@ -103,10 +103,9 @@ def torch_pack(tensors: list[Tensor], flat: Tensor) -> None:
 
 def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> tuple[list[Case], Callable[[], object]]:
     """All cases of these codecs and of none, over the same buffers, and what makes the buffers as they were."""
-    from ringstrategy.kernels.triton.buckets import Places, pack, unpack
+    from ringstrategy.kernels.triton.buckets import Places
     from ringstrategy.kernels.triton.decode import decode
     from ringstrategy.kernels.triton.encode import encode
-    from ringstrategy.kernels.triton.formats import of
     from ringstrategy.kernels.triton.orthonormal import orthonormalise_
     from ringstrategy.kernels.triton.rotate import rotate_
 
@@ -120,20 +119,20 @@ def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> t
 
     for name in codecs:
         codec = _CODECS[name]
-        fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
+        size = codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-        encode(other, (), payload, fmt)
-        hop = partial(encode, values, [payload], wire, fmt)
+        encode(other, (), payload, codec)
+        hop = partial(encode, values, [payload], wire, codec)
         fed_back = partial(hop, residual=residual, lost=residual)
-        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, (), wire, fmt, lost=lost))
-        add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, fmt, add=True))
+        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, (), wire, codec, lost=lost))
+        add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, codec, add=True))
         add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(hop, lost=lost))
         add(f"relay fed back {name}", 12 * n + 2 * size, wire, triton=fed_back)
         others = [payload.clone() for _ in range(3)]
-        add(f"reduce 3 {name}", 4 * n + 4 * size, wire, triton=partial(encode, values, others, wire, fmt))
+        add(f"reduce 3 {name}", 4 * n + 4 * size, wire, triton=partial(encode, values, others, wire, codec))
         if codec.adds_exactly:
             add(f"relay rotated {name}", 12 * n + 2 * size, wire, triton=partial(fed_back, signs=turn))
-            add(f"decode rotated {name}", 4 * n + size, out, triton=partial(decode, payload, out, fmt, signs=turn))
+            add(f"decode rotated {name}", 4 * n + size, out, triton=partial(decode, payload, out, codec, signs=turn))
         if name in _TWINS:
             bits = _TWINS[name]
             for way, made in (("eager", _plain), ("compiled", _compiled)):
@@ -160,16 +159,16 @@ def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> t
         tensors = [part.to(dtype, copy=True) for part in original.split(length)]
         places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
         nbytes = (dtype.itemsize + 4) * n
-        packed = partial(pack, places, tensors, out, scale=0.25)
+        packed = partial(places.pack, tensors, out, scale=0.25)
         add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out))
-        add(f"un{name}", nbytes, tensors[0], triton=partial(unpack, places, out, tensors))
+        add(f"un{name}", nbytes, tensors[0], triton=partial(places.unpack, out, tensors))
 
     columns = original.view(-1, 2, 1024).clone()
     add(
         "orthonormalise",
         8 * n,
         columns,
-        triton=partial(orthonormalise_, columns, orthonormal.DEPENDENT),
+        triton=partial(orthonormalise_, columns),
         eager=partial(orthonormal.orthonormalise_, columns),
     )
 

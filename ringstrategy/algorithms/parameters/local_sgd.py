@@ -26,7 +26,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, sums_dtype
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.base import Peers
 
@@ -228,7 +228,7 @@ class LocalSGD(Periodic):
         for flat in group.flats:
             warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
             if isinstance(self.outer, Nesterov):
-                engine(flat.device).warm_up_nesterov()
+                operations.warm_up_nesterov.on(flat.device)()
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in self._kinds(flat)}
             self._shared[flat] = Shared(flat, self.outer)
             if self.eager:
