@@ -48,7 +48,7 @@ class Format:
     """A codec as one constant of the kernels; see `of`.
 
     Args:
-        form: the description that all engines share.
+        form: the description that all kernels share.
         quantize: a triton function; see above.
         dequantize: another.
     """
