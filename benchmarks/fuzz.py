@@ -110,9 +110,9 @@ def _in_torch() -> Iterator[None]:
     """Without Numba: by the reference."""
     modules = "ringstrategy.kernels.compiled."
     with (
-        mock.patch(modules + "_kernels", return_value=None),
-        mock.patch(modules + "_sparse_kernels", return_value=None),
-        mock.patch(modules + "_rotate", return_value=None),
+        mock.patch(modules + "block_kernels", return_value=None),
+        mock.patch(modules + "sparse_kernels", return_value=None),
+        mock.patch(modules + "rotate_kernel", return_value=None),
     ):
         yield
 

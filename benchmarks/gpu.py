@@ -45,8 +45,8 @@ class Part:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def _tests(file: str, *how: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "--tb=short", f"tests/{file}.py", *how]
+def _tests(files: Sequence[str], *how: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "--tb=short", *(f"tests/{file}.py" for file in files), *how]
 
 
 def _measured(out: Path, name: str, seconds: int, *command: str) -> Part:
@@ -60,7 +60,7 @@ def _parts(out: Path) -> list[Part]:
     measured = partial(_measured, out)
 
     def doors(backend: str) -> Part:
-        return Part(f"doors over {backend}", 300, _tests("test_conformance"), {"RINGSTRATEGY_TEST_BACKEND": backend})
+        return Part(f"doors over {backend}", 300, _tests(["test_conformance"]), {"RINGSTRATEGY_TEST_BACKEND": backend})
 
     found = [
         measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15"),
@@ -69,8 +69,8 @@ def _parts(out: Path) -> list[Part]:
         measured("training over gloo", 100, "shared_gpu", "training", "--backend", "gloo"),
         measured("streams over nccl", 90, "shared_gpu", "streams", "--backend", "nccl"),
         measured("streams over gloo", 90, "shared_gpu", "streams", "--backend", "gloo"),
-        Part("tests of processes", 120, _tests("test_kernels", "-k", _PROCESSES)),
-        Part("tests of the kernels", 400, _tests("test_kernels", *at_once, "-k", _KERNELS)),
+        Part("tests of processes", 120, _tests(["test_kernels_cuda"], "-k", _PROCESSES)),
+        Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once, "-k", _KERNELS)),
         doors("nccl"),
         doors("gloo"),
     ]
@@ -82,7 +82,7 @@ def _parts(out: Path) -> list[Part]:
             "compute-sanitizer",
             "--error-exitcode",
             "1",
-            *_tests("test_kernels", "-k", "pack_reads_only or largest_block"),
+            *_tests(["test_kernels_cuda"], "-k", "pack_reads_only or largest_block"),
         ]
         # it sees only whole allocations, so torch must not share them out
         found.append(Part("compute-sanitizer", 60, checked, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
@@ -93,7 +93,9 @@ def _dry_parts(out: Path) -> list[Part]:
     """On the CPU: in Triton's interpreter, with stand-ins, over gloo."""
     interpreted = {"TRITON_INTERPRET": "1"}
     return [
-        Part("tests of the kernels", 120, _tests("test_kernels", "-k", "empty_bucket or with_gaps"), interpreted),
+        Part(
+            "tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "empty_bucket or with_gaps"), interpreted
+        ),
         _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
         _measured(out, "bucket", 120, "bucket", "--dry", "--cases", "=`ring_int8`,=`ring_powersgd`"),
         _measured(out, "streams over gloo", 120, "shared_gpu", "streams", "--dry"),

@@ -11,7 +11,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -23,7 +23,6 @@ from benchmarks.rows import Row
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import orthonormal
 
 _TENSORS = 300  # that pack gathers
 _REPEATS = 10  # of a case in its graph
@@ -48,12 +47,11 @@ class Case:
     run: Callable[[], object]
 
 
-def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
-    """All cases over the same buffers, the copy first, and what makes the buffers as they were."""
-    from ringstrategy.kernels.triton.buckets import Places, pack, unpack
+def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> tuple[list[Case], Callable[[], object]]:
+    """All cases of these codecs and of none, the copy first, and what makes their buffers as they were."""
+    from ringstrategy.kernels.triton.buckets import Places
     from ringstrategy.kernels.triton.decode import decode
     from ringstrategy.kernels.triton.encode import encode
-    from ringstrategy.kernels.triton.formats import of
     from ringstrategy.kernels.triton.orthonormal import orthonormalise_
     from ringstrategy.kernels.triton.rotate import rotate_
 
@@ -65,21 +63,22 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
     def add(work: str, nbytes: int, run: Callable[[], object]) -> None:
         cases.append(Case(work, nbytes, run))
 
-    for name, codec in _CODECS.items():
-        fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
+    for name in codecs:
+        codec = _CODECS[name]
+        size = codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
-        encode(other, (), payload, fmt)
-        hop = partial(encode, values, [payload], wire, fmt)
+        encode(other, (), payload, codec)
+        hop = partial(encode, values, [payload], wire, codec)
         fed_back = partial(hop, residual=residual, lost=residual)
-        add(f"encode {name}", 8 * n + size, partial(encode, values, (), wire, fmt, lost=lost))
-        add(f"decode {name}", 8 * n + size, partial(decode, payload, out, fmt, add=True))
+        add(f"encode {name}", 8 * n + size, partial(encode, values, (), wire, codec, lost=lost))
+        add(f"decode {name}", 8 * n + size, partial(decode, payload, out, codec, add=True))
         add(f"relay {name}", 8 * n + 2 * size, partial(hop, lost=lost))
         add(f"relay fed back {name}", 12 * n + 2 * size, fed_back)
         others = [payload.clone() for _ in range(3)]
-        add(f"reduce 3 {name}", 4 * n + 4 * size, partial(encode, values, others, wire, fmt))
+        add(f"reduce 3 {name}", 4 * n + 4 * size, partial(encode, values, others, wire, codec))
         if codec.adds_exactly:
             add(f"relay rotated {name}", 12 * n + 2 * size, partial(fed_back, signs=turn))
-            add(f"decode rotated {name}", 4 * n + size, partial(decode, payload, out, fmt, signs=turn))
+            add(f"decode rotated {name}", 4 * n + size, partial(decode, payload, out, codec, signs=turn))
 
     add("rotate", 8 * n, partial(rotate_, values, turn))
 
@@ -91,11 +90,11 @@ def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], objec
         tensors = [part.to(dtype, copy=True) for part in original.split(length)]
         places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
         nbytes = (dtype.itemsize + 4) * n
-        add(name, nbytes, partial(pack, places, tensors, out, scale=0.25))
-        add(f"un{name}", nbytes, partial(unpack, places, out, tensors))
+        add(name, nbytes, partial(places.pack, tensors, out, scale=0.25))
+        add(f"un{name}", nbytes, partial(places.unpack, out, tensors))
 
     columns = original.view(-1, 2, 1024).clone()
-    add("orthonormalise", 8 * n, partial(orthonormalise_, columns, orthonormal.DEPENDENT))
+    add("orthonormalise", 8 * n, partial(orthonormalise_, columns))
 
     def reset() -> None:
         values.copy_(original)

@@ -43,7 +43,7 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives import Direct, Ring
-from ringstrategy.kernels import engine
+from ringstrategy.kernels import operations
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
 from ringstrategy.transport.base import Handle, Peers, Waitable
@@ -355,7 +355,7 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
 
     with (
         mock.patch.object(Exchange, "common", lambda _, tensors, *__: row_of(tensors)),  # it compares once, at setup
-        mock.patch.object(engine, "_cpu", _on_gpu),  # the meta device is none that it knows
+        mock.patch.object(operations, "kind_of", return_value="cuda"),  # the meta device too
         mock.patch.object(JITFunction, "run", lambda kernel, *args, **how: meter.kernel(kernel, *args, **how)),
         no_wire(meter, ranks),
         mock.patch.multiple(
@@ -367,10 +367,6 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
         mock.patch.object(Tensor, "data_ptr", address),
     ):
         yield
-
-
-def _on_gpu() -> engine.Engine:
-    return engine._CUDA
 
 
 class _Agreed:

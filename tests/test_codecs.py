@@ -7,6 +7,7 @@ import math
 import pickle
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from kinds import IN_TORCH, kernels_of
 from torch import Tensor
 
 import ringstrategy
@@ -35,8 +37,7 @@ from ringstrategy import (
 from ringstrategy.codecs import derive_seed
 from ringstrategy.codecs.noise import _hashes, noise
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels import reference
-from ringstrategy.kernels.compiled import Compiled
+from ringstrategy.kernels import compiled, reference
 from ringstrategy.kernels.reference import flips
 
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "codec").glob("*.yaml"))
@@ -201,11 +202,28 @@ def test_a_peers_bytes_are_never_trusted(codec: Codec) -> None:
         codec.decode(wire, memory[32 : 32 + numel], add=True)
         assert memory[:32].eq(7).all()
         assert memory[32 + numel :].eq(7).all()
-        for wrong in (wire.new_zeros(size + 1), wire.new_zeros(abs(size - 1)), wire.new_zeros(1, size)):
-            with pytest.raises(ValueError, match=r"flat, contiguous uint8 tensor of \d+ bytes for \d+ values"):
-                codec.decode(wrong, memory[32 : 32 + numel])
-            with pytest.raises(ValueError, match="nbytes"):
-                codec.encode(memory[32 : 32 + numel], wrong)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_message_that_does_not_fit_is_refused_before_it_is_read(codec: Codec) -> None:
+    given, whole = torch.zeros(1000), codec.nbytes(1000, torch.float32)
+    wire = torch.empty(whole, dtype=torch.uint8)
+    for bad in (
+        wire.new_empty(whole - 1),
+        wire.new_empty(whole + 1),
+        wire.to(torch.int8),
+        wire.repeat(2)[::2],
+        wire[None],
+    ):
+        for call in (
+            partial(codec.hop, [bad], given.clone(), wire, seed=0, own_seed=0),
+            partial(codec.hop, [], given.clone(), bad, seed=0, own_seed=0),
+            partial(codec.reduce, [bad], given.clone(), wire),
+            partial(codec.decode, bad, given.clone(), add=True),
+            partial(codec.deliver, bad, given.clone(), seed=0),
+        ):
+            with pytest.raises(ValueError, match=r"flat, contiguous uint8 tensor of \d+ bytes for 1000 values.*nbytes"):
+                call()
 
 
 @pytest.mark.parametrize("codec", BLOCKED, ids=str)
@@ -353,10 +371,10 @@ def test_what_was_decoded_rotates_back_with_the_same_bits_in_any_order(inner: Co
     exact = arrived.double() @ matrix.double()
     by_products = arrived @ matrix
     backwards = arrived.flip(1) @ matrix.flip(0)  # the same sums in another order
-    in_torch, compiled = arrived.clone(), arrived.clone()
+    in_torch, by_numba = arrived.clone(), arrived.clone()
     reference.rotate_(in_torch.view(-1), signs(3), inverse=True)
-    Compiled().rotate_(compiled.view(-1), signs(3), inverse=True)
-    for turned in (by_products, backwards, in_torch, compiled):
+    compiled.rotate_(by_numba.view(-1), signs(3), inverse=True)
+    for turned in (by_products, backwards, in_torch, by_numba):
         assert torch.equal(turned.double(), exact)
 
 
@@ -364,7 +382,7 @@ def test_the_rotation_stays_exact_whatever_a_user_lets_matrix_products_do() -> N
     script = """
 import torch
 from ringstrategy.codecs.rotated import Rotated, signs
-from ringstrategy.kernels import reference
+from ringstrategy.kernels import compiled, reference
 values = torch.randn(256 * 64, generator=torch.Generator().manual_seed(1))
 plain = values.clone()
 Rotated().prepare_(plain, 1)
@@ -449,7 +467,8 @@ def test_bad_arguments_are_refused_at_construction(build, error, words) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec) -> None:
+@pytest.mark.parametrize("kind", ["cpu", IN_TORCH])
+def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec, kind: str) -> None:
     values = data(max(codec.block, 256) * 3 + 1) * 1e-7
 
     def all_of_it() -> tuple[Tensor, Tensor]:
@@ -461,13 +480,14 @@ def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec) -> None
         codec.restore_(turned, 1)
         return wire, turned
 
-    expected = all_of_it()
+    with kernels_of(kind):
+        expected = all_of_it()
     for default in (torch.float16, torch.float64):
         for cached in (_hashes, flips):
             cached.cache_clear()
         torch.set_default_dtype(default)
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), kernels_of(kind):
                 found = all_of_it()
         finally:
             torch.set_default_dtype(torch.float32)

@@ -54,10 +54,10 @@ def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
             with pytest.raises(SystemExit, match="torch sees none here"):
                 main(arguments)
         else:
-            (tests,) = (ROOT / name for name in part.command if name.startswith("tests/"))
+            tests = "".join((ROOT / name).read_text() for name in part.command if name.startswith("tests/"))
             words = part.command[part.command.index("-k") + 1] if "-k" in part.command else ""
             for word in re.findall(r"\w{4,}", words):
-                assert re.search(rf"def test_\w*{word}", tests.read_text()), word
+                assert re.search(rf"def test_\w*{word}", tests), word
     with pytest.raises(SystemExit, match="needs a GPU"):
         main(["gpu"])
 

@@ -19,13 +19,15 @@ from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, N
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
-from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated
+from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated, Sign
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Complete
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter launches nothing", allow_module_level=True)
+
+from ringstrategy.kernels.triton import tables
 
 ROOT = Path(__file__).parents[1]
 NAMES = [path.stem for path in sorted((ROOT / "configs" / "codec").glob("*.yaml"))]
@@ -199,6 +201,34 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
             assert meter.compiled == compiled
         peers.close()
     assert bool(meter.compiled) == (name not in WITHOUT_KERNELS)
+
+
+def test_a_block_too_large_for_the_kernels_is_refused_when_buckets_are_made() -> None:
+    def made(codec: Codec) -> None:
+        weight = Parameter(torch.empty(300, 300, device=DEVICE))
+        AllReduce(codec).plan({"weight": weight}, frozenset(), 0)
+
+    with stand_ins(Meter(4)):
+        for codec in (BlockInt(8, block=16384), Rotated(Gaussian(4, block=16384)), Sign(block=8200)):
+            with pytest.raises(ValueError, match=r"8192 values.*choose such a block"):
+                made(codec)
+        made(BlockInt(8, block=8192))
+
+
+def test_tables_of_addresses_are_kept_but_not_what_a_graph_owns(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = torch.device("cpu")
+    kept = tables.table([1, 2**62, 3], host)
+    assert kept.tolist() == [1, 2**62, 3]
+    assert tables.table([1, 2**62, 3], host) is kept
+    monkeypatch.setattr(tables, "_captures", lambda device: True)
+    captured = tables.table([1, 2**62, 3], host)
+    assert torch.equal(captured, kept)
+    assert captured is not kept
+    assert tables.table([1, 2**62, 3], host) is not captured
+    meter = Meter(4)
+    with stand_ins(meter), meter.within():
+        tables.table([5, 6], DEVICE)
+    assert meter.waits == [], "no copy from the host"
 
 
 @pytest.mark.parametrize("name", ["gossip", "gossip_int8", "push_sum"])

@@ -252,29 +252,6 @@ def test_the_thread_of_the_hooks_calls_nothing_of_nccl(calls: Calls, collective:
             assert torch.allclose(grad, torch.stack(others).mean(0), atol=1e-7)
 
 
-def test_setting_up_exchanges_zeros_once_as_gradients_will_travel(calls: Calls) -> None:
-    def one(peers: NcclPeers) -> None:
-        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
-        before = peers.stats.bytes_sent
-        algorithm.setup(dict(model.named_parameters()), peers)
-        posts = len(peers._group.network.posts[peers.rank])  # type: ignore[union-attr]
-        assert peers.stats.probe_bytes_sent > 3000
-        loss = loss_of(model, peers.rank)
-        algorithm.before_backward(loss)
-        assert all(value.eq(0).all() for _, value in algorithm.residuals())
-        addresses = {key: memory.data_ptr() for key, memory in peers._scratch.items()}
-        assert addresses
-        loss.backward()
-        algorithm.after_backward()
-        assert len(peers._group.network.posts[peers.rank]) == 2 * posts  # type: ignore[union-attr]
-        assert {key: memory.data_ptr() for key, memory in peers._scratch.items()} == addresses
-        assert peers.stats.bytes_sent != before
-        assert peers.stats.probe_bytes_sent > 0
-        algorithm.close()
-
-    on_all_gpus(2, one)
-
-
 def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(calls: Calls) -> None:
     def one(peers: NcclPeers) -> None:
         on, training = queue.SimpleQueue[Any](), current()
@@ -380,48 +357,6 @@ def test_what_the_device_never_does_is_kept_for_good(calls: Calls, monkeypatch: 
     never_done.clear()
     gc.collect()
     assert alive() is None
-
-
-class _CutOffError(Exception):
-    pass
-
-
-@pytest.mark.parametrize("told", [False, True])
-def test_a_failed_backward_leaves_its_buckets_to_the_device(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, told: bool
-) -> None:
-    monkeypatch.setattr(Event, "done", True)
-    size = 2
-    meet = threading.Barrier(size)
-
-    def one(peers: NcclPeers) -> None:
-        model, algorithm = net(), AllReduce(BlockInt(8), error_feedback=True, bucket_mb=0.004)
-        algorithm.setup(dict(model.named_parameters()), peers)
-        first = next(model.parameters())
-        meet.wait(LIMIT)
-        Event.done = False
-        first.register_hook(lambda grad: (_ for _ in ()).throw(_CutOffError()))  # in the last bucket
-        algorithm.before_backward()
-        with pytest.raises(_CutOffError):
-            loss_of(model, peers.rank).backward()
-        buckets = [weakref.ref(bucket.buffer) for bucket in algorithm._buckets]  # type: ignore[attr-defined]
-        peers.submit(lambda: None, "behind them").wait()
-        meet.wait(LIMIT)
-        if told:
-            peers._group._get_backend = lambda device: SimpleNamespace(abort=lambda: None)  # type: ignore[union-attr]
-            peers.abort("a test")
-        algorithm.close()
-        del model, first
-        gc.collect()
-        launched = [buffer() is not None for buffer in buckets]
-        assert launched.count(False) == 1, "all but the last bucket were launched"
-        meet.wait(LIMIT)
-        threading.Timer(0.2, setattr, (Event, "done", True)).start()
-        peers.close()
-        gc.collect()
-        assert [buffer() for buffer in buckets] == [None] * len(buckets)
-
-    on_all_gpus(size, one)
 
 
 def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(

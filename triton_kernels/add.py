@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringstrategy.kernels import elementwise
+
 from .formats import LAUNCH
 from .tables import table
 
@@ -37,15 +39,13 @@ def _add_run(out, parts, begin, n, count, SPAN: tl.constexpr, ALIGN: tl.constexp
 
 
 def add_(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """Add the parts to `out`, in this order: one launch. The bits are those of as many additions.
-
-    Args:
-        out: float32 (n,).
-        parts: like `out`; sharing no memory with it.
-    """
+    """See `elementwise.add_`: several parts of float32, which share no memory with `out`, in one launch."""
+    if out.dtype != torch.float32 or len(parts) < 2:
+        elementwise.add_(out, parts)
+        return
     for each in (out, *parts):
         assert each.is_contiguous()
-        assert (each.dtype, each.shape) == (torch.float32, out.shape)
+        assert (each.dtype, each.shape) == (out.dtype, out.shape)
     n, addresses = out.numel(), [part.data_ptr() for part in parts]
     if n == 0:
         return

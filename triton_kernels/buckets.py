@@ -51,6 +51,42 @@ class Places:
                 assert _is_dense(tensor), f"strides {tensor.stride()} leave gaps: copy the tensor first"
         return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
+    def pack(self, tensors: Sequence[Tensor | None], flat: Tensor, *, scale: float = 1.0) -> None:
+        """Write `tensors * scale` to `flat`, in one launch.
+
+        Args:
+            tensors: dense, elements taken in the order of memory; None: zeros.
+            flat: float32 (numel,).
+            scale: rounded to float32.
+        """
+        self._check(flat)
+        if self.numel == 0:
+            return
+        with torch.cuda.device_of(flat):
+            addresses = table(self.addresses(tensors), self.edges.device)
+            _pack_kernel[(self.programs,)](
+                addresses, self.edges, self.kinds, self.ranges, flat, self.numel, float(scale), _SPAN, **LAUNCH
+            )
+
+    def unpack(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Write `flat` (left as it is) to the tensors that are not None, in one launch. See `pack`."""
+        self._check(flat)
+        if self.numel == 0:
+            return
+        with torch.cuda.device_of(flat):
+            addresses = table(self.addresses(tensors), self.edges.device)
+            _unpack_kernel[(self.programs,)](
+                addresses, self.edges, self.kinds, self.ranges, flat, self.numel, _SPAN, **LAUNCH
+            )
+
+    def source(self, tensors: Sequence[Tensor | None], addresses: Sequence[int], scale: float) -> Source:
+        """What kernels on the current stream read instead of a bucket: tensors at these `addresses`, times `scale`."""
+        return Source(self, tensors, table(addresses, self.edges.device), scale)
+
+    def _check(self, flat: Tensor) -> None:
+        assert (flat.shape, flat.dtype, flat.device) == ((self.numel,), torch.float32, self.edges.device)
+        assert flat.is_contiguous()
+
 
 class Source(NamedTuple):
     """The values of a bucket where they lie: `tensors` at `addresses`, int64 on the device, times `scale`."""
@@ -59,11 +95,6 @@ class Source(NamedTuple):
     tensors: Sequence[Tensor | None]  # kept
     addresses: Tensor
     scale: float
-
-    @classmethod
-    def at(cls, places: Places, tensors: Sequence[Tensor | None], addresses: Sequence[int], scale: float) -> Source:
-        """Of tensors at these `Places.addresses`, for kernels on the current stream."""
-        return cls(places, tensors, table(addresses, places.edges.device), scale)
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -219,39 +250,3 @@ def _unpack_kernel(addresses, edges, kinds, ranges, flat, n, SPAN: tl.constexpr)
                 _write(x, place, start, stop, whole, tl.float16, SPAN)
             else:
                 _write(x, place, start, stop, whole, tl.bfloat16, SPAN)
-
-
-def pack(places: Places, tensors: Sequence[Tensor | None], flat: Tensor, *, scale: float = 1.0) -> None:
-    """Write `tensors * scale` to `flat`.
-
-    Args:
-        places: of the tensors in the bucket.
-        tensors: dense, elements taken in the order of memory; None: zeros.
-        flat: float32 (places.numel,).
-        scale: rounded to float32.
-    """
-    _check_flat(places, flat)
-    if places.numel == 0:
-        return
-    with torch.cuda.device_of(flat):
-        addresses = table(places.addresses(tensors), places.edges.device)
-        _pack_kernel[(places.programs,)](
-            addresses, places.edges, places.kinds, places.ranges, flat, places.numel, float(scale), _SPAN, **LAUNCH
-        )
-
-
-def unpack(places: Places, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-    """Write `flat` (left as it is) to the tensors that are not None. See `pack`."""
-    _check_flat(places, flat)
-    if places.numel == 0:
-        return
-    with torch.cuda.device_of(flat):
-        addresses = table(places.addresses(tensors), places.edges.device)
-        _unpack_kernel[(places.programs,)](
-            addresses, places.edges, places.kinds, places.ranges, flat, places.numel, _SPAN, **LAUNCH
-        )
-
-
-def _check_flat(places: Places, flat: Tensor) -> None:
-    assert (flat.shape, flat.dtype, flat.device) == ((places.numel,), torch.float32, places.edges.device)
-    assert flat.is_contiguous()

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels.layout import Part
+from ringstrategy.kernels.layout import BlockFormat, Part
 
-from .formats import LAUNCH, Format
-from .parts import launches, load_part
+from .formats import LAUNCH, of
+from .parts import load_part, tables_of
 from .rotate import NO_SIGNS, rotate_tiles
 from .tiles import (
     code_pointer,
@@ -78,16 +78,14 @@ def _decode_kernel(
     store_tiles(out + begin, tiles, exists, span, FORMAT)
 
 
-def decode(wire: Tensor, out: Tensor, fmt: Format, *, signs: Sequence[int] | None = None, add: bool = False) -> None:
-    """Write the values in `wire`, rotated back if there are `signs`, to `out`, or with `add`, add them: one launch.
+def decode(
+    wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Sequence[int] | None = None, add: bool = False
+) -> None:
+    """See `reference.decode`: one launch. `out`, float32, float16 or bfloat16, is rounded once from float32.
 
-    Args:
-        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes.
-        out: float32, float16 or bfloat16 (n,); rounded once from float32.
-        fmt: the codec; one that `rotates` if there are signs.
-        signs: as those of `encode`.
-        add: to what `out` holds.
+    The message begins at a multiple of 16 bytes; `signs` as those of `encode`.
     """
+    fmt = of(form.arithmetic)
     fmt.check(out, wire)
     if signs is not None:
         fmt.check_rotation(out)
@@ -100,13 +98,14 @@ def decode(wire: Tensor, out: Tensor, fmt: Format, *, signs: Sequence[int] | Non
         )
 
 
-def decode_parts(parts: Sequence[Part], out: Tensor, fmt: Format, *, signs: Sequence[int] | None = None) -> None:
+def decode_parts(parts: Sequence[Part], out: Tensor, *, form: BlockFormat, signs: Sequence[int] | None = None) -> None:
     """`decode` for several parts of a bucket `out`, float32 (n,), in one launch, or two: see `encode_parts`."""
+    fmt = of(form.arithmetic)
     assert out.dtype == torch.float32
     for part in parts:
         fmt.check_part(out, *part)
     if signs is not None:
         fmt.check_rotation(out)
     with torch.cuda.device_of(out):
-        for grid, messages, align, whole in launches(parts, fmt, out.device):
+        for grid, messages, align, whole in tables_of(parts, fmt, out.device):
             _decode_kernel[grid](messages, None, out, 0, *(signs or NO_SIGNS), fmt, align, whole, **LAUNCH)

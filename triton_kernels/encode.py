@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels.layout import Part
+from ringstrategy.kernels.layout import BlockFormat, Part
 
 from .buckets import Source, gather_tiles
 from .decode import add_tiles, decode_tiles
-from .formats import LAUNCH, Format
-from .parts import launches, load_part
+from .formats import LAUNCH, of
+from .parts import load_part, tables_of
 from .rotate import NO_SIGNS, rotate_tiles
 from .tables import table
 from .tiles import (
@@ -122,7 +122,7 @@ def encode(
     values: Tensor,
     wires: Sequence[Tensor],
     wire: Tensor,
-    fmt: Format,
+    form: BlockFormat,
     *,
     residual: Tensor | None = None,
     signs: Sequence[int] | None = None,
@@ -130,22 +130,13 @@ def encode(
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """Write the sum of `values` and then `wires`, in that order, to `wire`, and what that loses to `lost`: one launch.
+    """See `reference.encode`: one launch. Values and residuals are float32, float16 or bfloat16.
 
-    The bytes are those of adding the residual, rotating, decoding each of the wires with `add=True`, and encoding. From
-    a block that is not finite, `lost` gets the residual; without one it stays as it was there.
-
-    Args:
-        values: float32, float16 or bfloat16 (n,); stay as they are. Float32 if there is a residual or a rotation.
-        wires: messages of n values, from multiples of 16 bytes.
-        wire: uint8 (fmt.form.nbytes(n),), from a multiple of 16 bytes; none of `wires`.
-        fmt: the codec; one that `rotates` if there are signs.
-        residual: float32, float16 or bfloat16 (n,), added to the values first.
-        signs: of a rotation of both; see `rotate_`. With them n is a multiple of the block, or less than 256 above one.
-        lost: float32, float16 or bfloat16 (n,), rotated back and rounded once; may be the values or the residual.
-        seed: of stochastic rounding.
-        offset: place of the first value in its bucket, whole blocks from the start; stochastic rounding depends on it.
+    Messages begin at multiples of 16 bytes, and `wire` is none of `wires`. Values with a residual or a rotation are
+    float32; with a rotation, n is a multiple of the block, or less than 256 above one. `lost` is rounded once, and may
+    be the values or the residual.
     """
+    fmt = of(form.arithmetic)
     fmt.check(values, *wires, wire)
     assert offset % fmt.block == 0, f"offset {offset} is not at the edge of a block of {fmt.block}"
     n = values.numel()
@@ -174,9 +165,9 @@ def encode(
 def encode_parts(
     values: Tensor,
     parts: Sequence[Part],
-    wires: Sequence[Tensor],
-    fmt: Format,
+    arrived: Sequence[Tensor] = (),
     *,
+    form: BlockFormat,
     source: Source | None = None,
     residual: Tensor | None = None,
     signs: Sequence[int] | None = None,
@@ -188,19 +179,20 @@ def encode_parts(
     Args:
         values: float32 (n,), the whole bucket. With a `source` they are neither read nor written.
         parts: from multiples of the block.
-        wires: messages of the only part, if there is one. Those are added in their order.
-        fmt: the codec.
+        arrived: messages of the only part, if there is one. Those are added in their order.
+        form: of the messages.
         source: what the values are instead.
         residual: float32, float16 or bfloat16 (n,).
         signs: see `encode`; a short block is at the end of the bucket.
         lost: float32, float16 or bfloat16 (n,), rotated back and rounded once; may be the residual.
         seed: of stochastic rounding.
     """
+    fmt = of(form.arithmetic)
     assert values.dtype == torch.float32
-    assert len(parts) == 1 or not wires
+    assert len(parts) == 1 or not arrived
     assert source is None or source.places.numel == values.numel()
     for part in parts:
-        fmt.check_part(values, *part, *wires)
+        fmt.check_part(values, *part, *arrived)
     for whole in (residual, lost):
         if whole is not None:
             fmt.check(whole)
@@ -208,13 +200,13 @@ def encode_parts(
     if signs is not None:
         fmt.check_rotation(values)
     with torch.cuda.device_of(values):
-        payloads = table([arrived.data_ptr() for arrived in wires], values.device) if wires else None
+        payloads = table([message.data_ptr() for message in arrived], values.device) if arrived else None
         flat, edges, kinds, tensors, scale = values, None, None, 0, None
         if source is not None:
             flat, edges, kinds = source.addresses, source.places.edges, source.places.kinds
             tensors, scale = len(source.places.numels), source.scale
-        for grid, messages, align, whole in launches(parts, fmt, values.device):
+        for grid, messages, align, whole in tables_of(parts, fmt, values.device):
             _encode_kernel[grid](
-                flat, residual, payloads, messages, lost, 0, len(wires), seed, 0,
+                flat, residual, payloads, messages, lost, 0, len(arrived), seed, 0,
                 *(signs or NO_SIGNS), edges, kinds, tensors, scale, fmt, align, whole, **LAUNCH,
             )  # fmt: skip

@@ -57,7 +57,7 @@ def _compare_kernel(tensors, offsets, then, sums, PLACES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])
 def _part_kernel(tensors, sums, late, scale, stepped, parts, count, FADES: tl.constexpr, TENSORS: tl.constexpr):
-    """parts = <now, then> / <then, then>, relative to the largest of late: `Engine.stepped_parts`. One program."""
+    """parts = <now, then> / <then, then>, relative to the largest of late: see `stepped_parts`. One program."""
     at = tl.arange(0, TENSORS)
     there = at < count
     there = tl.load(tensors + 2 * at + 1, mask=there, other=-1) >= 0
@@ -115,7 +115,7 @@ def _go_span(now, before, part, start, stop, WHOLE: tl.constexpr, SPAN: tl.const
 
 
 def sample(tensors: Sequence[Tensor | None]) -> Tensor:
-    """See `Engine.sample`."""
+    """See `ringstrategy.kernels.feedback.sample`."""
     device = next(tensor.device for tensor in tensors if tensor is not None)
     samples = torch.empty(len(tensors), PLACES, dtype=torch.float64, device=device)
     with torch.cuda.device_of(samples):
@@ -126,7 +126,7 @@ def sample(tensors: Sequence[Tensor | None]) -> Tensor:
 def stepped_parts(
     then: Tensor, tensors: Sequence[Tensor | None], late: Tensor | None, scale: Tensor | None, stepped: Tensor | bool
 ) -> Tensor:
-    """See `Engine.stepped_parts`."""
+    """See `ringstrategy.kernels.feedback.stepped_parts`."""
     count, device = len(tensors), then.device
     sums, parts = torch.empty_like(then[:, :2]), torch.empty_like(then[:, 0])
     with torch.cuda.device_of(then):
@@ -140,7 +140,7 @@ def stepped_parts(
 
 
 def go_(now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
-    """See `Engine.go_`."""
+    """See `ringstrategy.kernels.feedback.go_`."""
     assert (now.dtype, now.shape) == (before.dtype, before.shape)
     with torch.cuda.device_of(now):
         bounds, ranges = _spans(tuple(edges), now.device, stream_of(now.device))

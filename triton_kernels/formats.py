@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels.layout import HEADER_BYTES, ROTATED, Arithmetic
+from ringstrategy.kernels.layout import HEADER_BYTES, ROTATED, Arithmetic, BlockFormat
 
 # A block lies in the registers of one program; compilers before 3.6 abort at some of 8192 values.
 _RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -48,7 +48,7 @@ class Format:
     """A codec as one constant of the kernels; see `of`.
 
     Args:
-        form: the description that all engines share.
+        form: the description that all kernels share.
         quantize: a triton function; see above.
         dequantize: another.
     """
@@ -159,6 +159,18 @@ class Format:
 def of(form: Arithmetic) -> Format:
     """A codec for the kernels. Raises a ValueError if its blocks are too large for them."""
     return Format(form, *_FUNCTIONS[form.kind])
+
+
+def check_format(form: BlockFormat) -> None:
+    """Raise a ValueError if its blocks are too large for the kernels. It compiles nothing."""
+    of(form.arithmetic)
+
+
+def fuses(form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
+    """Float32; and rotations of blocks of 256, 512, 1024, ..., unless part of a short block at the end is rotated."""
+    if values.dtype != torch.float32:
+        return False
+    return not rotated or (of(form.arithmetic).rotates and values.numel() % form.block < ROTATED)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringstrategy.kernels import orthonormal
+
 from .formats import LAUNCH, bits_of, float_of
 
 _WIDTH = 1024  # values of a column that a program holds at once
@@ -82,12 +84,16 @@ def _orthonormalise_kernel(columns, runs, dependent, RANK: tl.constexpr, WIDTH: 
             _divide_(column, norm, length, WIDTH)
 
 
-def orthonormalise_(columns: Tensor, dependent: float) -> None:
-    """As `ringstrategy.kernels.orthonormal`, of float32, with the same bits on all GPUs of one type."""
+def orthonormalise_(columns: Tensor) -> None:
+    """See `orthonormal.orthonormalise_`: of float32, with the same bits on all GPUs of one type."""
+    if columns.dtype != torch.float32:
+        orthonormal.orthonormalise_(columns)
+        return
     assert columns.is_contiguous()
-    assert columns.dtype == torch.float32
     matrices, rank, length = columns.shape
     if columns.numel():
         with torch.cuda.device_of(columns):
             run = math.gcd(length, 4)  # values that a thread reads at once
-            _orthonormalise_kernel[(matrices,)](columns, length // run, dependent, rank, _WIDTH, run, **LAUNCH)
+            _orthonormalise_kernel[(matrices,)](
+                columns, length // run, orthonormal.DEPENDENT, rank, _WIDTH, run, **LAUNCH
+            )

@@ -24,7 +24,7 @@ class _Launch(NamedTuple):
     whole: bool  # no part ends with a short block
 
 
-def launches(parts: Sequence[Part], fmt: Format, device: torch.device) -> Iterator[_Launch]:
+def tables_of(parts: Sequence[Part], fmt: Format, device: torch.device) -> Iterator[_Launch]:
     """One for the parts whose codes begin at the largest multiples of bytes, and one for the others."""
     aligned = [(fmt.align(part.end - part.begin), part) for part in parts if part.end > part.begin]
     best = max((align for align, _ in aligned), default=0)

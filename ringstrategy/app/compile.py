@@ -18,7 +18,7 @@ import torch
 from ringstrategy.algorithms import SmallExact
 from ringstrategy.codecs import BlockInt, Codec, Sign
 from ringstrategy.codecs.rotated import signs
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.names import STRATEGIES
 
 _CPU = torch.device("cpu")
@@ -36,12 +36,18 @@ def codecs() -> list[Codec]:
     return list(found)
 
 
-def kernels() -> list[Callable[[], None]]:
+def kernels() -> list[Callable[[], object]]:
     """A call for each, which compiles it or reads it from disk."""
-    on_cpu = engine(_CPU)
-    makes: list[Callable[[], None]] = [partial(codec.warm_up, _CPU) for codec in codecs()]
-    makes += [partial(on_cpu.warm_up_mix, dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
-    return [*makes, on_cpu.warm_up_nesterov, partial(on_cpu.rotate_, torch.zeros(256), signs(0), inverse=False)]
+    makes: list[Callable[[], object]] = [partial(codec.warm_up, _CPU) for codec in codecs()]
+    makes += [
+        partial(operations.warm_up_mix.on(_CPU), dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    rotate_ = partial(operations.rotate_.on(_CPU), torch.zeros(256), signs(0))
+    return [*makes, operations.warm_up_nesterov.on(_CPU), rotate_]
+
+
+def _make(make: Callable[[], object]) -> None:
+    make()  # kernels stay in their process
 
 
 def main() -> None:
@@ -49,7 +55,7 @@ def main() -> None:
     begin = time.monotonic()
     count = min(_PROCESSES, os.cpu_count() or 1)
     with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as processes:
-        for made in [processes.submit(make) for make in kernels()]:
+        for made in [processes.submit(_make, make) for make in kernels()]:
             made.result()
     print(f"kernels for this CPU are on disk ({time.monotonic() - begin:.0f} s)")
 

@@ -23,12 +23,12 @@ from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, mean_
-from ringstrategy.kernels.engine import Engine, engine
+from ringstrategy.kernels import operations
 from ringstrategy.transport.agree import BUCKET, INDENT
 from ringstrategy.transport.base import Peers, Waitable
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.buckets import Places
+    from ringstrategy.kernels.operations import Places
 
 _IN_PLACE = 2  # exchanges under way, from which on gradients are copied
 
@@ -82,11 +82,9 @@ class DenseBucket(Bucket):
         self._others: list[tuple[Slot, Tensor]] = []  # gradients of other dtypes or strides
         self._scale = 1.0
         if dtype == torch.float32 and codec.needs_kernels:
-            self._places = self._lay_out(engine(device), device)
-
-    def _lay_out(self, engine: Engine, device: torch.device) -> Places | None:
-        numels = [*(slot.parameter.numel() for slot in self.slots), self._padding.numel()]  # no tensor goes to the last
-        return engine.lay_out(numels, [*(dtype for dtype, _ in self._planned), torch.float32], device)
+            numels = [*(slot.parameter.numel() for slot in slots), self._padding.numel()]  # no tensor goes to the last
+            dtypes = [*(slot.parameter.dtype for slot in slots), torch.float32]
+            self._places = operations.lay_out.on(device)(numels, dtypes, device)
 
     @property
     def numel(self) -> int:
@@ -155,12 +153,10 @@ class DenseBucket(Bucket):
         """Copy the gradients that kernels move to the buffer, in one launch if they are as planned."""
         if not self._sources:
             return
-        from ringstrategy.kernels.triton.buckets import pack
-
         assert self._places is not None
         sources, self._sources = self._sources, []
         others, self._others = self._others, []
-        pack(self._places, [*sources, None], self.buffer, scale=self._scale)
+        self._places.pack([*sources, None], self.buffer, scale=self._scale)
         for slot, source in others:
             self._copy(slot, source, self._scale)
 
@@ -231,11 +227,9 @@ class DenseBucket(Bucket):
     def warm_up_copies(self) -> None:
         """The part of `warm_up` that is `gather` and `scatter`."""
         if self._places is not None:
-            from ringstrategy.kernels.triton.buckets import pack, unpack
-
             nothing = [None] * len(self._places.numels)
-            pack(self._places, nothing, self.buffer)
-            unpack(self._places, self.buffer, nothing)
+            self._places.pack(nothing, self.buffer)
+            self._places.unpack(self.buffer, nothing)
 
     def launch(
         self,
@@ -283,10 +277,8 @@ class DenseBucket(Bucket):
         def exchange(residual: Tensor | None, lost: Tensor | None, seed: int) -> None:
             source = None
             if in_place:
-                from ringstrategy.kernels.triton.buckets import Source
-
                 assert places is not None
-                source = Source.at(places, sources, addresses, scale)
+                source = places.source(sources, addresses, scale)
             mean_(
                 self.buffer,
                 peers,
@@ -327,9 +319,7 @@ class DenseBucket(Bucket):
             else:
                 parameter.grad.copy_(view)
         if self._places is not None and any(grad is not None for grad in taken):
-            from ringstrategy.kernels.triton.buckets import unpack
-
-            unpack(self._places, self.buffer, [*taken, None])
+            self._places.unpack(self.buffer, [*taken, None])
 
 
 def _view_like(buffer: Tensor, offset: int, parameter: Parameter) -> Tensor:

@@ -14,7 +14,7 @@ from ringstrategy.buckets.factors import Factors, multiply, subtract
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, mean_
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.transport.base import Peers, Waitable
 
 
@@ -132,12 +132,12 @@ class LowRankBucket(Bucket):
     @torch.no_grad()
     def _mean_(self, peers: Peers, collective: Collective, seed: int) -> None:
         matrices, given, lost = self._matrices, self.residuals.given, self.residuals.lost
-        arithmetic = engine(self._lefts.flat.device)
+        orthonormalise_ = operations.orthonormalise_.on(self._lefts.flat.device)
         for matrix, query, left in zip(matrices, self._queries.each, self._lefts.each, strict=True):
             torch.mm(query, matrix.T, out=left)
         mean_(self._lefts.flat, peers, collective, self._codec, seed=derive_seed(seed, 0))
         for columns in self._lefts.groups:
-            arithmetic.orthonormalise_(columns)
+            orthonormalise_(columns)
         for matrix, left, right in zip(matrices, self._lefts.each, self._rights.each, strict=True):
             torch.mm(left, matrix, out=right)
         mean_(self._rights.flat, peers, collective, self._codec, seed=derive_seed(seed, 1))
@@ -147,7 +147,7 @@ class LowRankBucket(Bucket):
             sound = rights.abs().amax(-1).sum(-1).isfinite()
             rights.masked_fill_(~sound[:, None, None], torch.nan)
             fresh = rights.clone()
-            arithmetic.orthonormalise_(fresh)
+            orthonormalise_(fresh)
             alive = fresh.abs().amax(-1, keepdim=True) > 0  # neither NaN nor nothing, for that would stay so
             queries.copy_(torch.where(alive, fresh, queries))
         for slot, matrix, left, right in zip(self.slots, matrices, self._lefts.each, self._rights.each, strict=True):

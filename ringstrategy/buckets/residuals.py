@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.buckets.slot import Slot
-from ringstrategy.kernels.engine import Engine, engine
+from ringstrategy.kernels import operations
 
 
 class Residuals:
@@ -81,14 +81,14 @@ class Residuals:
         """Compile what decides how much of each mean was stepped; parameters stand for their gradients."""
         if self._now is None:
             return
-        arithmetic = self._engine()
+        sample, stepped_parts = operations.sample.on(self._device), operations.stepped_parts.on(self._device)
         tensors: list[Tensor | None] = [slot.parameter.detach() for slot in self._held]
-        then, late = arithmetic.sample(tensors), torch.zeros_like(self._late())
-        parts = arithmetic.stepped_parts(then, tensors, None, None, True)
+        then, late = sample(tensors), torch.zeros_like(self._late())
+        parts = stepped_parts(then, tensors, None, None, True)
         answers: tuple[Tensor | bool, ...] = (True, torch.ones((), dtype=torch.bool, device=late.device))
         for scale, stepped in product((None, torch.ones((), device=late.device)), answers):
-            arithmetic.stepped_parts(then, tensors, late, scale, stepped)
-        arithmetic.go_(self._now, self._now, self._edges, torch.ones_like(parts))
+            stepped_parts(then, tensors, late, scale, stepped)
+        operations.go_.on(self._device)(self._now, self._now, self._edges, torch.ones_like(parts))
 
     @torch.no_grad()
     def begin(self, scale: Tensor | None) -> None:
@@ -148,7 +148,7 @@ class Residuals:
         there = [slot for slot in self._held if slot.name in self._undecided and slot.parameter.grad is not None]
         self._handed_names = frozenset(slot.name for slot in there)
         self._undecided &= self._handed_names  # to the others nothing was delivered
-        self._handed = self._engine().sample(self._gradients(there)) if there else None
+        self._handed = operations.sample.on(self._device)(self._gradients(there)) if there else None
 
     @torch.no_grad()
     def look(self) -> None:
@@ -243,20 +243,21 @@ class Residuals:
         return [slot.parameter.grad if slot.name in names else None for slot in self._held]
 
     def _parts(self, there: Sequence[Slot], late: Tensor | None, stepped: Tensor | bool) -> Tensor:
-        """See `Engine.stepped_parts`. The optimizer saw unscaled gradients."""
+        """See `kernels.feedback.stepped_parts`. The optimizer saw unscaled gradients."""
         assert self._handed is not None
         scale = None if late is None else self._scale
-        return self._engine().stepped_parts(self._handed, self._gradients(there), late, scale, stepped)
+        return operations.stepped_parts.on(self._device)(self._handed, self._gradients(there), late, scale, stepped)
 
     def _go(self, parts: Tensor) -> None:
         """Set residuals to before + part * (after - before)."""
         assert self._now is not None
         assert self._before is not None
-        self._engine().go_(self._now, self._before, self._edges, parts)
+        operations.go_.on(self._device)(self._now, self._before, self._edges, parts)
 
-    def _engine(self) -> Engine:
+    @property
+    def _device(self) -> torch.device:
         assert self._now is not None
-        return engine(self._now.device)
+        return self._now.device
 
 
 def may_read(tensor: Tensor) -> bool:

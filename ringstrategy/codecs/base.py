@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels.engine import Launches
+if TYPE_CHECKING:
+    from ringstrategy.kernels.operations import Launches
 
 WIRE_FORMAT = 3  # of all codecs and control messages together; compared once at setup
 

@@ -1,24 +1,28 @@
-"""What codecs with a scale a block share. Their format is in docs/wire-format.md, their arithmetic in an engine."""
+"""What codecs with a scale a block share. Their format is in docs/wire-format.md, their arithmetic in kernels."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.kernels.engine import Launches, engine
+from ringstrategy.kernels import operations
 from ringstrategy.kernels.layout import Arithmetic, Signs
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.operations import Launches
 
 
 class Blocked(Codec):
     """Each block of `block` values becomes a bfloat16 scale and one code a value.
 
     A subclass says which `Arithmetic` this is, and writes it down in torch: how blocks are quantized, and what codes
-    stand for. It overrides nothing else: collectives call `hop` and `deliver`, which an engine may do in one pass. On
-    CUDA tensors the Triton kernels do the same, on a CPU those of Numba where it works.
+    stand for. It overrides nothing else: collectives call `hop` and `deliver`, which kernels may do in one pass: on
+    CUDA tensors those of Triton, on a CPU those of Numba where it works.
     """
 
     block: int
@@ -27,7 +31,7 @@ class Blocked(Codec):
     @property
     @abstractmethod
     def arithmetic(self) -> Arithmetic:
-        """This codec as the engines know it."""
+        """This codec as kernels know it."""
 
     @abstractmethod
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
@@ -61,12 +65,12 @@ class Blocked(Codec):
     ) -> None:
         """See `Codec.encode`."""
         self.check_wire(wire, values)
-        engine(values.device).encode(values, (), wire, self, lost=lost, seed=seed, offset=offset)
+        operations.encode.on(values.device)(values, (), wire, self, lost=lost, seed=seed, offset=offset)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """See `Codec.decode`."""
         self.check_wire(wire, out)
-        engine(out.device).decode(wire, out, self, add=add)
+        operations.decode.on(out.device)(wire, out, self, add=add)
 
     def reduce(
         self,
@@ -81,7 +85,7 @@ class Blocked(Codec):
         """See `Codec.reduce`."""
         for wire in (*wires, wire_out):
             self.check_wire(wire, values)
-        engine(values.device).encode(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
+        operations.encode.on(values.device)(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
 
     def hop(
         self,
@@ -104,7 +108,7 @@ class Blocked(Codec):
             return
         for message in (*arrived, wire):
             self.check_wire(message, values)
-        engine(values.device).encode(
+        operations.encode.on(values.device)(
             values, arrived, wire, self, residual=residual, signs=signs, lost=lost, seed=own_seed, offset=offset
         )
 
@@ -114,21 +118,21 @@ class Blocked(Codec):
             super().deliver(wire, out, seed=seed, add=add)
             return
         self.check_wire(wire, out)
-        engine(out.device).decode(wire, out, self, signs=signs, add=add)
+        operations.decode.on(out.device)(wire, out, self, signs=signs, add=add)
 
     def launches(self, values: Tensor, seed: int, *, signs: Signs | None = None) -> Launches | None:
         """See `Codec.launches`; with the `signs` of a rotation."""
         del seed
         fuses = self.fuses(values, rotated=signs is not None)
-        return engine(values.device).launches(self, signs) if fuses else None
+        return operations.launches.on(values.device)(self, signs) if fuses else None
 
     def fuses(self, values: Tensor, *, rotated: bool) -> bool:
-        """See `Engine.fuses`."""
-        return engine(values.device).fuses(self, values, rotated=rotated)
+        """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
+        return operations.fuses.on(values.device)(self, values, rotated=rotated)
 
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""
-        engine(device).warm_up(self)
+        operations.warm_up_blocks.on(device)(self)
 
 
 def bounding_scale(blocks: Tensor, how: Arithmetic) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 
 _WIRE_DTYPES = {"float16": torch.float16, "fp16": torch.float16, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16}
 
@@ -44,11 +44,11 @@ class Cast(Codec):
         rounded = wire.view(self.dtype)
         rounded.copy_(values)
         if lost is not None:
-            engine(values.device).lose(values, rounded, lost)
+            operations.lose.on(values.device)(values, rounded, lost)
 
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""
-        engine(device).warm_up_cast(self.dtype)
+        operations.warm_up_lose.on(device)(self.dtype)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
         """Widen, or widen and add."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Identity(Codec):
         out.add_(values) if add else out.copy_(values)
 
     def add(self, wires: Sequence[Tensor], out: Tensor) -> None:
-        """In one pass where the engine can."""
+        """In one pass where the device can."""
         for wire in wires:
             self.check_wire(wire, out)
-        engine(out.device).add_(out, [wire.view(out.dtype) for wire in wires])
+        operations.add_.on(out.device)(out, [wire.view(out.dtype) for wire in wires])
 
     def raw(self, values: Tensor) -> Tensor | None:
         """The values' own bytes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,8 +13,11 @@ from torch import Tensor
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.gaussian import Gaussian
-from ringstrategy.kernels.engine import Launches, engine
+from ringstrategy.kernels import operations
 from ringstrategy.kernels.layout import ROTATED, Signs
+
+if TYPE_CHECKING:
+    from ringstrategy.kernels.operations import Launches
 
 
 @dataclass(frozen=True)
@@ -122,11 +125,11 @@ class Rotated(Codec):
 
     def prepare_(self, values: Tensor, seed: int) -> None:
         """y = H (x * sign) / 16."""
-        engine(values.device).rotate_(values, signs(seed), inverse=False)
+        operations.rotate_.on(values.device)(values, signs(seed), inverse=False)
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """x = (H y / 16) * sign."""
-        engine(values.device).rotate_(values, signs(seed), inverse=True)
+        operations.rotate_.on(values.device)(values, signs(seed), inverse=True)
 
 
 @lru_cache(maxsize=8)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.kernels.layout import SparseFormat
 
 
@@ -48,18 +48,18 @@ class TopK(Codec):
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
-        """See `Engine.encode_sparse`."""
+        """See `kernels.sparse.encode`."""
         self.check_wire(wire, values)
-        engine(values.device).encode_sparse(values, *self._split(wire), self._form, lost=lost)
+        operations.encode_sparse.on(values.device)(values, *self._split(wire), self._form, lost=lost)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """See `Engine.decode_sparse`."""
+        """See `kernels.sparse.decode`."""
         self.check_wire(wire, out)
-        engine(out.device).decode_sparse(*self._split(wire), out, self._form, add=add)
+        operations.decode_sparse.on(out.device)(*self._split(wire), out, self._form, add=add)
 
     def warm_up(self, device: torch.device) -> None:
         """See `Codec.warm_up`."""
-        engine(device).warm_up_sparse(self._form)
+        operations.warm_up_sparse.on(device)(self._form)
 
     @property
     def _form(self) -> SparseFormat:

@@ -15,7 +15,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.transport.base import Peers
 
 if TYPE_CHECKING:
-    from ringstrategy.kernels.triton.buckets import Source
+    from ringstrategy.kernels.operations import Source
 
 # Bytes of values. Two pieces overlap, so a chunk is halved unless they would be tiny; more pieces only shorten the
 # ends, and each costs a codec's calls, so they must be larger.

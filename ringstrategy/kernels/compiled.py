@@ -1,4 +1,8 @@
-"""Numba's kernels as an engine: what they are given of a codec and of a message, and on how many cores they run."""
+"""Numba's kernels: what they are given of a codec and of a message, and on how many cores they run.
+
+Each is compiled for this CPU when it is first needed. Where Numba does not work, and for dtypes that no kernel is for,
+the function in torch does it. The operations are those of `ringstrategy.kernels.operations`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,14 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import add, cast, feedback, mix, nesterov, orthonormal, reference, sparse
+from ringstrategy.kernels import elementwise, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -25,222 +29,156 @@ _ANNOUNCED_SECONDS = 1.0
 _NO_NOISE = np.empty(0, np.int32)
 _NO_VALUES = np.empty(0, np.float32)
 _NO_MESSAGES = np.empty(0, np.uint64)
+_NOTHING = np.uint64(0)  # no blocks
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-class Compiled:
-    """Compiled for this CPU and each codec that runs on it. Where Numba does not work, all goes to the reference.
+def encode(
+    values: Tensor,
+    wires: Sequence[Tensor],
+    wire: Tensor,
+    form: BlockFormat,
+    *,
+    residual: Tensor | None = None,
+    signs: Signs | None = None,
+    lost: Tensor | None = None,
+    seed: int = 0,
+    offset: int = 0,
+) -> None:
+    """See `reference.encode`. Values of 16 bits are widened, and what is lost is rounded."""
+    kernels = block_kernels(form)
+    if kernels is None:
+        reference.encode(values, wires, wire, form, lost=lost, seed=seed, offset=offset)
+        return
+    if values.dtype != torch.float32:
+        _encode_others(values, wires, wire, form, lost, seed, offset)
+        return
+    assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
+    if lost is not None and lost.dtype != values.dtype:
+        rest = (lost if residual is None else residual).to(values.dtype, copy=True)
+        added = None if residual is None else rest
+        encode(values, wires, wire, form, residual=added, signs=signs, lost=rest, seed=seed, offset=offset)
+        lost.copy_(rest)
+        return
+    noise = form.noise(seed, offset, values.numel())
+    hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
+    given = (
+        _array(values),
+        _NO_VALUES if residual is None else _array(residual.to(values.dtype)),
+        _flips(signs),
+        np.array([arrived.data_ptr() for arrived in wires], np.uint64) if wires else _NO_MESSAGES,
+        _array(wire),
+        _NO_VALUES if lost is None else _array(lost),
+    )
+    how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
+    _run(kernels.encode, form.block, values.numel(), given, how)
 
-    Values of 16 bits are widened, and what is lost is rounded; of float64, what is lost is float64.
-    """
 
-    def encode(
-        self,
-        values: Tensor,
-        wires: Sequence[Tensor],
-        wire: Tensor,
-        form: BlockFormat,
-        *,
-        residual: Tensor | None = None,
-        signs: Signs | None = None,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """See `Engine.encode`."""
-        kernels = _kernels(form)
-        if kernels is None:
-            reference.encode(values, wires, wire, form, lost=lost, seed=seed, offset=offset)
-            return
-        if values.dtype != torch.float32:
-            self._encode_others(values, wires, wire, form, lost, seed, offset)
-            return
-        assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
-        if lost is not None and lost.dtype != values.dtype:
-            rest = (lost if residual is None else residual).to(values.dtype, copy=True)
-            added = None if residual is None else rest
-            self.encode(
-                values, wires, wire, form, residual=added, signs=signs, lost=rest, seed=seed, offset=offset
-            )  # fmt: skip
-            lost.copy_(rest)
-            return
-        noise = form.noise(seed, offset, values.numel())
-        hashes, xors, odds = (_NO_NOISE,) * 3 if noise is None else (part.numpy() for part in noise[:3])
-        given = (
-            _array(values),
-            _NO_VALUES if residual is None else _array(residual.to(values.dtype)),
-            _flips(signs),
-            np.array([arrived.data_ptr() for arrived in wires], np.uint64) if wires else _NO_MESSAGES,
-            _array(wire),
-            _NO_VALUES if lost is None else _array(lost),
-        )
-        how = hashes, xors, odds, np.uint64(0 if noise is None else noise[3])
-        _run(kernels.encode, form.block, values.numel(), given, how)
+def _encode_others(
+    values: Tensor,
+    wires: Sequence[Tensor],
+    wire: Tensor,
+    form: BlockFormat,
+    lost: Tensor | None,
+    seed: int,
+    offset: int,
+) -> None:
+    wide = values.float()
+    rest = None if lost is None else lost.float()
+    encode(wide, wires, wire, form, lost=rest, seed=seed, offset=offset)
+    if lost is None or rest is None:
+        return
+    if values.dtype != torch.float64:
+        lost.copy_(rest)
+        return
+    decoded = torch.empty_like(wide)  # of a block that is not finite all is NaN
+    decode(wire, decoded, form)
+    lost.copy_(torch.where(decoded.isnan(), lost, rest + (values - wide)))
 
-    def _encode_others(
-        self,
-        values: Tensor,
-        wires: Sequence[Tensor],
-        wire: Tensor,
-        form: BlockFormat,
-        lost: Tensor | None,
-        seed: int,
-        offset: int,
-    ) -> None:
-        wide = values.float()
-        rest = None if lost is None else lost.float()
-        self.encode(wide, wires, wire, form, lost=rest, seed=seed, offset=offset)
-        if lost is None or rest is None:
-            return
-        if values.dtype != torch.float64:
-            lost.copy_(rest)
-            return
-        decoded = torch.empty_like(wide)  # of a block that is not finite all is NaN
-        self.decode(wire, decoded, form)
-        lost.copy_(torch.where(decoded.isnan(), lost, rest + (values - wide)))
 
-    def decode(
-        self, wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool = False
-    ) -> None:
-        """See `Engine.decode`."""
-        kernels = _kernels(form)
-        if kernels is None:
-            reference.decode(wire, out, form, add=add)
-        elif out.dtype != torch.float32:
-            decoded = torch.empty_like(out, dtype=torch.float32)
-            self.decode(wire, decoded, form)
-            out.add_(decoded) if add else out.copy_(decoded)
-        else:
-            _run(kernels.decode, form.block, out.numel(), (_array(wire), _array(out), add, _flips(signs)))
+def decode(wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool = False) -> None:
+    """See `reference.decode`."""
+    kernels = block_kernels(form)
+    if kernels is None:
+        reference.decode(wire, out, form, add=add)
+    elif out.dtype != torch.float32:
+        decoded = torch.empty_like(out, dtype=torch.float32)
+        decode(wire, decoded, form)
+        out.add_(decoded) if add else out.copy_(decoded)
+    else:
+        _run(kernels.decode, form.block, out.numel(), (_array(wire), _array(out), add, _flips(signs)))
 
-    def rotate_(self, values: Tensor, signs: Signs, *, inverse: bool = False) -> None:
-        """See `Engine.rotate_`."""
-        rotate = _rotate() if values.dtype == torch.float32 else None
-        if rotate is None:
-            reference.rotate_(values, signs, inverse=inverse)
-        else:
-            rotate(_array(values), _flips(signs), inverse)
 
-    def fuses(self, form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
-        """See `Engine.fuses`."""
-        del rotated
-        return values.dtype == torch.float32 and _kernels(form) is not None
+def rotate_(values: Tensor, signs: Signs, *, inverse: bool = False) -> None:
+    """See `reference.rotate_`."""
+    rotate = rotate_kernel() if values.dtype == torch.float32 else None
+    if rotate is None:
+        reference.rotate_(values, signs, inverse=inverse)
+    else:
+        rotate(_array(values), _flips(signs), inverse)
 
-    def launches(self, form: BlockFormat, signs: Signs | None) -> None:
-        """None: a call costs nothing beside its work."""
 
-    def warm_up(self, form: BlockFormat) -> None:
-        """See `Engine.warm_up`."""
-        _kernels(form)
+def fuses(form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
+    """Float32."""
+    del rotated
+    return values.dtype == torch.float32 and block_kernels(form) is not None
 
-    def encode_sparse(
-        self, values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None
-    ) -> None:
-        """See `Engine.encode_sparse`; values that are not float32 go to the reference."""
-        kernels = _sparse_kernels(form) if values.dtype == torch.float32 else None
-        if kernels is None:
-            sparse.encode(values, kept, places, form, lost=lost)
-            return
-        left = _NO_VALUES if lost is None else _array(lost)
-        given = _array(values).view(np.int32), *_message(kept, places), left
-        _run(kernels.encode, form.block, values.numel(), given)
 
-    def decode_sparse(
-        self, kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False
-    ) -> None:
-        """See `Engine.decode_sparse`; values that are not float32 go to the reference."""
-        kernels = _sparse_kernels(form) if out.dtype == torch.float32 else None
-        if kernels is None:
-            sparse.decode(kept, places, out, form, add=add)
-            return
-        given = *_message(kept, places), _array(out), add
-        _run(kernels.decode, form.block, out.numel(), given)
+def encode_sparse(
+    values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None
+) -> None:
+    """See `sparse.encode`."""
+    kernels = sparse_kernels(form) if values.dtype == torch.float32 else None
+    if kernels is None:
+        sparse.encode(values, kept, places, form, lost=lost)
+        return
+    left = _NO_VALUES if lost is None else _array(lost)
+    _run(kernels.encode, form.block, values.numel(), (_array(values).view(np.int32), *_message(kept, places), left))
 
-    def warm_up_sparse(self, form: SparseFormat) -> None:
-        """See `Engine.warm_up_sparse`."""
-        _sparse_kernels(form)
 
-    def lose(self, values: Tensor, rounded: Tensor, lost: Tensor) -> None:
-        """See `Engine.lose`; values that are not float32 go to the reference."""
-        kernel = _lose(rounded.dtype) if values.dtype == torch.float32 else None
-        if kernel is None:
-            cast.lose(values, rounded, lost)
-            return
-        given = _array(values), _array(rounded.view(torch.int16)), _array(lost)
-        _run(kernel, 1, values.numel(), given)
+def decode_sparse(kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False) -> None:
+    """See `sparse.decode`."""
+    kernels = sparse_kernels(form) if out.dtype == torch.float32 else None
+    if kernels is None:
+        sparse.decode(kept, places, out, form, add=add)
+        return
+    _run(kernels.decode, form.block, out.numel(), (*_message(kept, places), _array(out), add))
 
-    def warm_up_cast(self, dtype: torch.dtype) -> None:
-        """See `Engine.warm_up_cast`."""
-        _lose(dtype)
 
-    def add_(self, out: Tensor, parts: Sequence[Tensor]) -> None:
-        """In torch; see `Engine.add_`."""
-        add.add_(out, parts)
+def lose(values: Tensor, rounded: Tensor, lost: Tensor) -> None:
+    """See `elementwise.lose`."""
+    kernel = lose_kernel(rounded.dtype) if values.dtype == torch.float32 else None
+    if kernel is None:
+        elementwise.lose(values, rounded, lost)
+        return
+    _run(kernel, 1, values.numel(), (_array(values), _array(rounded.view(torch.int16)), _array(lost)))
 
-    def mix(self, own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
-        """See `Engine.mix`; sums that are not float32 go to the reference."""
-        kernel = _mix(own.dtype) if out.dtype == torch.float32 else None
-        if kernel is None:
-            mix.mix(own, theirs, weights, out)
-            return
-        for each in (own, *theirs):
-            assert each.is_contiguous()
-            assert (each.dtype, each.shape) == (own.dtype, out.shape)
-        addresses = np.array([values.data_ptr() for values in theirs], np.uint64)
-        mine = _array(own if own.dtype == torch.float32 else own.view(torch.int16))
-        given = mine, addresses, np.array(weights, np.float32), _array(out)
-        _run(kernel, 1, out.numel(), given)
 
-    def warm_up_mix(self, dtype: torch.dtype) -> None:
-        """See `Engine.warm_up_mix`."""
-        _mix(dtype)
+def mix(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    """See `elementwise.mix`."""
+    kernel = mix_kernel(own.dtype) if out.dtype == torch.float32 else None
+    if kernel is None:
+        elementwise.mix(own, theirs, weights, out)
+        return
+    for each in (own, *theirs):
+        assert each.is_contiguous()
+        assert (each.dtype, each.shape) == (own.dtype, out.shape)
+    addresses = np.array([values.data_ptr() for values in theirs], np.uint64)
+    mine = _array(own if own.dtype == torch.float32 else own.view(torch.int16))
+    _run(kernel, 1, out.numel(), (mine, addresses, np.array(weights, np.float32), _array(out)))
 
-    def nesterov_(
-        self,
-        values: list[Tensor],
-        gradients: list[Tensor],
-        momenta: list[Tensor],
-        lr: float,
-        momentum: float,
-    ) -> None:
-        """See `Engine.nesterov_`; what is not float32 goes to the reference."""
-        kernel = _nesterov() if all(each.dtype == torch.float32 for each in values) else None
-        if kernel is None:
-            nesterov.nesterov_(values, gradients, momenta, lr, momentum)
-            return
-        for value, gradient, kept in zip(values, gradients, momenta, strict=True):
-            assert all((each.dtype, each.shape) == (value.dtype, value.shape) for each in (gradient, kept))
-            given = (*(_array(each.view(-1)) for each in (value, gradient, kept)), np.float32(lr), np.float32(momentum))
-            _run(kernel, 1, value.numel(), given)
 
-    def warm_up_nesterov(self) -> None:
-        """See `Engine.warm_up_nesterov`."""
-        _nesterov()
-
-    def orthonormalise_(self, columns: Tensor) -> None:
-        """See `Engine.orthonormalise_`: in torch, with the same bits on every CPU."""
-        orthonormal.orthonormalise_(columns)
-
-    def sample(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """See `Engine.sample`: in torch."""
-        return feedback.sample(tensors)
-
-    def stepped_parts(
-        self,
-        then: Tensor,
-        tensors: Sequence[Tensor | None],
-        late: Tensor | None,
-        scale: Tensor | None,
-        stepped: Tensor | bool,
-    ) -> Tensor:
-        """See `Engine.stepped_parts`: in torch."""
-        return feedback.stepped_parts(then, tensors, late, scale, stepped)
-
-    def go_(self, now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
-        """See `Engine.go_`: in torch."""
-        feedback.go_(now, before, edges, parts)
-
-    def lay_out(self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
-        """None: each gradient is copied by torch."""
+def nesterov_(values: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], lr: float, momentum: float) -> None:
+    """See `elementwise.nesterov_`."""
+    kernel = nesterov_kernel() if all(each.dtype == torch.float32 for each in values) else None
+    if kernel is None:
+        elementwise.nesterov_(values, gradients, momenta, lr, momentum)
+        return
+    for value, gradient, kept in zip(values, gradients, momenta, strict=True):
+        assert all((each.dtype, each.shape) == (value.dtype, value.shape) for each in (gradient, kept))
+        given = (*(_array(each.view(-1)) for each in (value, gradient, kept)), np.float32(lr), np.float32(momentum))
+        _run(kernel, 1, value.numel(), given)
 
 
 def _run(kernel: Callable[..., None], block: int, numel: int, given: Sequence[Any], how: Sequence[Any] = ()) -> None:
@@ -248,18 +186,27 @@ def _run(kernel: Callable[..., None], block: int, numel: int, given: Sequence[An
     in_parts(block, numel, lambda first, last: kernel(*given, np.uint64(first), np.uint64(last), *how))
 
 
-def _announced(make: Callable[[], Any]) -> Any:
-    """What `make` makes of kernels; None where Numba does not work, with a warning."""
-    begin = time.monotonic()
-    try:
-        made = make()
-    except Exception as error:  # whatever a compiler may raise
-        _warn(f"{type(error).__name__}: {str(error).splitlines()[0]}")
-        return None
-    spent = time.monotonic() - begin
-    if spent > _ANNOUNCED_SECONDS:
-        _log.info("compiled a codec for this CPU in %.1f s; it is kept on disk for the next time", spent)
-    return made
+def _compiles(make: Callable[P, R]) -> Callable[P, R | None]:
+    """Make kernels once, as a call without values compiles them or reads them from disk.
+
+    None where Numba does not work, with a warning.
+    """
+
+    @lru_cache(256)
+    @wraps(make)
+    def made(*what: P.args, **how: P.kwargs) -> R | None:
+        begin = time.monotonic()
+        try:
+            kernels = make(*what, **how)
+        except Exception as error:  # whatever a compiler may raise
+            _warn(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return None
+        spent = time.monotonic() - begin
+        if spent > _ANNOUNCED_SECONDS:
+            _log.info("compiled a codec for this CPU in %.1f s; it is kept on disk for the next time", spent)
+        return kernels
+
+    return made  # type: ignore[return-value]  # the cache takes what can be hashed
 
 
 @cache
@@ -271,94 +218,76 @@ def _warn(error: str) -> None:
     )
 
 
-@lru_cache(256)
-def _kernels(form: BlockFormat) -> cpu.Kernels | None:
-    """Compiled, or read from the disk."""
+@_compiles
+def block_kernels(form: BlockFormat) -> cpu.Kernels:
+    """To encode and decode in this format."""
+    from ringstrategy.kernels import cpu
 
-    def make() -> cpu.Kernels:
-        from ringstrategy.kernels import cpu
-
-        made = cpu.kernels(_known(form))
-        values, nothing = np.zeros(0, np.float32), np.uint64(0)
-        message, keys = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-        given = values, values, values, _NO_MESSAGES, message, values, nothing, nothing, keys, keys, keys, nothing
-        made.encode(*given)
-        made.decode(message, values, False, values, nothing, nothing)
-        return made
-
-    made: cpu.Kernels | None = _announced(make)
+    made = cpu.kernels(_known(form))
+    message, keys = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+    no_values = _NO_VALUES, _NO_VALUES, _NO_VALUES
+    made.encode(*no_values, _NO_MESSAGES, message, _NO_VALUES, _NOTHING, _NOTHING, keys, keys, keys, _NOTHING)
+    made.decode(message, _NO_VALUES, False, _NO_VALUES, _NOTHING, _NOTHING)
     return made
 
 
-@cache
-def _rotate() -> Callable[..., None] | None:
-    def make() -> Any:
-        from ringstrategy.kernels.cpu import rotate
+@_compiles
+def rotate_kernel() -> Callable[..., None]:
+    """To rotate float32."""
+    from ringstrategy.kernels.cpu import rotate
 
-        rotate(np.zeros(0, np.float32), np.zeros(256, np.float32), False)
-        return rotate
+    rotate(_NO_VALUES, np.zeros(256, np.float32), False)
+    return rotate
 
-    made: Callable[..., None] | None = _announced(make)
+
+@_compiles
+def sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels:
+    """To encode and decode in this format."""
+    from ringstrategy.kernels import cpu_sparse
+
+    made, bits = cpu_sparse.kernels(form), np.zeros(0, np.int16)
+    places = np.zeros(0, np.uint8 if form.block <= 256 else np.uint16)
+    made.encode(np.zeros(0, np.int32), bits, places, _NO_VALUES, _NOTHING, _NOTHING)
+    made.decode(bits, places, _NO_VALUES, False, _NOTHING, _NOTHING)
     return made
 
 
-@lru_cache(256)
-def _sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels | None:
-    def make() -> cpu_sparse.Kernels:
-        from ringstrategy.kernels import cpu_sparse
-
-        made, nothing, bits = cpu_sparse.kernels(form), np.uint64(0), np.zeros(0, np.int16)
-        places = np.zeros(0, np.uint8 if form.block <= 256 else np.uint16)
-        made.encode(np.zeros(0, np.int32), bits, places, _NO_VALUES, nothing, nothing)
-        made.decode(bits, places, _NO_VALUES, False, nothing, nothing)
-        return made
-
-    made: cpu_sparse.Kernels | None = _announced(make)
-    return made
-
-
-@cache
-def _lose(dtype: torch.dtype) -> Callable[..., None] | None:
+@_compiles
+def lose_kernel(dtype: torch.dtype) -> Callable[..., None]:
     """Of values that were rounded to `dtype`."""
+    from ringstrategy.kernels import cpu_cast
 
-    def make() -> Any:
-        from ringstrategy.kernels import cpu_cast
-
-        kernel = cpu_cast.lose_float16 if dtype == torch.float16 else cpu_cast.lose_bfloat16
-        kernel(_NO_VALUES, np.zeros(0, np.int16), _NO_VALUES, np.uint64(0), np.uint64(0))
-        return kernel
-
-    made: Callable[..., None] | None = _announced(make)
-    return made
+    kernel = cpu_cast.lose_float16 if dtype == torch.float16 else cpu_cast.lose_bfloat16
+    kernel(_NO_VALUES, np.zeros(0, np.int16), _NO_VALUES, _NOTHING, _NOTHING)
+    return kernel
 
 
-@cache
-def _mix(dtype: torch.dtype) -> Callable[..., None] | None:
-    """Of values of `dtype`; None also for float64."""
+@_compiles
+def mix_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
+    """Of values of `dtype`; None for float64."""
+    if dtype == torch.float64:
+        return None
+    from ringstrategy.kernels import cpu_mix
 
-    def make() -> Any:
-        from ringstrategy.kernels import cpu_mix
+    kernel = cpu_mix.mixing(str(dtype).removeprefix("torch."))
+    kernel(
+        _NO_VALUES if dtype == torch.float32 else np.zeros(0, np.int16),
+        _NO_MESSAGES,
+        _NO_VALUES,
+        _NO_VALUES,
+        _NOTHING,
+        _NOTHING,
+    )
+    return kernel
 
-        kernel, nothing = cpu_mix.mixing(str(dtype).removeprefix("torch.")), np.uint64(0)
-        own = _NO_VALUES if dtype == torch.float32 else np.zeros(0, np.int16)
-        kernel(own, _NO_MESSAGES, _NO_VALUES, _NO_VALUES, nothing, nothing)
-        return kernel
 
-    made: Callable[..., None] | None = None if dtype == torch.float64 else _announced(make)
-    return made
+@_compiles
+def nesterov_kernel() -> Callable[..., None]:
+    """Of float32."""
+    from ringstrategy.kernels.cpu_nesterov import nesterov
 
-
-@cache
-def _nesterov() -> Callable[..., None] | None:
-    def make() -> Any:
-        from ringstrategy.kernels.cpu_nesterov import nesterov as kernel
-
-        nothing = np.uint64(0)
-        kernel(_NO_VALUES, _NO_VALUES, _NO_VALUES, np.float32(0), np.float32(0), nothing, nothing)
-        return kernel
-
-    made: Callable[..., None] | None = _announced(make)
-    return made
+    nesterov(_NO_VALUES, _NO_VALUES, _NO_VALUES, np.float32(0), np.float32(0), _NOTHING, _NOTHING)
+    return nesterov
 
 
 def _known(form: BlockFormat) -> cpu.Format:

@@ -279,7 +279,7 @@ def _to_float8(value, bits, exponents):
 
 @_kernel()
 def rotate(values, flips, inverse):
-    """See `Engine.rotate_`; `flips`: the signs / 16."""
+    """See `reference.rotate_`; `flips`: the signs / 16."""
     for begin in range(_U(0), _U(len(values)) // _ROTATED * _ROTATED, _ROTATED):
         if inverse:
             _turn_back(values, begin, flips)

@@ -1,4 +1,4 @@
-"""How much of each mean an optimizer stepped, and residuals that go only so far: in torch, the reference."""
+"""How much of each mean an optimizer stepped, and residuals that go only so far: in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ FADES = 0.9  # per step, decay of the largest recent part
 
 
 def sample(tensors: Sequence[Tensor | None]) -> Tensor:
-    """See `Engine.sample`."""
+    """512 values of each, the same places each time: float64 (tensors, 512).
+
+    0 where a tensor has fewer, for what is not finite, and for None, but not all are None.
+    """
     each = [some(tensor) for tensor in tensors if tensor is not None]
     sampled = torch.zeros(len(tensors), PLACES, dtype=torch.float64, device="cpu")
     if each:
@@ -26,7 +29,18 @@ def sample(tensors: Sequence[Tensor | None]) -> Tensor:
 def stepped_parts(
     then: Tensor, tensors: Sequence[Tensor | None], late: Tensor | None, scale: Tensor | None, stepped: Tensor | bool
 ) -> Tensor:
-    """See `Engine.stepped_parts`."""
+    """Of each tensor the part that it still holds of what `sample` gave `then`: float64 (tensors,), 1 for None.
+
+    That is <now, then> / <then, then>, at least 0; for a tensor that was zero, this of all together.
+
+    Args:
+        then: as `sample` gave it.
+        tensors: like those; None: not asked for.
+        late: the decayed maximum of each tensor's part, float64 (tensors,), to be updated: parts are divided by it.
+            None: they are not, and at most 1.
+        scale: a number on the device, by which parts are multiplied before they are compared with it; None: 1.
+        stepped: false: all parts are 0. A boolean on the device where only that knows.
+    """
     there = torch.tensor([tensor is not None for tensor in tensors], device="cpu")
     both, norm = ((values * then).sum(1).mul_(there) for values in (sample(tensors), then))
     if scale is not None:
@@ -46,7 +60,7 @@ def stepped_parts(
 
 
 def go_(now: Tensor, before: Tensor, edges: Sequence[int], parts: Tensor) -> None:
-    """See `Engine.go_`."""
+    """For each segment i, from edge i to edge i + 1: now = lerp(before, now, parts[i]), exact at 0 and 1."""
     for begin, end, part in zip(edges, edges[1:], parts.tolist(), strict=False):
         if part == 0:
             now[begin:end].copy_(before[begin:end])

@@ -1,4 +1,4 @@
-"""Block codecs and the rotation in plain torch: what each compiled engine must do, and what runs where Numba cannot."""
+"""Block codecs and the rotation in plain torch: what each kernel must do, and what runs where Numba cannot."""
 
 from __future__ import annotations
 
@@ -22,11 +22,30 @@ def encode(
     wire: Tensor,
     form: BlockFormat,
     *,
+    residual: Tensor | None = None,
+    signs: Signs | None = None,
     lost: Tensor | None = None,
     seed: int = 0,
     offset: int = 0,
 ) -> None:
-    """See `Engine.encode`. Sums are float32; what is lost has all the digits of the values."""
+    """Write the sum of `values` and then `wires`, added in that order, to `wire`; and what that loses to `lost`.
+
+    Sums are float32; what is lost has all the digits of the values.
+
+    Args:
+        values: floating-point (n,); stay as they are.
+        wires: messages of n values in the same format, uint8.
+        wire: uint8, for n values.
+        form: of the messages.
+        residual: of any float dtype, added to the values; only where the device `fuses`.
+        signs: of a rotation of values and residual; what is lost is turned back. Only where it `fuses`.
+        lost: like `values`, or where the device `fuses` of any float dtype; None: nobody wants to know. From a block
+            that is not finite it gets the residual; without a residual it stays as it was there.
+        seed: of stochastic rounding.
+        offset: place of the first value in its bucket, at the edge of a block.
+    """
+    assert residual is None
+    assert signs is None
     how, total = form.arithmetic, values.float()
     for arrived in wires:
         total = total + _decoded(arrived, values.numel(), form)
@@ -43,8 +62,9 @@ def encode(
 
 
 @torch.inference_mode()  # as `encode`
-def decode(wire: Tensor, out: Tensor, form: BlockFormat, *, add: bool = False) -> None:
-    """See `Engine.decode`."""
+def decode(wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None = None, add: bool = False) -> None:
+    """Write the values in `wire`, turned back by `signs` where the device `fuses`, to `out`, or add them to it."""
+    assert signs is None
     decoded = _decoded(wire, out.numel(), form)
     out.add_(decoded) if add else out.copy_(decoded)
 
@@ -109,7 +129,10 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 @torch.inference_mode()  # as `encode`
 def rotate_(values: Tensor, signs: Signs, *, inverse: bool = False) -> None:
-    """See `Engine.rotate_`. In float32, or float64; the last numel % 256 values stay as they are."""
+    """y = H (x * signs / 16) for each whole 256 values in place, or inversely x = (H y) * signs / 16.
+
+    In float32, or float64. The last numel % 256 values stay as they are.
+    """
     rows = values[: values.numel() // ROTATED * ROTATED].view(-1, ROTATED)
     wide = rows.to(torch.promote_types(values.dtype, torch.float32))
     rows.copy_(_hadamard(wide) * flips(signs) if inverse else _hadamard(wide * flips(signs)))

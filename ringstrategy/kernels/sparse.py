@@ -1,4 +1,4 @@
-"""The arithmetic of `TopK` in torch, on any device: the reference for the kernels."""
+"""The arithmetic of `TopK` in torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ _NAN = 0x7FC0  # as bfloat16
 
 
 def encode(values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None) -> None:
-    """See `Engine.encode_sparse`."""
+    """Write the k largest values of each block to `kept`, and all of the block less those to `lost`.
+
+    A block with a value that is not finite, or a kept one that is not finite as bfloat16, gives k times NaN and the
+    first k places, and leaves its part of `lost` as it was.
+
+    Args:
+        values: floating-point (n,); stay as they are. A short last block counts as filled up with zeros.
+        kept: bfloat16 (blocks, k), to be written.
+        places: in each block, uint8 or int16 (blocks, k), to be written: of the largest magnitudes, of equal ones the
+            first, in ascending order.
+        form: how many are kept.
+        lost: like `values`; None: nobody wants to know.
+    """
     blocks = _in_blocks(values, form.block)  # few operations: on a GPU each is a launch
     ordered = blocks.abs().sort(dim=1, descending=True, stable=True)  # of equal ones the first; NaN before all
     chosen = ordered.indices[:, : form.k].sort(dim=1).values
@@ -27,7 +39,10 @@ def encode(values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, 
 
 
 def decode(kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False) -> None:
-    """See `Engine.decode_sparse`."""
+    """Write what `encode` kept to `out`, or add it to it; a block with a NaN becomes all NaN.
+
+    Places outside a block (only a broken peer sends them) are taken modulo its length; values at one place add up.
+    """
     chosen = places.long() if form.block == 256 else places.long() % form.block  # one launch less where all fit
     blocks = out.new_zeros(len(kept), form.block)
     blocks.scatter_add_(1, chosen, kept.to(out.dtype))

@@ -19,7 +19,7 @@ from ringstrategy.algorithms.policy import Policy, codec_of, described
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, sums_dtype
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 
 
 class Agreement(Averager):
@@ -67,7 +67,7 @@ class Agreement(Averager):
         for flat in group.flats:
             warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
             if isinstance(self.outer, Nesterov):
-                engine(flat.device).warm_up_nesterov()
+                operations.warm_up_nesterov.on(flat.device)()
             kinds = ["residual"] if self.error_feedback and not flat.codec.lossless else []  # what its codec lost
             kinds += ["sent"] if self.schedule.overlap else []  # what this rank had, which goes on meanwhile
             flat.memory = {kind: torch.zeros_like(flat.correction) for kind in kinds}

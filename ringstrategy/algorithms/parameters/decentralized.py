@@ -17,7 +17,7 @@ from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import sums_dtype
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Peers
 
@@ -119,7 +119,7 @@ class Mixing(Averager):
         warm_up_codec(self.codec, parameters)
         group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
-            engine(flat.device).warm_up_mix(self.seen_dtype(flat.dtype))
+            operations.warm_up_mix.on(flat.device)(self.seen_dtype(flat.dtype))
         return group
 
     def gather(self, group: Group, runtime: Runtime, *, first: bool) -> None:

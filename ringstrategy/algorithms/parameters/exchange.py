@@ -16,7 +16,7 @@ from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, cut, mean_
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 from ringstrategy.topologies.base import Topology
 from ringstrategy.transport.base import Handle, Peers
 from ringstrategy.transport.trace import span
@@ -107,7 +107,7 @@ class Exchange:
             with span("decode and mix"):
                 own, correction = mixing.read(piece, None, wire), piece.of(vector.correction)
                 theirs = [mixing.read(piece, peer, arrived) for peer, arrived in arriving.items()]
-                engine(values.device).mix(own, theirs, gains, correction)
+                operations.mix.on(values.device)(own, theirs, gains, correction)
                 if surplus:
                     correction.add_(own, alpha=mixing.gain * surplus)
 

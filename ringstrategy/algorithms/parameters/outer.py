@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.parameters.rows import cut_like, row_of
-from ringstrategy.kernels.engine import engine
+from ringstrategy.kernels import operations
 
 Outer = Callable[[Iterable[Parameter]], Optimizer]
 
@@ -61,7 +61,7 @@ class _Nesterov(Optimizer):
                 if "momentum" not in self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
             momenta = [self.state[parameter]["momentum"] for parameter in parameters]
-            engine(parameters[0].device).nesterov_(parameters, gradients, momenta, lr, mu)
+            operations.nesterov_.on(parameters[0].device)(parameters, gradients, momenta, lr, mu)
 
 
 def described_outer(outer: Outer | None) -> str:
