@@ -191,16 +191,6 @@ def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Pat
     assert (tmp_path / "saved.ckpt").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "other"), [("for_lightning", "for_pytorch_lightning"), ("for_fabric", "for_lightning_fabric")]
-)
-def test_two_files_differ_in_the_packages_name_alone(name: str, other: str) -> None:
-    ours, theirs = ((DOOR / f"{each}.py").read_text() for each in (name, other))
-    for root, its in (("lightning.fabric", "lightning_fabric"), ("lightning.pytorch", "pytorch_lightning")):
-        ours = ours.replace(f"from {root}", f"from {its}").replace(f'"{root}"', f'"{its}"')
-    assert ours.partition('"""\n')[2] == theirs.partition('"""\n')[2]
-
-
 ABSENT = """
 import importlib, sys
 absent, names = sys.argv[1].split(), sys.argv[2:]
@@ -250,8 +240,8 @@ def without(absent: list[str], names: list[str], code: str = "") -> subprocess.C
     ("absent", "code", "door"),
     [
         (PYTORCH_LIGHTNING, TRAINS.format(package="lightning.pytorch"), "for_lightning"),
-        (LIGHTNING, TRAINS.format(package="pytorch_lightning"), "for_pytorch_lightning"),
-        (["lightning", "pytorch_lightning"], FABRIC_TRAINS, "for_lightning_fabric"),
+        (LIGHTNING, TRAINS.format(package="pytorch_lightning"), "pytorch_lightning"),
+        (["lightning", "pytorch_lightning"], FABRIC_TRAINS, "lightning_fabric"),
     ],
     ids=["lightning.pytorch", "pytorch_lightning", "lightning_fabric"],
 )

@@ -1,10 +1,10 @@
-"""The contracts of an algorithm: what all need, what averaging gradients adds, and what averaging parameters adds."""
+"""The contract of an algorithm: hooks that a `Session` calls in each step. All but a few do nothing by default."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -17,15 +17,22 @@ from ringstrategy.transport.base import Peers
 
 
 class Algorithm(ABC):
-    """What all algorithms have in common; an algorithm is a `GradientAlgorithm` or a `ParameterAlgorithm`.
+    """What is averaged between ranks, and when; derive from `GradientAlgorithm` or from `ParameterAlgorithm`.
 
     Hyperparameters go to `__init__`, the runtime comes with `setup`. Before `setup` an algorithm can be pickled and
-    copied. With one rank there is no `setup`, and nothing is averaged: only `state_dict`, `news` and `close` are
-    called, and of a `ParameterAlgorithm` also `settle` and `own_state`.
+    copied. With one rank there is no `setup`, and nothing is averaged: only `state_dict`, `own_state`, `settle`,
+    `news` and `close` are called.
+
+    Order of calls in one step: `start`, `before_backward`, the backward, `after_backward` (these three perhaps several
+    times), `before_step`, the optimizer's step, `after_step`.
 
     Attributes:
         decentralized: do ranks have different parameters between two steps?
         replicates: do all ranks hold something with the same bits: their parameters, or what `shared_values` gives?
+        consensus: between two steps ranks have different parameters, but validation sees the same on all of them, and
+            training returns it.
+        within: averages the gradients of each step among the ranks of a host, whose parameters then stay equal; set up
+            with these ranks alone. None: each rank steps its own gradients.
         uneven: what happens if ranks have different numbers of batches. "error": all ranks stop with an error that
             names ranks and numbers. "join": ranks that run out go on with their last batch, which counts nothing, until
             no rank has more; ranks wait for each other before each batch.
@@ -33,11 +40,15 @@ class Algorithm(ABC):
 
     decentralized: bool = False
     replicates: bool = True
+    consensus: bool = False
+    within: GradientAlgorithm | None = None
     uneven: str = "error"
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
         """The text that ranks compare: version, arguments, and `lines` about whatever else must be equal."""
         return "\n".join([f"ringstrategy {__version__}, wire format {WIRE_FORMAT}, {size} ranks", repr(self), *lines])
+
+    # The parameters
 
     @abstractmethod
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
@@ -51,6 +62,16 @@ class Algorithm(ABC):
         Raises:
             PlanMismatchError: on every rank, if the ranks differ in anything that matters.
         """
+
+    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
+        """Raise a ValueError with the cure if this cannot be right with a loss scaler, or with clipping by norm.
+
+        Called after `setup`, when it is known which parameters are local.
+        """
+
+    def is_local(self, name: str) -> bool:
+        """Does each rank step its own gradient of this parameter? Known after `setup`."""
+        return True
 
     @abstractmethod
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
@@ -67,53 +88,26 @@ class Algorithm(ABC):
             PlanMismatchError: on every rank, unless all ranks saw the same change at the same time.
         """
 
-    @abstractmethod
-    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
-        """Parameters are final when this returns. Gradients are still as the optimizer saw them: unscaled, clipped.
+    def attend(
+        self,
+        buffers: Callable[[], Sequence[Tensor]],
+        optimizers: Callable[[], Sequence[Optimizer]],
+        copied: Callable[[], Sequence[Tensor]] = tuple,
+    ) -> None:
+        """Where the module's buffers and the optimizers are found, until `close`; before `bind`.
 
         Args:
-            parameters: those of the optimizer.
-            stepped: False if the loss scaler skipped the step; a boolean tensor if only the device knows.
+            buffers: those that have a mean.
+            optimizers: all.
+            copied: the other buffers, of which rank 0's values count.
         """
 
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint that is the same on all ranks: tensors and primitives only. Works after `close` too.
+    def bind(self, parameters: Collection[Parameter]) -> None:
+        """Announce that an optimizer steps these; after `setup`, in the same order on all ranks, which may wait.
 
-        Tensors may be views of the memory in use.
+        An optimizer that is not announced is bound at its first step.
         """
 
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` gave; after `setup`."""
-
-    def news(self) -> list[str]:
-        """Lines for the log that are new since the last call; as many on all ranks."""
-        return []
-
-    @abstractmethod
-    def close(self) -> None:
-        """Detach from the parameters. Idempotent, never a collective."""
-
-
-class GradientAlgorithm(Algorithm):
-    """All ranks step the same mean gradients, so their parameters stay equal.
-
-    Order of calls in one step: `before_backward`, the backward, `after_backward` (these three perhaps several times),
-    `before_step`, the optimizer's step, `after_step`.
-    """
-
-    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """Raise a ValueError with the cure if this cannot be right with a loss scaler, or with clipping by norm.
-
-        Called after `setup`, when it is known which parameters are local.
-        """
-
-    def is_local(self, name: str) -> bool:
-        """Is this parameter never averaged? Known after `setup`."""
-        return False
-
-    @abstractmethod
     def compare(self, text: str) -> None:
         """Compare between ranks what else must be the same where replicas are equal; all ranks call it after `setup`.
 
@@ -124,7 +118,11 @@ class GradientAlgorithm(Algorithm):
             PlanMismatchError: on every rank, unless the text is the same on all.
         """
 
-    @abstractmethod
+    # A step
+
+    def start(self) -> None:
+        """A batch begins; all ranks call it. Before the first step, what ranks share is what they have now."""
+
     def before_backward(
         self,
         loss: Tensor | None = None,
@@ -144,11 +142,9 @@ class GradientAlgorithm(Algorithm):
             divisor: of this rank's gradients. None: the number of ranks. Infinity: they count nothing.
         """
 
-    @abstractmethod
     def after_backward(self) -> None:
         """Gradients are final when this returns."""
 
-    @abstractmethod
     def before_step(self, parameters: Collection[Parameter]) -> None:
         """An optimizer is about to step these, with the gradients that they have. RuntimeError if that cannot be right.
 
@@ -156,91 +152,25 @@ class GradientAlgorithm(Algorithm):
         """
 
     @abstractmethod
-    def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's residuals by parameter name: in parameter space, of the unscaled loss. After `close` too.
-
-        Their sum over all ranks is what the gradients that were stepped so far lack. Tensors may be views of the memory
-        in use: copy each before taking the next.
-        """
-
-    @abstractmethod
-    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """Replace this rank's residuals; after `setup`. Returns the names of residuals for which there is no place."""
-
-
-class ParameterAlgorithm(Algorithm):
-    """Each rank steps its own gradients; parameters are averaged now and then.
-
-    Between two averagings the ranks' parameters differ. Validation and checkpoints see the same on all ranks, between
-    `enter_consensus` and `leave_consensus`: the mean of all ranks, or `shared_values` if the algorithm `replicates`.
-
-    Attributes:
-        consensus: validation sees it, and training returns it. False: each rank sees its own.
-        within: averages the gradients of each step among the ranks of a host, whose parameters then stay equal; set up
-            with these ranks alone. None: each rank steps its own gradients.
-    """
-
-    decentralized = True
-    replicates = False
-    consensus: bool = True
-    within: GradientAlgorithm | None = None
-
-    def attend(
-        self,
-        buffers: Callable[[], Sequence[Tensor]],
-        optimizers: Callable[[], Sequence[Optimizer]],
-        copied: Callable[[], Sequence[Tensor]] = tuple,
-    ) -> None:
-        """Where the module's buffers and the optimizers are found, until `close`; before `bind`.
+    def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
+        """Parameters are final when this returns. Gradients are still as the optimizer saw them: unscaled, clipped.
 
         Args:
-            buffers: those that have a mean.
-            optimizers: all.
-            copied: the other buffers, of which rank 0's values count.
+            parameters: those of the optimizer.
+            stepped: False if the loss scaler skipped the step; a boolean tensor if only the device knows.
         """
 
-    def start(self) -> None:
-        """A batch begins; all ranks call it. Before the first step, what ranks share is what they have now."""
+    def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
+        """An epoch has ended, and the next is to begin; once for each optimizer, with its parameters."""
+
+    def settle(self) -> None:
+        """Wait for communication in flight. Its correction is applied later, on schedule."""
 
     def finish(self) -> None:
         """Training has ended, as planned, after as many batches on all ranks; all of them call it."""
 
-    def shared_values(self) -> dict[str, Tensor]:
-        """What all ranks hold with the same bits, by parameter name, if it `replicates`."""
-        return {}
+    # What all ranks see, where they have parameters of their own
 
-    def metrics(self) -> dict[str, float]:
-        """What the last exchange told, by name, for logs; of this rank, no collective. Empty if nothing is new."""
-        return {}
-
-    @abstractmethod
-    def bind(self, parameters: Collection[Parameter]) -> None:
-        """Announce that an optimizer steps these; after `setup`, in the same order on all ranks, which may wait.
-
-        An optimizer that is not announced is bound at its first step.
-        """
-
-    @abstractmethod
-    def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
-        """An epoch has ended, and the next is to begin; once for each optimizer, with its parameters."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait for communication in flight. Its correction is applied later, on schedule."""
-
-    @abstractmethod
-    def own_state(self) -> dict[str, Any]:
-        """State of this rank alone, besides its parameters: tensors and primitives only; after `settle`.
-
-        Two keys are common to all: `of` names whose state it is, and `torn` is true if an exception came within an
-        exchange, so that the state fits no other rank's. Tensors may be views of the memory in use.
-        """
-
-    @abstractmethod
-    def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """Restore what `own_state` gave; after `setup`. False if another algorithm gave it, so that it is of no use."""
-
-    @abstractmethod
     def enter_consensus(
         self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
     ) -> bool:
@@ -255,23 +185,15 @@ class ParameterAlgorithm(Algorithm):
             copied: what shows rank 0's values, such as other buffers.
             replaced: the parameters hold other values than those that are trained, such as their moving average.
         """
+        return False
 
-    @abstractmethod
     def leave_consensus(self) -> None:
         """Give each rank its own values back; no collective. A tensor that was changed meanwhile keeps the change."""
 
-    @abstractmethod
     def as_own(self) -> AbstractContextManager[None]:
         """Within, the parameters and the others have this rank's own values, consensus or not; no collective."""
+        return nullcontext()
 
-    def forget(self) -> None:
-        """The parameters were replaced: drop what is under way and what is kept of the old ones, but for counts.
-
-        Between steps; all ranks call it.
-        """
-        self.load_state_dict(self.state_dict())
-
-    @abstractmethod
     def consensus_distance(self, sample: int | None = None) -> float | None:
         """Mean over ranks of the squared distance of all parameters from their mean; every rank calls it.
 
@@ -279,8 +201,95 @@ class ParameterAlgorithm(Algorithm):
             sample: estimate it from no more than so many values, drawn anew each time; None: from all.
 
         Returns:
-            The distance, or None where there is one rank.
+            The distance, or None where there is one rank, or replicas are equal.
         """
+        return None
+
+    def shared_values(self) -> dict[str, Tensor]:
+        """What all ranks hold with the same bits beside parameters of their own, by parameter name."""
+        return {}
+
+    # State
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint that is the same on all ranks: tensors and primitives only. Works after `close` too.
+
+        Tensors may be views of the memory in use.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` gave; after `setup`."""
+
+    def residuals(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's residuals by parameter name: in parameter space, of the unscaled loss. After `close` too.
+
+        Their sum over all ranks is what the gradients that were stepped so far lack. Tensors may be views of the memory
+        in use: copy each before taking the next.
+        """
+        yield from ()
+
+    def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
+        """Replace this rank's residuals; after `setup`. Returns the names of residuals for which there is no place."""
+        return list(residuals)
+
+    def own_state(self) -> dict[str, Any]:
+        """State of this rank alone, besides its parameters: tensors and primitives only; after `settle`.
+
+        Empty if ranks have nothing of their own. Else two keys are common to all: `of` names whose state it is, and
+        `torn` is true if an exception came within an exchange, so that the state fits no other rank's. Tensors may be
+        views of the memory in use.
+        """
+        return {}
+
+    def load_own_state(self, state: Mapping[str, Any]) -> bool:
+        """Restore what `own_state` gave; after `setup`. False if another algorithm gave it, so that it is of no use."""
+        return True
+
+    def forget(self) -> None:
+        """The parameters were replaced: drop what is under way and what is kept of the old ones, but for counts.
+
+        Between steps; all ranks call it.
+        """
+
+    # Logs, and the end
+
+    def news(self) -> list[str]:
+        """Lines for the log that are new since the last call; as many on all ranks."""
+        return []
+
+    def metrics(self) -> dict[str, float]:
+        """What the last exchange told, by name, for logs; of this rank, no collective. Empty if nothing is new."""
+        return {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Detach from the parameters. Idempotent, never a collective."""
+
+
+class GradientAlgorithm(Algorithm):
+    """All ranks step the same mean gradients, so their parameters stay equal."""
+
+    def is_local(self, name: str) -> bool:
+        """Is this parameter never averaged? Known after `setup`."""
+        return False
+
+
+class ParameterAlgorithm(Algorithm):
+    """Each rank steps its own gradients; parameters are averaged now and then.
+
+    Between two averagings the ranks' parameters differ. Validation and checkpoints see the same on all ranks, between
+    `enter_consensus` and `leave_consensus`: the mean of all ranks, or `shared_values` if the algorithm `replicates`.
+    """
+
+    decentralized = True
+    replicates = False
+    consensus = True
+
+    def forget(self) -> None:
+        """As if training went on from a checkpoint of now."""
+        self.load_state_dict(self.state_dict())
 
 
 def check_family(algorithm: Algorithm) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm, check_family
+from ringstrategy.algorithms.base import Algorithm, check_family
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.failure.orphans import end_with_agent
@@ -87,8 +87,7 @@ class Session:
     ) -> None:
         check_family(algorithm)
         self.module, self.algorithm = module, algorithm
-        self._gradients = algorithm if isinstance(algorithm, GradientAlgorithm) else None
-        self._parameters = algorithm if isinstance(algorithm, ParameterAlgorithm) else None
+        self._gradients = algorithm  # gets what a backward and a step are to average
         self.stats = Stats() if stats is None else stats
         self.accumulating = False
         self.place = "while setting up"
@@ -129,28 +128,26 @@ class Session:
             if self._notices_steps:
                 self._steps = OptimizerSteps(lambda _: None, self.after_step, lambda _: None)
             return
-        beside_steps = isinstance(self.algorithm, ParameterAlgorithm)
-        self._peers = connect(device, self._timeout, self.stats, beside_steps=beside_steps, group=self._group)
+        apart = self.algorithm.decentralized
+        self._peers = connect(device, self._timeout, self.stats, beside_steps=apart, group=self._group)
         begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
         if backend_of("cpu") == "gloo":
             self._watch = CollectiveWatchdog(self._listen, self._waits_in_vain, break_off_default)
         check_tensors(self.module)
         parameters = shared_parameters(self.module)
         self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
-        if self._parameters is not None:
-            self._parameters.attend(
-                lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
-            )
-            within = self._parameters.within
-            if within is not None:
-                self._host = Host.around(self._peers, within, self._group, device, self._timeout)
+        self.algorithm.attend(
+            lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
+        )
+        within = self.algorithm.within
+        if within is not None:
+            self._host = Host.around(self._peers, within, self._group, device, self._timeout)
         if self._host is not None:
             self._gradients = self._host.algorithm
             self._gradients.setup(parameters, self._host.peers, sparse=sparse_parameters(self.module))
-        if self._gradients is not None:
-            self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
+        self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         if self.algorithm.uneven == "join":
-            self._joined.open(self._peers.size, device, scales_local=scaled_loss and self._parameters is not None)
+            self._joined.open(self._peers.size, device, scales_local=scaled_loss and apart)
         self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self._before_step, self._after_step, self.check_within_backward)
@@ -158,8 +155,7 @@ class Session:
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
         self._known = set(parameters.values())
-        averages = self._gradients
-        self._equal = {p for n, p in parameters.items() if averages is not None and not averages.is_local(n)}
+        self._equal = {p for n, p in parameters.items() if not self._gradients.is_local(n)}
 
     def compare(self, text: str) -> None:
         """PlanMismatchError on all ranks, which quotes the difference, unless all say the same; all ranks call it."""
@@ -181,12 +177,13 @@ class Session:
             others: parameters that other sessions average, and these optimizers may step too.
         """
         self._optimizers = optimizers
-        if self._peers is not None:
-            check_registered(optimizers, {*self.module.parameters(), *others})
-        if self._peers is not None and self._parameters is not None:
+        if self._peers is None:
+            return
+        check_registered(optimizers, {*self.module.parameters(), *others})
+        if self.algorithm.decentralized:
             check_alone(optimizers)
-            for optimizer in optimizers:
-                self._parameters.bind(stepped_by(optimizer))
+        for optimizer in optimizers:
+            self.algorithm.bind(stepped_by(optimizer))
 
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.
@@ -195,7 +192,7 @@ class Session:
         `weight_decay`; other entries of a group may be a rank's own.
         Where ranks have parameters of their own, optimizers may differ.
         """
-        if self._peers is not None and self._gradients is not None:
+        if self._peers is not None:
             self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
 
     def close(self) -> None:
@@ -210,7 +207,7 @@ class Session:
             ends.callback(self.algorithm.close)
             if host is not None:
                 ends.callback(host.close)
-                self._gradients = None
+                self._gradients = self.algorithm
             for watching in (self._new_parts, self._steps, watch):
                 if watching is not None:
                     ends.callback(watching.close)
@@ -286,9 +283,8 @@ class Session:
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
         self.start()
-        if first and later_epoch and self._parameters is not None:
-            for parameters in self._optimized:
-                self._parameters.after_epoch(parameters)
+        for parameters in self._optimized if first and later_epoch else ():
+            self.algorithm.after_epoch(parameters)
 
     def _adopt(self) -> None:
         """Add new parameters, and give them rank 0's values on all ranks."""
@@ -333,7 +329,7 @@ class Session:
         """
         sends = self._broadcast_buffers and self._buffers_due and self._peers is not None
         self._joined.put_buffers_back()
-        if sends and self._gradients is not None:
+        if sends and not self._gradients.decentralized:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
@@ -356,13 +352,13 @@ class Session:
         """
         self._joined.put_buffers_back()
         divisor = self._joined.divisor(exchanged=not self.accumulating) or self._divisor
-        if self._peers is not None and self._gradients is not None:
+        if self._peers is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
             self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        if self._peers is not None and self._gradients is not None:
+        if self._peers is not None:
             self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
@@ -450,9 +446,7 @@ class Session:
             return
         parameters = stepped_by(optimizer)
         self._joined.before_step(parameters - self._equal)
-        if self._gradients is None:
-            return
-        if self._new_parts is not None and self._new_parts.any:
+        if not self._gradients.decentralized and self._new_parts is not None and self._new_parts.any:
             for name, parameter in shared_parameters(self.module).items():
                 if parameter in parameters and parameter not in self._known and parameter.grad is not None:
                     raise RuntimeError(
@@ -484,38 +478,35 @@ class Session:
 
     def compare_ends(self) -> None:
         """PeerLostError on all ranks if one trains on; all ranks call it when training has ended."""
-        if self._gradients is not None and self._peers is not None:
+        if self._peers is not None:
             self._gradients.compare("the end of training")
 
     @property
     def shows_consensus(self) -> bool:
         """Do validation, and whoever takes the model after training, see the same on all ranks?"""
-        return self._parameters is not None and self._parameters.consensus
+        return self.algorithm.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
-        """See `ParameterAlgorithm.enter_consensus`, to which buffers are given too. False where replicas are equal."""
-        if self._parameters is None:
-            return False
+        """See `Algorithm.enter_consensus`, to which buffers are given too. False where replicas are equal."""
         # a validation may be in inference mode, and what is allocated there cannot be used outside
         with torch.inference_mode(False):
-            return self._parameters.enter_consensus(
+            return self.algorithm.enter_consensus(
                 averaged_buffers(self.module), copied_buffers(self.module), replaced=replaced
             )
 
     def leave_consensus(self) -> None:
-        """See `ParameterAlgorithm.leave_consensus`."""
-        if self._parameters is not None:
-            self._parameters.leave_consensus()
+        """See `Algorithm.leave_consensus`."""
+        self.algorithm.leave_consensus()
 
     def as_own(self) -> AbstractContextManager[None]:
-        """See `ParameterAlgorithm.as_own`."""
-        return nullcontext() if self._parameters is None else self._parameters.as_own()
+        """See `Algorithm.as_own`."""
+        return self.algorithm.as_own()
 
     @contextmanager
     def consensus(self, *, replaced: bool = False) -> Generator[None, None, None]:
         """Within, the module is the same on all ranks, which all enter; then each gets its own values back.
 
-        See `ParameterAlgorithm.enter_consensus`.
+        See `Algorithm.enter_consensus`.
         """
         try:
             entered = self.enter_consensus(replaced=replaced)
@@ -545,34 +536,30 @@ class Session:
         return Means(means, state())
 
     def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `ParameterAlgorithm.consensus_distance`; None where replicas are equal."""
-        return None if self._parameters is None else self._parameters.consensus_distance(sample)
+        """See `Algorithm.consensus_distance`."""
+        return self.algorithm.consensus_distance(sample)
 
     def settle(self) -> None:
-        """See `ParameterAlgorithm.settle`."""
-        if self._parameters is not None:
-            self._parameters.settle()
+        """See `Algorithm.settle`."""
+        self.algorithm.settle()
 
     def start(self) -> None:
-        """See `ParameterAlgorithm.start`; `begin_batch` calls it, and nobody within a step that a rank may skip."""
-        if self._parameters is not None:
-            self._parameters.start()
+        """See `Algorithm.start`; `begin_batch` calls it, and nobody within a step that a rank may skip."""
+        self.algorithm.start()
 
     def finish(self) -> None:
-        """See `ParameterAlgorithm.finish`."""
-        if self._parameters is not None:
-            with self.naming_lost_peers():
-                self._parameters.finish()
+        """See `Algorithm.finish`."""
+        with self.naming_lost_peers():
+            self.algorithm.finish()
 
     def forget(self) -> None:
-        """See `ParameterAlgorithm.forget`."""
-        if self._parameters is not None:
-            self._parameters.forget()
+        """See `Algorithm.forget`."""
+        self.algorithm.forget()
 
     def equal_values(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks between two steps, by parameter name."""
-        if self._parameters is not None:
-            return self._parameters.shared_values()
+        if self.algorithm.decentralized:
+            return self.algorithm.shared_values()
         return {name: value for name, value in shared_parameters(self.module).items() if value in self._equal}
 
     def glance(self, *, buffers: bool = True) -> list[Tensor]:
@@ -588,14 +575,13 @@ class Session:
         Tensors and primitives only. Tensors may be views of the memory in use, but for the residuals.
         """
         self.settle()
-        residuals = iter(()) if self._gradients is None else self._gradients.residuals()
         return {
             "rank": dist.get_rank(self._group),
             "world_size": dist.get_world_size(self._group),
             "decentralized": self.algorithm.decentralized,
             "shared": self.algorithm.state_dict(),
-            "residuals": {name: value.clone() for name, value in residuals},
-            "own": {} if self._parameters is None else self._parameters.own_state(),
+            "residuals": {name: value.clone() for name, value in self._gradients.residuals()},
+            "own": self.algorithm.own_state(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -617,11 +603,10 @@ class Session:
                 f"this state is of an algorithm that averages {averaged}, and this run of {self.algorithm}: give the "
                 "run the algorithm with which it was saved"
             )
-        if self._parameters is not None and not self._parameters.load_own_state(state["own"]):
+        if not self.algorithm.load_own_state(state["own"]):
             raise ValueError(f"this state is of {state['own']['of']}, and this run of {self.algorithm}")
         self.algorithm.load_state_dict(state["shared"])
-        residuals = state["residuals"]
-        homeless = list(residuals) if self._gradients is None else self._gradients.load_residuals(residuals)
+        homeless = self._gradients.load_residuals(state["residuals"])
         if homeless:
             raise ValueError(
                 f"this state has residuals of {', '.join(homeless)}, for which there is no place: give the run the "

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.collectives.base import sums_dtype
 
 _SHOWN = 5  # names in a message
@@ -127,20 +127,18 @@ def collect(ranks: Ranks, own: Mapping[str, Any] | None, files: Files, token: st
     """
     algorithm = ranks.algorithm
     state = algorithm.state_dict()
-    held = algorithm.residuals() if isinstance(algorithm, GradientAlgorithm) else ()
-    residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in held}
+    residuals = {name: value.to("cpu", copy=True).contiguous() for name, value in algorithm.residuals()}
     save = None
     if residuals or own is not None:
         # after an exception ranks may be a step apart, and cannot ask each other
         save = f"exception-{token}" if ranks.alone else f"step-{state['step']}-{token}"
-        kept = algorithm.own_state() if isinstance(algorithm, ParameterAlgorithm) else {}
         mine = {
             "save": save,
             "rank": ranks.global_rank,
             "world_size": ranks.world_size,
             "step": state["step"],
             "residuals": residuals,
-            "own": None if own is None else {"checkpoint": own, "algorithm": kept},
+            "own": None if own is None else {"checkpoint": own, "algorithm": algorithm.own_state()},
         }
         written_by_all(
             ranks, files, partial(files.save, mine, save, ranks.global_rank), undo=partial(files.discard, save)
@@ -279,7 +277,7 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
                 f"The checkpoint is of world size {before}, this run of {now}: "
                 f"each rank takes 1/{now} of the sum of the error-feedback residuals."
             )
-    if saved.own is not None and isinstance(algorithm, ParameterAlgorithm):
+    if saved.own is not None and algorithm.decentralized:
         kept = saved.own["algorithm"]
         if not algorithm.load_own_state(kept):
             log.info(
@@ -287,7 +285,7 @@ def restore(ranks: Ranks, saved: Saved, log: Log) -> dict[str, Any] | None:
                 "takes its own parameters and optimizers, but nothing that only the other kept."
             )
     algorithm.load_state_dict(shared["algorithm"])
-    homeless = algorithm.load_residuals(residuals) if isinstance(algorithm, GradientAlgorithm) else list(residuals)
+    homeless = algorithm.load_residuals(residuals)
     homeless_by_rank = _told(ranks, _names(homeless))
     if homeless_by_rank:
         log.warn(

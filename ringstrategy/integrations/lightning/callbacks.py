@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ringstrategy.algorithms.base import ParameterAlgorithm
 from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.kernels.checksum import checksums
 from ringstrategy.transport.stats import Stats
@@ -83,7 +82,7 @@ class CommunicationMonitorMixin(Callback):
 
     def _log_agreement(self, trainer: Trainer) -> None:
         algorithm = self._strategy(trainer).algorithm
-        told = algorithm.metrics() if isinstance(algorithm, ParameterAlgorithm) else {}
+        told = algorithm.metrics()
         for logger in trainer.loggers if told else ():
             metrics = {f"communication/{name}": value for name, value in told.items()}
             logger.log_metrics(metrics, step=trainer.global_step - 1)

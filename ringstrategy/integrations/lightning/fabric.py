@@ -23,7 +23,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import reachable
 from ringstrategy.errors import PeerLostError, is_of_a_connection
@@ -316,9 +316,8 @@ class RingFabricStrategyMixin(DDPStrategy):
     def clip_gradients_norm(self, module: Module, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
         """As `ddp`. ValueError if replicas would differ, because some parameters are never averaged."""
         for model in self._models:
-            algorithm = model.session.algorithm
-            if model.stepped_by(optimizer) and isinstance(algorithm, GradientAlgorithm):
-                algorithm.check(scaled_loss=False, clips_by_norm=True)
+            if model.stepped_by(optimizer):
+                model.session.algorithm.check(scaled_loss=False, clips_by_norm=True)
         return super().clip_gradients_norm(module, optimizer, *args, **kwargs)
 
     @property

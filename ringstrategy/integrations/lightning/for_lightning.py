@@ -1,93 +1,16 @@
-"""The classes for `lightning.pytorch`. `for_pytorch_lightning.py` has the same ones, and a test compares the two."""
+"""The classes for a Trainer of `lightning.pytorch`."""
 
 from __future__ import annotations
 
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.fabric.utilities.distributed import DistributedSamplerWrapper, _init_dist_connection
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.loggers.csv_logs import ExperimentWriter
-from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher
-from lightning.pytorch.overrides.distributed import _sync_module_states
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-from lightning.pytorch.utilities.data import _update_dataloader
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from typing import TYPE_CHECKING
 
-from ringstrategy.integrations.lightning.callbacks import CommunicationMonitorMixin, ReplicaCheckMixin
-from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin
-from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin
-from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
-from ringstrategy.integrations.lightning.looks import LooksMixin
-from ringstrategy.integrations.lightning.package import Package
-from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
+from ringstrategy.integrations.lightning.classes import trainer_classes
 
-PACKAGE = Package(
-    name="lightning.pytorch",
-    BatchSizeFinder=BatchSizeFinder,
-    CSVLogger=CSVLogger,
-    DistributedSamplerWrapper=DistributedSamplerWrapper,
-    ExperimentWriter=ExperimentWriter,
-    ModelCheckpoint=ModelCheckpoint,
-    StochasticWeightAveraging=StochasticWeightAveraging,
-    SIGTERMException=SIGTERMException,
-    TorchCheckpointIO=TorchCheckpointIO,
-    WeightAveraging=WeightAveraging,
-    ChildProcessObserver=_ChildProcessObserver,
-    PrefetchDataFetcher=_PrefetchDataFetcher,
-    WrappingCheckpointIO=_WrappingCheckpointIO,
-    init_dist_connection=_init_dist_connection,
-    sync_module_states=_sync_module_states,
-    update_dataloader=_update_dataloader,
-)
+if TYPE_CHECKING:
+    from ringstrategy.integrations.lightning.callbacks import CommunicationMonitorMixin as CommunicationMonitor
+    from ringstrategy.integrations.lightning.callbacks import ReplicaCheckMixin as ReplicaCheck
+    from ringstrategy.integrations.lightning.strategy import RingStrategyMixin as RingStrategy
+else:
+    globals().update(trainer_classes("lightning.pytorch", "lightning.fabric", __name__))
 
-
-class BringingLauncher(BringingLauncherMixin, _MultiProcessingLauncher):
-    """See `BringingLauncherMixin`."""
-
-
-class OutlivingLauncher(OutlivingLauncherMixin, _SubprocessScriptLauncher):
-    """See `OutlivingLauncherMixin`."""
-
-    package = PACKAGE
-
-
-class Looks(LooksMixin, Callback):
-    """See `LooksMixin`."""
-
-    package = PACKAGE
-
-
-class JoinedFetcher(JoinedFetcherMixin, _PrefetchDataFetcher):
-    """See `JoinedFetcherMixin`."""
-
-
-class WholeCheckpointIO(WholeCheckpointIOMixin, TorchCheckpointIO):
-    """See `WholeCheckpointIOMixin`."""
-
-
-class RingStrategy(RingStrategyMixin, DDPStrategy):
-    __doc__ = RingStrategyMixin.__doc__
-
-    package = PACKAGE
-    bringing_launcher = BringingLauncher
-    outliving_launcher = OutlivingLauncher
-    looks = Looks
-    joined_fetcher = JoinedFetcher
-    whole_checkpoint_io = WholeCheckpointIO
-
-
-class CommunicationMonitor(CommunicationMonitorMixin, Callback):
-    __doc__ = CommunicationMonitorMixin.__doc__
-
-
-class ReplicaCheck(ReplicaCheckMixin, Callback):
-    __doc__ = ReplicaCheckMixin.__doc__
+__all__ = ["CommunicationMonitor", "ReplicaCheck", "RingStrategy"]

@@ -1,7 +1,7 @@
 """Lightning comes in two packages, `lightning` and `pytorch_lightning`: the same source, but no class in common.
 
 The same is true of Fabric, in `lightning.fabric` and `lightning_fabric`. So what derives from Lightning here is a
-mixin, and each `for_....py` puts the mixins before the classes of one package. A mixin finds whatever else it needs of
+mixin, and `classes.py` puts the mixins before the classes of one package. A mixin finds whatever else it needs of
 Lightning in its `package`.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,12 @@ def imported(roots: Iterable[str], name: str) -> list[ModuleType]:
     return [sys.modules[f"{root}.{name}"] for root in roots if f"{root}.{name}" in sys.modules]
 
 
+def taken(module: str, name: str) -> Any:
+    """What a module of Lightning has under this name, or under the name with an underscore."""
+    home = import_module(module)
+    return getattr(home, name, None) or getattr(home, f"_{name}")
+
+
 @dataclass(frozen=True)
 class FabricPackage:
     """What the Fabric door takes from one of the packages: each field is named as there, without an underscore.
@@ -62,6 +69,16 @@ class FabricPackage:
     TorchCheckpointIO: type[fabric.TorchCheckpointIO]
     init_dist_connection: Callable[..., None]
     validate_keys_for_strict_loading: Callable[..., None]
+
+    @classmethod
+    def of(cls, fabric: str) -> FabricPackage:
+        """Import it."""
+        homes = {
+            "TorchCheckpointIO": "plugins",
+            "init_dist_connection": "utilities.distributed",
+            "validate_keys_for_strict_loading": "strategies.strategy",
+        }
+        return cls(fabric, **{name: taken(f"{fabric}.{home}", name) for name, home in homes.items()})
 
 
 @dataclass(frozen=True)
@@ -90,3 +107,25 @@ class Package:
     init_dist_connection: Callable[..., None]
     sync_module_states: Callable[[Module], None]
     update_dataloader: Callable[[DataLoader[Any], Sampler[Any]], DataLoader[Any]]
+
+    @classmethod
+    def of(cls, pytorch: str, fabric: str) -> Package:
+        """Import it, and the Fabric beside it."""
+        homes = {
+            "BatchSizeFinder": f"{pytorch}.callbacks",
+            "CSVLogger": f"{pytorch}.loggers",
+            "DistributedSamplerWrapper": f"{fabric}.utilities.distributed",
+            "ExperimentWriter": f"{pytorch}.loggers.csv_logs",
+            "ModelCheckpoint": f"{pytorch}.callbacks",
+            "StochasticWeightAveraging": f"{pytorch}.callbacks",
+            "SIGTERMException": f"{pytorch}.utilities.exceptions",
+            "TorchCheckpointIO": f"{fabric}.plugins",
+            "WeightAveraging": f"{pytorch}.callbacks",
+            "ChildProcessObserver": f"{fabric}.strategies.launchers.subprocess_script",
+            "PrefetchDataFetcher": f"{pytorch}.loops.fetchers",
+            "WrappingCheckpointIO": f"{pytorch}.plugins.io.wrapper",
+            "init_dist_connection": f"{fabric}.utilities.distributed",
+            "sync_module_states": f"{pytorch}.overrides.distributed",
+            "update_dataloader": f"{pytorch}.utilities.data",
+        }
+        return cls(pytorch, **{name: taken(home, name) for name, home in homes.items()})

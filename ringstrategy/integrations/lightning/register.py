@@ -16,11 +16,12 @@ from ringstrategy.integrations.imported import when_imported
 
 StartMethod = Literal["popen", "spawn", "fork"]
 START_METHODS: dict[str, StartMethod] = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+_HERE = "ringstrategy.integrations.lightning"
 _REGISTRIES = {  # by its module: its name there, and the class that the names make
-    "lightning.pytorch.strategies": ("StrategyRegistry", "for_lightning", "RingStrategy"),
-    "pytorch_lightning.strategies": ("StrategyRegistry", "for_pytorch_lightning", "RingStrategy"),
-    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "for_fabric", "RingFabricStrategy"),
-    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "for_lightning_fabric", "RingFabricStrategy"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", f"{_HERE}.for_lightning", "RingStrategy"),
+    "pytorch_lightning.strategies": ("StrategyRegistry", "ringstrategy.pytorch_lightning", "RingStrategy"),
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", f"{_HERE}.for_fabric", "RingFabricStrategy"),
+    "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "ringstrategy.lightning_fabric", "RingFabricStrategy"),
 }
 
 
@@ -49,5 +50,5 @@ def _register_with(module: ModuleType) -> None:
 def _strategy(home: str, kind: str, name: str, start_method: StartMethod) -> Any:
     from ringstrategy.names import STRATEGIES
 
-    make = getattr(import_module(f"ringstrategy.integrations.lightning.{home}"), kind)
+    make = getattr(import_module(home), kind)
     return make(STRATEGIES[name](), start_method=start_method)

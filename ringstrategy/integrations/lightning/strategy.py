@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.auto import Auto
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning import refusals
 from ringstrategy.integrations.lightning.elastic import Elastic
@@ -134,7 +134,7 @@ class RingStrategyMixin(ProcessesMixin):
         return f"RingStrategy({self.algorithm}), {is_for(self.package.name)}"
 
     def _outcome(self) -> Any:
-        has_residuals = isinstance(self.algorithm, GradientAlgorithm) and any(True for _ in self.algorithm.residuals())
+        has_residuals = any(True for _ in self.algorithm.residuals())
         return self.stats, has_residuals, self.algorithm.outcome() if isinstance(self.algorithm, Auto) else None
 
     def _take_outcome(self, outcome: Any) -> None:
@@ -244,10 +244,12 @@ class RingStrategyMixin(ProcessesMixin):
         if lost:
             session.part()
         if self._kept is None and not self.joins:  # else it is from before another loss
-            held = self.algorithm.residuals() if isinstance(self.algorithm, GradientAlgorithm) else ()
             if self.world_size == 1:
                 session.forget()  # this rank has gone on by itself from what ranks shared
-            self._kept = self.algorithm.state_dict(), {name: value.clone() for name, value in held}
+            self._kept = (
+                self.algorithm.state_dict(),
+                {name: value.clone() for name, value in self.algorithm.residuals()},
+            )
         session.close()
 
     def packed(self) -> dict[str, Any]:
@@ -290,8 +292,7 @@ class RingStrategyMixin(ProcessesMixin):
         shared, residuals = self._kept
         # rank 0 has that of the furthest rank; one that was lost within a step may have counted it, and not made it
         self.algorithm.load_state_dict(self.broadcast(shared))
-        if isinstance(self.algorithm, GradientAlgorithm):
-            self.algorithm.load_residuals(residuals)
+        self.algorithm.load_residuals(residuals)
         session.bind(self.optimizers)
         self._kept, self._has_joined = None, True
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
