@@ -845,7 +845,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ring": lambda: "ring",
     "fed": lambda: RingStrategy(AllReduce(TopK(2, block=64), Direct(), error_feedback=True)),
     "powersgd": lambda: "ring_powersgd",
-    "auto": lambda: RingStrategy(Auto([Sign()])),
+    "auto": lambda: RingStrategy(Auto([Sign()], error_feedback=True)),
 }
 
 
