@@ -44,7 +44,7 @@ from benchmarks.trainer import quiet_trainer
 from ringstrategy import Algorithm, AllReduce, BySize, Codec, Collective, LocalSGD, Ring, RingStrategy
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.app.data.stdlib_text import StdlibText
+from ringstrategy.examples.data.stdlib_text import StdlibText
 from ringstrategy.names import STRATEGIES
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.jsonl"
@@ -52,10 +52,10 @@ PRELOADED = [
     "lightning.pytorch",
     "sklearn.datasets",
     "ringstrategy.algorithms.gradients.powersgd",
-    "ringstrategy.app.data.digits",
-    "ringstrategy.app.data.stdlib_text",
-    "ringstrategy.app.models.cnn",
-    "ringstrategy.app.models.gpt",
+    "ringstrategy.examples.data.digits",
+    "ringstrategy.examples.data.stdlib_text",
+    "ringstrategy.examples.models.cnn",
+    "ringstrategy.examples.models.gpt",
 ]
 # stages whose ranks have parameters of their own, and whose names are trained there
 OF_MEANS: dict[str, tuple[type, ...]] = {"gossip": (Decentralized,), "seldom": (LocalSGD, Decentralized)}
@@ -84,7 +84,7 @@ class Case:
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "limit"}
         said["algorithm"] = described(self.algorithm)
         # models and data lay beside the strategy once, and keep the names that they had then in published rows' keys
-        text = json.dumps(said, sort_keys=True).replace("ringstrategy.app.", "ringstrategy.")
+        text = json.dumps(said, sort_keys=True).replace("ringstrategy.examples.", "ringstrategy.")
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:

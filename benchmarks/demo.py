@@ -29,7 +29,7 @@ import ringstrategy  # noqa: F401  # registers the names
 from benchmarks.harness import interface_bytes
 from benchmarks.lab import Lab, LabError, bits_per_second, exit_on_sigterm
 from benchmarks.trainer import quiet_trainer
-from ringstrategy.app.data.digits import Digits
+from ringstrategy.examples.data.digits import Digits
 
 
 class Block(nn.Module):

@@ -168,7 +168,7 @@ def gradient_descent(x, y, epochs, lr):
 
 @pytest.mark.slow
 def test_regression_on_four_ranks_is_gradient_descent(ranks, tmp_path):
-    from ringstrategy.app.data.regression import COEFFICIENTS, Regression
+    from ringstrategy.examples.data.regression import COEFFICIENTS, Regression
 
     few = ["trainer.max_epochs=100", "logger.tensorboard=null", "trainer.enable_progress_bar=false"]
     ranks(4, _trained, str(tmp_path / "job"), ["experiment=regression", *few])
