@@ -9,34 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *(
-        "training",
-        "doors",
-        "collectives",
-        "codecs",
-        "overhead",
-        "slow_rank",
-        "packets",
-        "faults",
-        "data_service",
-        "restart",
-        "shrink",
-        "fuzz",
-        "soak",
-    ),
-    *(
-        "time_to_accuracy",
-        "long_race",
-        "accuracy",
-        "gpu",
-        "kernels",
-        "launches",
-        "bucket",
-        "shared_gpu",
-        "sass",
-        "campaign",
-    ),
-    *("report", "demo", "lab"),
+    *("training", "collectives", "codecs", "overhead", "slow_rank", "time_to_accuracy", "long_race"),
+    *("faults", "fuzz", "soak"),
+    *("gpu", "kernels", "launches", "bucket", "shared_gpu"),
+    *("simulation", "topologies"),
+    *("campaign", "report", "demo", "lab"),
 )
 
 

@@ -37,7 +37,6 @@ from benchmarks.launches import (
     no_wire,
     one_bucket,
     our_function,
-    shares,
 )
 from benchmarks.rows import Row
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
@@ -132,7 +131,7 @@ def _as_graph(once: Callable[[], object]) -> float:
 
 def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """The fields of a row, on the GPU."""
-    device, meter = torch.device("cuda"), Meter(dtype.itemsize)
+    device, meter = torch.device("cuda"), Meter()
     busy = round(_BUSY_SECONDS * _cycles_a_second())
     seconds: list[float] = []
 
@@ -140,7 +139,7 @@ def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: a
         exchange(bucket, peers, algorithm)
 
     with no_wire(meter, ranks):
-        bucket, peers = one_bucket(algorithm, dtype, device), LonelyPeers(device, ranks, shares=shares(algorithm))
+        bucket, peers = one_bucket(algorithm, dtype, device), LonelyPeers(device, ranks)
         for _ in range(options.warmup + options.rounds):
             fill(bucket, torch.randn_like)
             torch.cuda._sleep(busy)
@@ -156,7 +155,7 @@ def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: a
         launches, on_device = _on_device(lambda: step(bucket, peers))
         peers.close()
 
-        bucket, in_stream = one_bucket(algorithm, dtype, device), _InStream(device, ranks, shares=shares(algorithm))
+        bucket, in_stream = one_bucket(algorithm, dtype, device), _InStream(device, ranks)
 
         def once() -> None:
             fill(bucket, torch.empty_like)
@@ -183,13 +182,8 @@ def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: a
 
 def _counted(algorithm: Synchronous, dtype: torch.dtype, ranks: int) -> dict[str, Any]:
     """The same fields as far as stand-ins know them."""
-    counts = measure(algorithm, dtype, rounds=1, ranks=ranks)
-    return {
-        "host_seconds": counts.host_seconds,
-        "launches": counts.kernels + counts.operations,
-        "waits": sorted(set(counts.waits)),
-        "device": "meta",
-    }
+    counts = measure(algorithm, dtype, ranks)
+    return {"launches": counts.kernels + counts.operations, "waits": sorted(counts.waits), "device": "meta"}
 
 
 def main(given: Sequence[str]) -> None:

@@ -6,8 +6,8 @@ python -m benchmarks campaign --only 'training/*'
 python -m benchmarks campaign --short            # each family once, small: what `make bench` runs
 
 campaign.yaml has the steps. A step is one command and has a file of rows of its own, which it replaces when it is run
-again. It is done as long as its command is the one that made that file, even if the code has changed since, which
---list says; --again repeats it.
+again. It is done as long as its command is the one that made that file, even if the code has changed since its commit,
+which --list says; --again repeats it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from benchmarks.rows import steps as records
 _HERE = Path(__file__).resolve().parent
 _RESULTS = _HERE / "results"
 _SHORT_RESULTS = _HERE.parent / "outputs" / "bench"
-_READERS = ("campaign.py", "cells.py", "report/*.py")  # that measure nothing
 
 
 @dataclass(frozen=True)
@@ -56,14 +55,9 @@ class Step:
     def made(self, folder: Path) -> dict[str, Any] | None:
         """The record of this very command's run, if the rows that it made are there."""
         made = records(folder).get(self.key)
-        if made is None or words(made["command"]) != words(self.command):
+        if made is None or made["command"] != self.command:
             return None
         return made if (folder / f"{self.key}.jsonl").exists() else None
-
-
-def words(command: str) -> list[str]:
-    """Of a command, whether its record is of today or of when each benchmark was a script."""
-    return shlex.split(re.sub(r"^python benchmarks/(\w+)\.py", r"python -m benchmarks \1", command))
 
 
 def steps(which: str, rate: str | None = None) -> list[Step]:
@@ -101,16 +95,6 @@ def run(step: Step, folder: Path) -> None:
     fresh = folder / f"{CAMPAIGN}.part"
     fresh.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     fresh.replace(folder / CAMPAIGN)
-
-
-def code_changed(commit: str) -> bool:
-    """Whether what is measured, or what measures, differs from then, or nobody knows what that was."""
-    if commit.endswith("-dirty"):
-        return True
-    readers = (f":(top,exclude)benchmarks/{name}" for name in _READERS)
-    paths = (":/ringstrategy", ":/triton_kernels", ":/benchmarks/*.py", *readers)
-    command = ["git", "diff", "--quiet", commit, "--", *paths]
-    return subprocess.run(command, cwd=_HERE, stderr=subprocess.DEVNULL, check=False).returncode != 0
 
 
 def _processor() -> str:
@@ -162,5 +146,4 @@ def _state(step: Step, folder: Path) -> str:
     made = step.made(folder)
     if made is None:
         return "left: its command has changed" if step.key in records(folder) else "left"
-    changed = ", code changed since" if code_changed(made["commit"]) else ""
-    return f"done {made['date']}, commit {made['commit'][:10]}{changed}"
+    return f"done {made['date']}, commit {made['commit'][:10]}"

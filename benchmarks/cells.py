@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 Cell = Callable[[Any], str]  # of a `Row`, or of a line of a table with its fields; - where it says nothing
@@ -42,9 +43,18 @@ def _reached(value: float | None, target: float) -> str:
     return seconds(target * math.inf if value is None or value != value else value)
 
 
+_COUNTS = (
+    *("faults", "hung", "wrong", "torn", "orphans", "unnamed", "configurations", "comparisons", "payloads", "refused"),
+    *("threads_grown", "descriptors_grown"),
+)
+
+
+def _count(name: str, row: Any) -> str:
+    return shown(getattr(row, name), "{:.0f}")
+
+
 CELLS: dict[str, Cell] = {
     "case": lambda row: row.case or f"{row.codec}, {row.operation}",
-    "ranks": lambda row: row.size if row.restart_seconds else "-",
     "slow rank": lambda row: shown(row.slow_rank, "rank {:.0f}"),
     "seconds": lambda row: seconds(row.seconds_median),
     "fastest - slowest": lambda row: (
@@ -78,28 +88,8 @@ CELLS: dict[str, Cell] = {
     "compression": lambda row: shown(row.compression, "{:.2f}x"),
     "MB sent": lambda row: shown(row.bytes_sent, "{:.4g}", 1e-6),
     "MB on the link": lambda row: shown(row.bytes_at_interface, "{:.4g}", 1e-6),
-    "packets": lambda row: shown(max(row.data_packets, default=None), "{:.3g}"),
-    "headers alone": lambda row: shown(max(row.headers_alone, default=None), "{:.3g}"),
-    "ACKs": lambda row: shown(max(row.pure_acks, default=None), "{:.3g}"),
-    "late ACKs": lambda row: shown(sum(row.late_acks) if row.late_acks else None, "{:.0f}"),
-    "longest": lambda row: seconds(row.longest_ack_seconds),
-    "stalls": lambda row: shown(row.stalls, "{:.0f}"),
-    "TCP_NODELAY": lambda row: shown(row.sockets, f"{row.sockets_with_nodelay} of {{:.0f}}"),
-    "other messages": lambda row: shown(max(row.other_messages, default=None), "{:.3g}"),
-    "faults": lambda row: shown(row.faults, "{:.0f}"),
-    "whole": lambda row: shown(row.whole, "{:.0f}"),
-    "torn": lambda row: shown(row.torn, "{:.0f}"),
-    "hung": lambda row: shown(row.hung, "{:.0f}"),
-    "orphans": lambda row: shown(row.orphans, "{:.0f}"),
-    "unnamed": lambda row: shown(row.unnamed, "{:.0f}"),
-    "configurations": lambda row: shown(row.configurations, "{:.0f}"),
-    "comparisons": lambda row: shown(row.comparisons, "{:.0f}"),
-    "wrong": lambda row: shown(row.wrong, "{:.0f}"),
+    **{name.replace("_", " "): partial(_count, name) for name in _COUNTS},
     "bytes grown a step": lambda row: shown(row.bytes_grown, "{:.1f}"),
-    "threads grown": lambda row: shown(row.threads_grown, "{:.0f}"),
-    "descriptors grown": lambda row: shown(row.descriptors_grown, "{:.0f}"),
-    "payloads": lambda row: shown(row.payloads, "{:.0f}"),
-    "refused": lambda row: shown(row.refused, "{:.0f}"),
     "error": lambda row: shown(row.error, "{:.1e}"),
     "same bits": lambda row: {True: "yes", False: "NO"}.get(row.ranks_identical, "-"),
 }

@@ -17,14 +17,13 @@ import torch
 
 from benchmarks import harness
 from benchmarks.rows import Row
-from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, RandomK, Rotated, Sign, TopK
+from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Rotated, Sign, TopK
 
 CODECS: list[Codec] = [
     Cast("float16"),
     BlockFloat8(),
     BlockFloat8("e5m2"),
     BlockInt(8),
-    BlockInt(8, scale="minmax"),
     BlockInt(8, rounding="stochastic"),
     BlockInt(4),
     BlockInt(4, rounding="stochastic"),
@@ -35,7 +34,6 @@ CODECS: list[Codec] = [
     Gaussian(2),
     Gaussian(1),
     TopK(),
-    RandomK(),
 ]
 
 

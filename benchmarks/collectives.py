@@ -268,6 +268,6 @@ def main(given: Sequence[str]) -> None:
     parser = harness.over_hosts("collectives", __doc__)
     size = "size of the tensor in 2**20 bytes, or several: 0.0625,1,16"
     parser.add_argument("--mb", type=megabytes, default=[96.0], help=size)
-    growth = "gloo, a few of ours and one mixing of gossip; the report fits a model through several --hosts"
+    growth = "gloo, a few of ours and one mixing of gossip, for several --hosts"
     parser.add_argument("--growth", action="store_true", help=growth)
     harness.run(parser, given, worker)

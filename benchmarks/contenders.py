@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import cpu, harness
+from benchmarks import harness
 from benchmarks.harness import Case
 from benchmarks.powersgd_peer import PowerSGDOnOneThread, factors
 from benchmarks.tasks import Batches, Loss
@@ -31,13 +32,10 @@ from ringstrategy import (
     Choco,
     Codec,
     Direct,
-    Gaussian,
     Gossip,
     LocalSGD,
     Nesterov,
     Ring,
-    Rotated,
-    SmallExact,
 )
 from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
@@ -79,21 +77,22 @@ AT_INTERVALS: dict[str, Callable[[], Algorithm]] = {
 
 
 def _seldom(name: str, **changes: Any) -> LocalSGD:
-    """That of the name, with these attributes instead of its own."""
-    algorithm = STRATEGIES[name]()
+    algorithm = named(name, **changes)
     assert isinstance(algorithm, LocalSGD)
-    for attribute, value in changes.items():
-        assert hasattr(algorithm, attribute), attribute
-        setattr(algorithm, attribute, value)
     return algorithm
 
 
-_BIASES_IN_8_BITS = SmallExact(Rotated(Gaussian(4)), small=BlockInt(8))  # nothing travels exactly
+def named(name: str, **changes: Any) -> Algorithm:
+    """The registered algorithm of this name, with these arguments instead of its own."""
+    algorithm = STRATEGIES[name]()
+    arguments = {each: getattr(algorithm, each) for each in inspect.signature(type(algorithm)).parameters}
+    return type(algorithm)(**arguments | changes)
+
+
 SELDOM: dict[str, Callable[[], Algorithm]] = {
     **{
         f"{name} every {interval}": partial(_seldom, name, interval=interval)
-        for name, intervals in {"local_sgd": (4,), "diloco": (4, 16, 64)}.items()
-        for interval in intervals
+        for name, interval in (("local_sgd", 4), ("diloco", 16), ("diloco", 64))
     },
     "diloco_int4 overlap 4": partial(_seldom, "diloco_int4", overlap=4),
     "diloco_int4 every 64": partial(_seldom, "diloco_int4", interval=64, overlap=8),
@@ -101,9 +100,6 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign overlap 3": partial(_seldom, "diloco_sign", overlap=3),
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
-    "diloco_int4 every 64 biases in 8 bits": partial(
-        _seldom, "diloco_int4", interval=64, overlap=8, codec=_BIASES_IN_8_BITS
-    ),
 }
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
@@ -162,7 +158,6 @@ class Training:
         self.shapes = [parameter.shape for parameter in model.parameters()]
         self.full = sum(shape.numel() for shape in self.shapes)
         self.phases: list[Phases] = []  # one a step
-        self.cpu: list[dict[str, float]] = []  # seconds a step by `cpu.PARTS`, one a run
 
     def take(self, steps: int) -> None:
         """A run has so many steps from now on, or as many more as whole intervals take."""
@@ -223,37 +218,26 @@ class Training:
 
     def run(self) -> None:
         """One step a batch."""
-        started, backward = cpu.seconds(), 0.0
         for inputs, targets in self.batches:
             self.before_forward()
             begin = time.perf_counter()
             loss = self.loss(self.model(inputs), targets)
             forwarded = time.perf_counter()
-            passed = time.thread_time()
             self.before_backward(loss)
             loss.backward()
             self.after_backward()
-            backward += time.thread_time() - passed
             averaged = time.perf_counter()
             self.optimizer.step()
             self.after_step()
             self.optimizer.zero_grad(set_to_none=True)
             self.phases.append((forwarded - begin, averaged - forwarded, time.perf_counter() - averaged))
         self.after_run()
-        spent = cpu.parts(started, cpu.seconds(), backward)
-        self.cpu.append({part: each / len(self.batches) for part, each in spent.items()})
 
     def case(self, name: str) -> Case:
         """To be measured under this name."""
         return Case(
             name, self.run, self.result, bytes_sent=self.bytes_sent, waited=self.waited, steps=len(self.batches)
         )
-
-    def cpu_seconds(self, warmup: int) -> dict[str, float]:
-        """Of a step by `cpu.PARTS`: the mean over ranks and runs. All ranks call it."""
-        own = torch.tensor([list(spent.values()) for spent in self.cpu[warmup:]], dtype=torch.float64).mean(0)
-        means = torch.stack(harness.of_all_ranks(own)).mean(0)
-        return dict(zip(cpu.PARTS, means.tolist(), strict=True))
 
     def phases_of_runs(self, steps: int) -> list[Phases]:
         """Forward, backward and optimizer's seconds a step of each run of so many steps, on the rank that took longest.
@@ -411,7 +395,7 @@ class Ours(Training):
             yield self.model
 
     def close(self) -> None:
-        self._session.settle()
+        self._session.algorithm.settle()
         self._session.close()
 
 
@@ -422,7 +406,6 @@ class Intervals(Ours):
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized | LocalSGD, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
-        assert isinstance(algorithm.interval, int)
         self.interval = algorithm.interval
 
     def limit(self, compute: Phases, wire: float) -> float:
@@ -430,7 +413,7 @@ class Intervals(Ours):
         return _limit_beside(compute, wire, self.algorithm.schedule.late, parts, self.interval)
 
     def after_run(self) -> None:
-        self._session.settle()
+        self._session.algorithm.settle()
 
 
 class WholeIntervals(Intervals):

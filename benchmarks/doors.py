@@ -1,15 +1,11 @@
-"""One training step through each door: Fabric, Horovod's shape, torch DDP, FSDP2, beside what the Trainer drives.
+"""The other doors to `ring_int8`: Fabric, Horovod's shape, torch DDP, FSDP2. Cases of `training`, on demand.
 
-python -m benchmarks doors --hosts 4 --rate 100mbit --rounds 5 --out outputs/doors.jsonl
-
-"session" is what `Trainer(strategy=...)` drives. FSDP2 also gathers the parameters, exactly, so its bytes are more.
+FSDP2 also gathers the parameters, exactly, so its bytes are more.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -22,13 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
 import ringstrategy.horovod as hvd
-from benchmarks import harness, tasks
-from benchmarks.contenders import DDP, Ours, TorchDDP, Training, flat
+from benchmarks import harness
+from benchmarks.contenders import Training
 from benchmarks.tasks import Batches
-from ringstrategy import AllReduce, BlockInt, Stats
-from ringstrategy.names import STRATEGIES
+from ringstrategy import BlockInt, Stats
 
-CODED = "ring_int8"
+_NAME, _CODEC = "ring_int8", BlockInt(8)
 
 
 class _Door(Training):
@@ -37,6 +32,9 @@ class _Door(Training):
     def __init__(self, model: nn.Module, batches: Batches, stats: Stats | None, **how: Any) -> None:
         super().__init__(model, batches, **how)
         self._stats = stats
+
+    def must_send(self, hosts: int) -> float | None:
+        return None
 
     def bytes_sent(self) -> int | None:
         return None if self._stats is None else self._stats.bytes_sent
@@ -57,20 +55,14 @@ class _Closing(_Door):
         self._state.close()
 
 
-def _algorithm() -> AllReduce:
-    algorithm = STRATEGIES[CODED]()
-    assert isinstance(algorithm, AllReduce)
-    return algorithm
-
-
 def _group(model: nn.Module, batches: Batches, **how: Any) -> Training:
-    group = dist.new_group(backend=CODED)
+    group = dist.new_group(backend=_NAME)
     return _Door(DistributedDataParallel(model, process_group=group), batches, group.stats, **how)
 
 
 def _hook(model: nn.Module, batches: Batches, **how: Any) -> Training:
     wrapped = DistributedDataParallel(model)
-    state, hook = ringstrategy.ddp_hook(_algorithm().codec, module=wrapped)
+    state, hook = ringstrategy.ddp_hook(_CODEC, module=wrapped)
     wrapped.register_comm_hook(state, hook)
     return _Closing(wrapped, batches, state, **how)
 
@@ -87,13 +79,13 @@ def _fsdp_exact(model: nn.Module, batches: Batches, **how: Any) -> Training:
 
 
 def _fsdp_group(model: nn.Module, batches: Batches, **how: Any) -> Training:
-    group = dist.new_group(backend=CODED)
+    group = dist.new_group(backend=_NAME)
     return _Door(_shard(model, DeviceMesh.from_group(group, "cpu")), batches, group.stats, **how)
 
 
 def _fsdp_residuals(model: nn.Module, batches: Batches, **how: Any) -> Training:
     mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
-    residuals = ringstrategy.fsdp(_shard(model, mesh), BlockInt(8))
+    residuals = ringstrategy.fsdp(_shard(model, mesh), _CODEC)
     return _Closing(model, batches, residuals, **how)
 
 
@@ -117,7 +109,7 @@ class _Fabric(_Door):
     def __init__(self, model: nn.Module, batches: Batches, **how: Any) -> None:
         super().__init__(model, batches, None, **how)
         size = dist.get_world_size()
-        strategy = ringstrategy.RingFabricStrategy(_algorithm())
+        strategy = ringstrategy.RingFabricStrategy(ringstrategy.AllReduce(_CODEC))
         self._fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, plugins=[TorchElasticEnvironment()])
         self._fabric.launch()
         self.model, self.optimizer = self._fabric.setup(model, self.optimizer)
@@ -136,56 +128,12 @@ class _Fabric(_Door):
         self._strategy.teardown()
 
 
-def _session(model: nn.Module, batches: Batches, **how: Any) -> Training:
-    return Ours(model, batches, _algorithm(), **how)
-
-
 DOORS: dict[str, Callable[..., Training]] = {
-    DDP: TorchDDP,
-    f"session {CODED}": _session,
-    f"fabric {CODED}": _Fabric,
-    f"horovod {CODED}": _Horovod,
-    f"ddp in a group of {CODED}": _group,
-    f"ddp with a hook of {CODED}": _hook,
+    "fabric": _Fabric,
+    "horovod": _Horovod,
+    "process group": _group,
+    "comm hook": _hook,
     "fsdp2": _fsdp_exact,
-    f"fsdp2 in a group of {CODED}": _fsdp_group,
-    f"fsdp2 with residuals of {CODED}": _fsdp_residuals,
+    "fsdp2 group": _fsdp_group,
+    "fsdp2 residuals": _fsdp_residuals,
 }
-
-
-def worker(options: argparse.Namespace) -> None:
-    """What runs in each process."""
-    task = tasks.asked(options)
-    initial, batches = task.model(0), task.batches(options.steps, 0)
-    names = [DDP, *harness.chosen([name for name in DOORS if name != DDP], options.cases)]
-    trainings = {name: DOORS[name](copy.deepcopy(initial), batches, loss=task.loss) for name in names}
-    cases = []
-    for name, training in trainings.items():
-        training.take(options.steps)
-        cases.append(training.case(name))
-    harness.interleave(cases, options.rounds, options.warmup)
-    start = flat(initial.parameters())
-    truth = flat(cases[0].result()) - start
-    for case in cases:
-        result = case.result()
-        case.identical = harness.identical_on_all_ranks(result)
-        case.error = harness.max_over_ranks(harness.relative_error(flat(result) - start, truth))
-    for training in trainings.values():
-        training.close()
-    if dist.get_rank() == 0:
-        by_name = {case.name: case for case in cases}
-        base = by_name.get(f"session {CODED}")
-        notes = [
-            f"{name}: {case.median / base.median:.3f} of the session's time"
-            for name, case in by_name.items()
-            if base is not None and CODED in name and case is not base
-        ]
-        harness.report("doors", task.described(initial), cases, options, notes)
-
-
-def main(given: Sequence[str]) -> None:
-    """The command."""
-    # two rounds of warm-up: torch DDP lays its buckets out anew after the first step
-    parser = harness.over_hosts("doors", __doc__, warmup=2)
-    tasks.add_options(parser, steps=1)
-    harness.run(parser, given, worker)

@@ -28,7 +28,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import AllReduce, BlockInt, Cast, Gossip, PowerSGD, RingStrategy, TwoShot
+from ringstrategy import AllReduce, BlockInt, Cast, Direct, Gossip, PowerSGD, RingStrategy
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 
 FEATURES, BATCH, STEPS = 6, 4, 3  # steps of an epoch without a loss
@@ -38,7 +38,7 @@ _SAVE_SECONDS = 0.004  # a kill in a save comes at most so long after its beginn
 STRATEGIES: dict[str, Callable[..., Algorithm]] = {
     "ring": partial(AllReduce, bucket_mb=1e-4),
     "ring_int8, feedback": partial(AllReduce, BlockInt(8), error_feedback=True, bucket_mb=1e-4),
-    "two-shot bf16": partial(AllReduce, Cast("bfloat16"), TwoShot(), bucket_mb=1e-4),
+    "direct bf16": partial(AllReduce, Cast("bfloat16"), Direct(), bucket_mb=1e-4),
     "powersgd": partial(PowerSGD, 2),
     "gossip": Gossip,
     "gossip at once": partial(Gossip, overlap=False),

@@ -15,16 +15,20 @@ means of `ring`, int8 and bfloat16 once more:
 - unnamed: with "raise", a rank that was spared does not end with the error of this fault, which says which rank was
   lost (during set-up: with any error; after cut connections: it may name a rank at either end)
 
-`--first 417 --faults 1` repeats number 417. What the ranks of a fault that was not clean have noted is kept.
+Seconds are those from a strike to the end of the next step of all that train on: of survivors ("shrink"), or of the
+ranks that torchrun has started again ("raise"). `--only "kill, torchrun"` draws such faults alone. `--first 417
+--faults 1` repeats number 417. What the ranks of a fault that was not clean have noted is kept.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -35,6 +39,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,7 +76,7 @@ FAULTS: dict[str, tuple[int, tuple[str, ...]]] = {  # how often, and where
 _LOSSES = ("kill", "kill all", "exit", "freeze")
 _KINDS = {"terminate": "SIGTERMException", "reset": "PeerLostError", "nan": "RuntimeError", "raise": "ValueError"}
 _SURVIVABLE = ("kill", "exit", "raise", "freeze", "stall")
-_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 2e-3, "two-shot bf16": 2e-3}  # of parameters, beside exact means
+_TOLERANCES = {"ring": 1e-5, "ring_int8, feedback": 2e-3, "direct bf16": 2e-3}  # of parameters, beside exact means
 
 Launcher = Literal["environment", "lightning", "spawn", "fork", "torchrun"]
 Notes = list[dict[str, Any]]  # of one rank, in order
@@ -83,6 +88,11 @@ class Case:
 
     plan: Plan
     launcher: Launcher
+
+    @property
+    def name(self) -> str:
+        """What happens, how its ranks were started, and what the others do."""
+        return f"{self.plan.fault}, {self.launcher}, {self.plan.policy}"
 
     @classmethod
     def draw(cls, number: int, folder: Path, seed: int = 0) -> Case:
@@ -235,6 +245,7 @@ class Judge:
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
         self.late = 0  # faults whose place did not come
+        self.seconds: dict[Case, float] = {}  # to the next step of all that train on
         self._expected: dict[tuple[str, int], list[dict[int, str]]] = {}
         self._lock = threading.Lock()
 
@@ -259,6 +270,14 @@ class Judge:
         except Exception as error:  # the other faults are judged all the same
             return [("wrong", f"the judge fails: {error!r}")]
 
+    def _time(self, case: Case, start: Start, after: list[Notes]) -> None:
+        """From the strike to the first step, on the slowest rank, that the others made without the victims."""
+        struck = max((note["at"] for notes in start.of("struck") for note in notes), default=0.0)
+        most = case.plan.size - (case.plan.policy == "shrink")
+        steps = [[n["at"] for n in notes if n["what"] == "step" and n["size"] <= most] for notes in after]
+        if all(steps):
+            self.seconds[case] = max(times[0] for times in steps) - struck
+
     def _found(self, case: Case) -> list[tuple[str, str]]:
         expected = self.undisturbed(case.plan.strategy, case.plan.size)
         start = Start(case.plan, case.launcher)
@@ -268,6 +287,7 @@ class Judge:
         if not strikes or any(note["cut"] == 0 for note in strikes):
             found.append(("wrong", "nothing has struck"))
         if case.plan.policy == "shrink":
+            self._time(case, start, [notes for rank, notes in enumerate(start.notes) if rank not in case.plan.victims])
             return found + (of_survivors(case, start) if not start.hung else [])
         found += [("unnamed", words) for words in unnamed(case, start)]
         found += other_bits(start, expected)
@@ -275,6 +295,7 @@ class Judge:
             again = replace(case.plan, attempt=1, fault="")
             notes_again = [harness.noted(again.notes(rank)) for rank in range(again.size)]
             if any(notes_again):
+                self._time(case, start, notes_again)
                 return found + of_resumed(case, start.notes, notes_again, expected)
             return found + [("torn", "torchrun does not start the ranks again")] * any(start.codes)
         resumed = Start(replace(case.plan, attempt=1, fault="", victims=()), case.launcher)
@@ -459,48 +480,52 @@ def lost_samples(start: Start, size: int, behind: int = 0) -> list[tuple[str, st
     return found
 
 
+def _row(name: str, counts: dict[str, Any], seconds: list[float], seed: int) -> Row:
+    wrong = {kind: counts.get(kind, 0) for kind in ("hung", "wrong", "torn", "orphans", "unnamed")}
+    return Row(
+        benchmark="faults",
+        case=name,
+        seed=seed,
+        threads=1,
+        cores=os.cpu_count(),
+        faults=counts["faults"],
+        seconds=seconds,
+        seconds_median=statistics.median(seconds) if seconds else math.nan,
+        **wrong,
+        **harness.made_with(),
+    )
+
+
 def main(given: Sequence[str]) -> None:
     """Let the faults happen, and print a row for each kind of them."""
     parser = harness.arguments("faults", __doc__, rounds=None, cases=False)
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the number of the first")
     parser.add_argument("--seed", type=int, default=0, help="of all numbers")
+    only = "draw on until so many have this in 'what happens, launcher, on_peer_loss', as \"kill, torchrun\" has"
+    parser.add_argument("--only", default="", metavar="WORDS", help=only)
     parser.add_argument("--jobs", type=int, default=2, help="faults at the same time")
     options = parser.parse_args(given)
     multiprocessing.get_context("forkserver").set_forkserver_preload(["benchmarks.faulted"])  # a start costs a fork
     scratch = Path(tempfile.mkdtemp(prefix="ringstrategy-faults-"))
     judge = Judge(scratch)
-    cases = [Case.draw(options.first + number, scratch, options.seed) for number in range(options.faults)]
+    drawn = (Case.draw(number, scratch, options.seed) for number in count(options.first))
+    cases = list(islice((case for case in drawn if options.only in case.name), options.faults))
     counts: dict[str, Counter[str]] = {}
+    seconds: dict[str, list[float]] = {}
     unclean = []
     with ThreadPoolExecutor(options.jobs) as pool:
         outcomes = track(zip(cases, pool.map(judge, cases), strict=True), "faults", len(cases), transient=True)
         for case, found in outcomes:
-            count = counts.setdefault(f"{case.plan.fault}, {case.plan.policy}", Counter())
-            count["faults"] += 1
-            count.update({kind for kind, _ in found})
+            kind = f"{case.plan.fault}, {case.plan.policy}"
+            counts.setdefault(kind, Counter()).update(["faults", *{wrong for wrong, _ in found}])
+            seconds.setdefault(kind, []).extend([judge.seconds[case]] if case in judge.seconds else [])
             if found:
                 unclean.append(f"{case}: {found}")
                 print(unclean[-1], flush=True)
             else:
                 shutil.rmtree(case.plan.folder)
-    rows = [
-        Row(
-            benchmark="faults",
-            case=name,
-            seed=options.seed,
-            threads=1,
-            cores=os.cpu_count(),
-            **harness.made_with(),
-            faults=count["faults"],
-            hung=count["hung"],
-            wrong=count["wrong"],
-            torn=count["torn"],
-            orphans=count["orphans"],
-            unnamed=count["unnamed"],
-        )
-        for name, count in sorted(counts.items())
-    ]
+    rows = [_row(name, dict(found), seconds[name], options.seed) for name, found in sorted(counts.items())]
     launchers = Counter(case.launcher for case in cases)
     notes = [
         f"launchers: {', '.join(f'{name} {often}' for name, often in launchers.most_common())}",

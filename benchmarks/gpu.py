@@ -16,10 +16,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -49,25 +49,26 @@ def _tests(file: str, *how: str) -> list[str]:
     return [sys.executable, "-m", "pytest", "--tb=short", f"tests/{file}.py", *how]
 
 
+def _measured(out: Path, name: str, seconds: int, *command: str) -> Part:
+    rows = ["--out", str(out / "rows.jsonl")]
+    return Part(name, seconds, [sys.executable, "-m", "benchmarks", *command, *rows])
+
+
 def _parts(out: Path) -> list[Part]:
     """On a GPU; first what is measured. Most of the time is Triton's, which compiles each kernel once."""
     at_once = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()  # each compiles for itself
-
-    def measured(name: str, seconds: int, *command: str) -> Part:
-        rows = ["--out", str(out / "rows.jsonl")]
-        return Part(name, seconds, [sys.executable, "-m", "benchmarks", *command, *rows])
+    measured = partial(_measured, out)
 
     def doors(backend: str) -> Part:
         return Part(f"doors over {backend}", 300, _tests("test_conformance"), {"RINGSTRATEGY_TEST_BACKEND": backend})
 
     found = [
-        measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15", "--ways", "triton"),
+        measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15"),
         measured("bucket", 150, "bucket"),
         measured("training over nccl", 150, "shared_gpu", "training", "--backend", "nccl"),
         measured("training over gloo", 100, "shared_gpu", "training", "--backend", "gloo"),
         measured("streams over nccl", 90, "shared_gpu", "streams", "--backend", "nccl"),
         measured("streams over gloo", 90, "shared_gpu", "streams", "--backend", "gloo"),
-        measured("symmetric memory", 60, "shared_gpu", "symmetric"),
         Part("tests of processes", 120, _tests("test_kernels", "-k", _PROCESSES)),
         Part("tests of the kernels", 400, _tests("test_kernels", *at_once, "-k", _KERNELS)),
         doors("nccl"),
@@ -90,61 +91,37 @@ def _parts(out: Path) -> list[Part]:
 
 def _dry_parts(out: Path) -> list[Part]:
     """On the CPU: in Triton's interpreter, with stand-ins, over gloo."""
-
-    def measured(name: str, *command: str) -> Part:
-        rows = ["--out", str(out / "rows.jsonl")]
-        return Part(name, 120, [sys.executable, "-m", "benchmarks", *command, "--dry", *rows])
-
+    interpreted = {"TRITON_INTERPRET": "1"}
     return [
-        Part(
-            "tests of the kernels",
-            120,
-            _tests("test_kernels", "-k", "empty_bucket or with_gaps"),
-            {"TRITON_INTERPRET": "1"},
+        Part("tests of the kernels", 120, _tests("test_kernels", "-k", "empty_bucket or with_gaps"), interpreted),
+        _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
+        _measured(out, "bucket", 120, "bucket", "--dry", "--cases", "=`ring_int8`,=`ring_powersgd`"),
+        _measured(out, "streams over gloo", 120, "shared_gpu", "streams", "--dry"),
+        _measured(
+            out, "training over gloo", 120, "shared_gpu", "training", "--dry", "--cases", "=ring,gossip,overflow"
         ),
-        measured("kernels", "kernels", "--cases", "int8,rotate,pack"),
-        measured("bucket", "bucket", "--cases", "=`ring_int8`,=`ring_powersgd`"),
-        measured("streams over gloo", "shared_gpu", "streams"),
-        measured("training over gloo", "shared_gpu", "training", "--cases", "=ring,gossip,overflow"),
-        measured("symmetric memory", "shared_gpu", "symmetric"),
     ]
 
 
 def _run(part: Part, limit: float, log: Path) -> str | None:
     """What is wrong with it; it is ended when `limit` seconds are over. What it prints goes here and to `log`."""
-    environment = os.environ | dict(part.environment)
+    command = ["timeout", "--kill-after", str(_GRACE), str(limit), *part.command]  # ends its children too
     child = subprocess.Popen(
-        part.command,
+        command,
         cwd=_ROOT,
-        env=environment,
+        env=os.environ | dict(part.environment),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        start_new_session=True,
     )
-    late = threading.Event()
-
-    def end(number: signal.Signals) -> None:
-        late.set()
-        if child.poll() is None:
-            os.killpg(child.pid, number)
-
-    timers = [
-        threading.Timer(limit, end, [signal.SIGTERM]),
-        threading.Timer(limit + _GRACE, end, [signal.SIGKILL]),
-    ]
-    for timer in timers:
-        timer.start()
     assert child.stdout is not None
     with log.open("w") as file:
         for line in child.stdout:
             print(line, end="", flush=True)
             file.write(line)
     code = child.wait()
-    for timer in timers:
-        timer.cancel()
-    if late.is_set():
+    if code in (124, 128 + signal.SIGKILL, -signal.SIGKILL):  # of `timeout`; it kills itself too
         return f"not done within {limit:.0f} s"
     return f"ended with {code}" if code else None
 

@@ -1,25 +1,22 @@
-"""The Triton kernels beside plain torch and torch.compile on one GPU, as fractions of a device copy in the same run.
+"""The Triton kernels on one GPU, as fractions of a device copy in the same run.
 
-python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out benchmarks/results/kernels.jsonl
-python -m benchmarks kernels --warm    # only compile the kernels, each codec in a process of its own
-python -m benchmarks kernels --dry     # each case once, small, on the CPU: do the kernels agree with their twins?
+python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out outputs/kernels.jsonl
+python -m benchmarks kernels --dry     # each case once, small, on the CPU; tests/test_kernels.py judges the results
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from multiprocessing import get_context
+from functools import partial
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 from benchmarks import harness
 from benchmarks.rows import Row
@@ -27,14 +24,11 @@ from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import orthonormal
-from ringstrategy.kernels.reference import flips
 
-_BLOCK = 256
 _TENSORS = 300  # that pack gathers
 _REPEATS = 10  # of a case in its graph
 _MULTIPLE = 2048  # values, of which all sizes are multiples
 _DRY = 2 * _MULTIPLE  # values
-_WAYS = ("triton", "eager", "compiled")
 _CODECS: dict[str, Blocked] = {
     "int8": BlockInt(8),
     "int4": BlockInt(4),
@@ -43,66 +37,19 @@ _CODECS: dict[str, Blocked] = {
     "gaussian4": Gaussian(4),
     "sign": Sign(),
 }
-_TWINS = {"int8": 8, "int4": 4}  # codecs that are also written in plain torch, below
 
 
-@dataclass
+@dataclass(frozen=True)
 class Case:
-    """One way of doing one piece of work."""
+    """One piece of work, the bytes that it must read and write at least, and what does it."""
 
     work: str
-    way: str  # "triton", "eager", "compiled" or, for the device copy, "copy"
-    bytes_moved: int  # that must be read and written at least
+    bytes_moved: int
     run: Callable[[], object]
-    result: Tensor  # that `run` writes
 
 
-def torch_encode(values: Tensor, wire: Tensor, lost: Tensor, bits: int) -> None:
-    """`BlockInt(bits).encode` in plain torch, for whole blocks and 8 or 4 bits."""
-    half = 1 << (bits - 1)
-    blocks = values.view(-1, _BLOCK)
-    largest = (blocks.abs().amax(1) * (1 / (half - 1))).clamp(min=2.0**-126)
-    scale = ((largest.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    scale = (scale + (scale - scale))[:, None]
-    levels = (blocks * scale.reciprocal()).round().nan_to_num(0.0)
-    torch.sub(blocks, levels * scale, out=lost.view(-1, _BLOCK))
-    codes = (levels + half).to(torch.uint8)
-    if bits == 4:
-        codes = codes[:, : _BLOCK // 2] | codes[:, _BLOCK // 2 :] << 4
-    headers = 2 * len(blocks)
-    wire[:headers].view(torch.bfloat16).copy_(scale[:, 0])
-    wire[headers:].copy_(codes.view(-1))
-
-
-def torch_decode_add(wire: Tensor, out: Tensor, bits: int) -> None:
-    """`BlockInt(bits).decode(add=True)` in plain torch, for whole blocks and 8 or 4 bits."""
-    headers = 2 * (out.numel() // _BLOCK)
-    scale = wire[:headers].view(torch.bfloat16).float()[:, None]
-    codes = wire[headers:].view(len(scale), -1)
-    if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], 1)
-    out.view(-1, _BLOCK).add_((codes.float() - (1 << (bits - 1))) * scale)
-
-
-def torch_relay(wire_in: Tensor, values: Tensor, wire: Tensor, lost: Tensor, bits: int) -> None:
-    """One hop of a ring in plain torch; the sum is left in `values`."""
-    torch_decode_add(wire_in, values, bits)
-    torch_encode(values, wire, lost, bits)
-
-
-def torch_rotate(values: Tensor, factors: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """The rotation as a matrix product."""
-    torch.matmul(values.view(-1, _BLOCK) * factors, matrix, out=out.view(-1, _BLOCK))
-
-
-def torch_pack(tensors: list[Tensor], flat: Tensor) -> None:
-    """Gather and scale in plain torch."""
-    torch.cat(tensors, out=flat)
-    flat.mul_(0.25)
-
-
-def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> tuple[list[Case], Callable[[], object]]:
-    """All cases of these codecs and of none, over the same buffers, and what makes the buffers as they were."""
+def _cases(n: int, device: torch.device) -> tuple[list[Case], Callable[[], object]]:
+    """All cases over the same buffers, the copy first, and what makes the buffers as they were."""
     from ringstrategy.kernels.triton.buckets import Places, pack, unpack
     from ringstrategy.kernels.triton.decode import decode
     from ringstrategy.kernels.triton.encode import encode
@@ -113,44 +60,28 @@ def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> t
     original, other = torch.randn(n, device=device), torch.randn(n, device=device)
     values, lost, out = (torch.empty_like(original) for _ in range(3))
     residual, turn = torch.zeros_like(original), signs(1)
-    cases = [Case("copy", "copy", 8 * n, partial(out.copy_, values), out)]
+    cases = [Case("copy", 8 * n, partial(out.copy_, values))]
 
-    def add(work: str, nbytes: int, result: Tensor, **ways: Callable[[], object]) -> None:
-        cases.extend(Case(work, way, nbytes, run, result) for way, run in ways.items())
+    def add(work: str, nbytes: int, run: Callable[[], object]) -> None:
+        cases.append(Case(work, nbytes, run))
 
-    for name in codecs:
-        codec = _CODECS[name]
+    for name, codec in _CODECS.items():
         fmt, size = of(codec.arithmetic), codec.nbytes(n, values.dtype)
         payload, wire = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
         encode(other, (), payload, fmt)
         hop = partial(encode, values, [payload], wire, fmt)
         fed_back = partial(hop, residual=residual, lost=residual)
-        add(f"encode {name}", 8 * n + size, wire, triton=partial(encode, values, (), wire, fmt, lost=lost))
-        add(f"decode {name}", 8 * n + size, out, triton=partial(decode, payload, out, fmt, add=True))
-        add(f"relay {name}", 8 * n + 2 * size, wire, triton=partial(hop, lost=lost))
-        add(f"relay fed back {name}", 12 * n + 2 * size, wire, triton=fed_back)
+        add(f"encode {name}", 8 * n + size, partial(encode, values, (), wire, fmt, lost=lost))
+        add(f"decode {name}", 8 * n + size, partial(decode, payload, out, fmt, add=True))
+        add(f"relay {name}", 8 * n + 2 * size, partial(hop, lost=lost))
+        add(f"relay fed back {name}", 12 * n + 2 * size, fed_back)
         others = [payload.clone() for _ in range(3)]
-        add(f"reduce 3 {name}", 4 * n + 4 * size, wire, triton=partial(encode, values, others, wire, fmt))
+        add(f"reduce 3 {name}", 4 * n + 4 * size, partial(encode, values, others, wire, fmt))
         if codec.adds_exactly:
-            add(f"relay rotated {name}", 12 * n + 2 * size, wire, triton=partial(fed_back, signs=turn))
-            add(f"decode rotated {name}", 4 * n + size, out, triton=partial(decode, payload, out, fmt, signs=turn))
-        if name in _TWINS:
-            bits = _TWINS[name]
-            for way, made in (("eager", _plain), ("compiled", _compiled)):
-                encoded = partial(made(torch_encode), values, wire, lost, bits)
-                decoded = partial(made(torch_decode_add), payload, out, bits)
-                relayed = partial(made(torch_relay), payload, values, wire, lost, bits)
-                add(f"encode {name}", 8 * n + size, wire, **{way: encoded})
-                add(f"decode {name}", 8 * n + size, out, **{way: decoded})
-                add(f"relay {name}", 8 * n + 2 * size, wire, **{way: relayed})
+            add(f"relay rotated {name}", 12 * n + 2 * size, partial(fed_back, signs=turn))
+            add(f"decode rotated {name}", 4 * n + size, partial(decode, payload, out, fmt, signs=turn))
 
-    factors = flips(turn).to(device)
-    matrix = torch.eye(_BLOCK, device=device).view(-1)
-    rotate_(matrix, (-1,) * 8)  # all bits are set: keeps the signs
-    matrix = matrix.view(_BLOCK, _BLOCK) * 16
-    add("rotate", 8 * n, values, triton=partial(rotate_, values, turn))
-    for way, made in (("eager", _plain), ("compiled", _compiled)):
-        add("rotate", 8 * n, out, **{way: partial(made(torch_rotate), values, factors, matrix, out)})
+    add("rotate", 8 * n, partial(rotate_, values, turn))
 
     for name, length, dtype in (
         ("pack", max(64, n // _TENSORS // 64 * 64), torch.float32),
@@ -160,18 +91,11 @@ def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> t
         tensors = [part.to(dtype, copy=True) for part in original.split(length)]
         places = Places([tensor.numel() for tensor in tensors], [dtype] * len(tensors), device)
         nbytes = (dtype.itemsize + 4) * n
-        packed = partial(pack, places, tensors, out, scale=0.25)
-        add(name, nbytes, out, triton=packed, eager=partial(torch_pack, tensors, out))
-        add(f"un{name}", nbytes, tensors[0], triton=partial(unpack, places, out, tensors))
+        add(name, nbytes, partial(pack, places, tensors, out, scale=0.25))
+        add(f"un{name}", nbytes, partial(unpack, places, out, tensors))
 
     columns = original.view(-1, 2, 1024).clone()
-    add(
-        "orthonormalise",
-        8 * n,
-        columns,
-        triton=partial(orthonormalise_, columns, orthonormal.DEPENDENT),
-        eager=partial(orthonormal.orthonormalise_, columns),
-    )
+    add("orthonormalise", 8 * n, partial(orthonormalise_, columns, orthonormal.DEPENDENT))
 
     def reset() -> None:
         values.copy_(original)
@@ -180,33 +104,6 @@ def _cases(n: int, device: torch.device, codecs: Collection[str] = _CODECS) -> t
         out.zero_()
 
     return cases, reset
-
-
-def _plain(function: Callable[..., None]) -> Callable[..., None]:
-    return function
-
-
-@lru_cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(function, dynamic=False)
-
-
-def _errors(cases: Sequence[Case], reset: Callable[[], object]) -> dict[tuple[str, str], float | None]:
-    """Share of each case's results that are not those of the eager twin; floats may differ by rounding."""
-    truth: dict[str, Tensor] = {}
-    results: dict[tuple[str, str], float | None] = {}
-    for case in sorted(cases, key=lambda case: case.way != "eager"):
-        reset()
-        case.run()
-        if case.way == "eager":
-            truth[case.work] = case.result.clone()
-        if case.work in truth:
-            near = torch.isclose(case.result.float(), truth[case.work].float(), rtol=1e-5, atol=1e-5)
-            same = near if case.result.is_floating_point() else case.result == truth[case.work]
-            results[case.work, case.way] = 1 - same.float().mean(dtype=torch.float64).item()
-        else:
-            results[case.work, case.way] = None
-    return results
 
 
 def _seconds(cases: Sequence[Case], reset: Callable[[], object], options: argparse.Namespace) -> list[list[float]]:
@@ -243,40 +140,40 @@ def _seconds(cases: Sequence[Case], reset: Callable[[], object], options: argpar
 
 def _asked(cases: Sequence[Case], options: argparse.Namespace) -> list[Case]:
     """The copy, and what the user wants to see beside it."""
-    works = harness.chosen(dict.fromkeys(case.work for case in cases), options.cases)
-    return [case for case in cases if case.way == "copy" or (case.work in works and case.way in options.ways)]
+    works = harness.chosen([case.work for case in cases[1:]], options.cases)
+    return [case for case in cases if case is cases[0] or case.work in works]
 
 
 def _measure(n: int, options: argparse.Namespace) -> None:
-    device = torch.device("cuda")
+    device = torch.device("cpu" if options.dry else "cuda")
     cases, reset = _cases(n, device)
     cases = _asked(cases, options)
-    errors = _errors(cases, reset)
-    seconds = _seconds(cases, reset, options)
-    copy = 8 * n / statistics.median(seconds[0])
-    eager = {case.work: times for case, times in zip(cases, seconds, strict=True) if case.way == "eager"}
-    rows = []
-    for case, times in zip(cases, seconds, strict=True):
-        middle, base = statistics.median(times), eager.get(case.work)
-        rate = case.bytes_moved / middle
-        row = _row(case, n, errors, torch.cuda.get_device_name(device))
-        row.seconds_median, row.seconds = middle, times  # on the device
-        row.gigabytes_per_second, row.fraction_of_copy = rate / 1e9, rate / copy
-        row.ratio = None if base is None else statistics.median(b / t for b, t in zip(base, times, strict=True))
-        rows.append(row)
-    harness.publish(f"kernels: {n:,} float32 on {torch.cuda.get_device_name(device)}", rows, options.out)
+    if options.dry:
+        for case in cases:
+            reset()
+            case.run()
+        seconds: list[list[float]] = [[] for _ in cases]
+    else:
+        seconds = _seconds(cases, reset, options)
+    name = "Triton's interpreter" if options.dry else torch.cuda.get_device_name(device)
+    rows = [_row(case, n, times, name) for case, times in zip(cases, seconds, strict=True)]
+    for row in rows:
+        row.fraction_of_copy = row.gigabytes_per_second / rows[0].gigabytes_per_second
+    harness.publish(f"kernels: {n:,} float32 on {name}", rows, options.out)
 
 
-def _row(case: Case, n: int, errors: dict[tuple[str, str], float | None], device: str) -> Row:
+def _row(case: Case, n: int, times: list[float], device: str) -> Row:
     import triton
 
+    seconds = statistics.median(times) if times else math.nan
     return Row(
         benchmark="kernels",
-        case=f"{case.work}, {case.way}",
-        baseline="eager",
+        case=case.work,
         elements=n,
         bytes_moved=case.bytes_moved,
-        error=errors[case.work, case.way],  # share of results that are not the eager twin's; None without one
+        seconds=times,
+        seconds_median=seconds,  # on the device
+        gigabytes_per_second=case.bytes_moved / seconds / 1e9,
         device=device,
         torch=torch.__version__,
         triton=triton.__version__,
@@ -284,53 +181,17 @@ def _row(case: Case, n: int, errors: dict[tuple[str, str], float | None], device
     )
 
 
-def _dry(options: argparse.Namespace) -> None:
-    """Each case once in Triton's interpreter; an error if a kernel's results are not those of its twin."""
-    cases, reset = _cases(_DRY, torch.device("cpu"))
-    cases = [case for case in _asked(cases, options) if case.way != "compiled"]
-    errors = _errors(cases, reset)
-    rows = [_row(case, _DRY, errors, "cpu") for case in cases]
-    harness.publish(f"kernels: {_DRY:,} float32 in Triton's interpreter", rows, options.out)
-    wrong = [row.case for row in rows if row.error]
-    if wrong:
-        sys.exit(f"not the results of the eager twin: {', '.join(wrong)}")
-
-
-def _warm(codec: str) -> None:
-    """Compile the kernels of a codec, and those of none, so that the disk keeps them."""
-    cases, _ = _cases(1 << 20, torch.device("cuda"), [codec])
-    for case in cases:
-        if case.way == "triton":
-            case.run()
-    torch.cuda.synchronize()
-
-
 def main(given: Sequence[str]) -> None:
     """Measure every size."""
     parser = harness.arguments("kernels", __doc__, rounds=30, warmup=5)
     parser.add_argument("--sizes", type=float, nargs="+", default=[1, 16, 64], help="millions (2**20) of float32")
-    parser.add_argument("--ways", nargs="+", choices=_WAYS, default=_WAYS, help="beside the copy")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--warm", action="store_true", help="only compile the kernels")
-    how.add_argument("--dry", action="store_true", help="each case once, small, on the CPU, and nothing is timed")
+    parser.add_argument("--dry", action="store_true", help="each case once, small, on the CPU, and nothing is timed")
     options = parser.parse_args(given)
+    if not (options.dry or torch.cuda.is_available()):
+        sys.exit("this measures a GPU, and torch sees none here: --dry runs each case once on the CPU")
     if options.dry:
         os.environ["TRITON_INTERPRET"] = "1"  # nothing has imported triton yet
-        with harness.refusing(parser):
-            _dry(options)
-        return
-    if not torch.cuda.is_available():
-        sys.exit(
-            "benchmarks/kernels.py measures a GPU, and torch sees none here: run it where torch.cuda.is_available()"
-        )
-    if options.warm:
-        with ProcessPoolExecutor(len(_CODECS), get_context("spawn")) as processes:
-            list(processes.map(_warm, _CODECS))
-        return
+    sizes = [_DRY] if options.dry else [round(size * (1 << 20)) // _MULTIPLE * _MULTIPLE for size in options.sizes]
     with harness.refusing(parser):
-        for size in options.sizes:
-            _measure(round(size * (1 << 20)) // _MULTIPLE * _MULTIPLE, options)
-
-
-if __name__ == "__main__":  # also a plain file, on a bare GPU machine
-    main(sys.argv[1:])
+        for size in sizes:
+            _measure(size, options)

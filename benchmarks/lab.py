@@ -1,11 +1,11 @@
 """Hosts on a throttled network, on one Linux machine: network namespaces around a bridge, each link shaped by `tc tbf`.
 
-    python -m benchmarks lab --hosts 4 --processes 2 --rate 1gbit --slow-link 3=100mbit --slow-host 2=3 -- python t.py
+    python -m benchmarks lab --hosts 4 --processes 2 --rate 1gbit --slow-link 3=100mbit -- python train.py
 
 runs the command twice on every host, with the environment variables that torchrun and Lightning read. A host has a name
 of its own (host0, ...), which resolves to nothing: use addresses.
 
-The namespaces have no names: this process and its keeper (slow_host.py) hold them by file descriptors. When this
+The namespaces have no names: this process and its keeper (keeper.py) hold them by file descriptors. When this
 process ends, whatever the reason, the keeper kills what still runs on the hosts and ends too, and the kernel takes the
 interfaces, the bridge and the throttles away.
 """
@@ -43,13 +43,12 @@ _TOOLS = ("ip", "tc", "nsenter", "setpriv")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUTS = 0x04000000
-_KEEPER = Path(__file__).resolve().with_name("slow_host.py")
+_KEEPER = Path(__file__).resolve().with_name("keeper.py")
 _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smaller bucket makes tbf cut it up
 _BURST_SECONDS = 0.002
 _QUEUE_SECONDS = 0.5  # deep enough that nothing is dropped
 _DELAYED_PACKETS = 1_000_000  # netem's own 1000 would drop what a fast link has under way
 _PARTS = (0.9, 1.0)  # of the rate: what one stream's payload must reach and cannot pass, headers take 4.4 %
-_KEEPER_DIED = "the lab's keeper (slow_host.py) was ended from outside: slow hosts may stand still for ever"
 
 # Namespaces would inherit the machine's default, and results with it: where that is bbr, which pauses for 200 ms to
 # probe, all-reduces take up to 25 % longer at random, gloo's like ours. Reno every namespace may use, and times repeat.
@@ -118,8 +117,6 @@ class Lab:
             throttle, or `loopback` for plain processes on 127.0.0.1, which needs no root.
         processes: how many run on each host.
         slow_links: rate of the link of single hosts, by host, up and down.
-        slow_hosts: by host, how many times slower its processes are, 1 to 100: all of them run for 20 ms and then
-            stand still for factor - 1 times as long, again and again.
         delay_ms: milliseconds by which each host's outgoing packets are late, so a round trip between two hosts takes
             twice as much longer; needs the kernel's sch_netem.
     """
@@ -131,7 +128,6 @@ class Lab:
         *,
         processes: int = 1,
         slow_links: Mapping[int, str] | None = None,
-        slow_hosts: Mapping[int, float] | None = None,
         delay_ms: float = 0.0,
     ) -> None:
         if not 1 <= hosts <= 250:
@@ -142,10 +138,9 @@ class Lab:
         self.rate = rate
         self.processes = processes
         self.slow_links = dict(slow_links or {})
-        self.slow_hosts = dict(slow_hosts or {})
         self.delay_ms = delay_ms
         self.bits_per_second = bits_per_second(rate)
-        for host in (*self.slow_links, *self.slow_hosts):
+        for host in self.slow_links:
             if not 0 <= host < hosts:
                 raise ValueError(f"there is no host {host} to be slow: {hosts} hosts count from 0 to {hosts - 1}")
         if rate == LOOPBACK and (self.slow_links or delay_ms):
@@ -153,9 +148,6 @@ class Lab:
         for slow in self.slow_links.values():
             if bits_per_second(slow) is None:
                 raise ValueError(f"a slow link needs a rate like 100mbit, not {slow!r}")
-        for factor in self.slow_hosts.values():
-            if not 1 <= factor <= 100:
-                raise ValueError(f"a slow host's factor must be between 1 and 100, not {factor}")
         if not 0 <= delay_ms < math.inf:
             raise ValueError(f"delay_ms must be 0 or more, not {delay_ms}")
         self._networks: list[int] = []  # file descriptors: one a host, then the bridge's
@@ -229,7 +221,7 @@ class Lab:
         child = subprocess.Popen([*inside, *argv], env=merged, start_new_session=True)
         self._children.append(child)
         if self.rate == LOOPBACK:
-            self._keep(host, self.slow_hosts.get(host, 1.0), child.pid)
+            self._keep(child.pid)
         return child
 
     def cut(self, host: int) -> None:
@@ -244,8 +236,6 @@ class Lab:
         """Exit codes of all that was started. After a first failure the others have `grace` seconds left to live."""
         deadline = math.inf
         while True:
-            if self._keeper is not None and self._keeper.poll() is not None:
-                raise LabError(_KEEPER_DIED)
             codes = [child.poll() for child in self._children]
             ended = [code for code in codes if code is not None]
             if len(ended) == len(codes):
@@ -335,16 +325,13 @@ class Lab:
         self._keeper = subprocess.Popen(
             argv, stdin=subprocess.PIPE, bufsize=0, pass_fds=self._networks, start_new_session=True
         )
-        for host, network in enumerate(self._networks[: self.hosts]):
-            self._keep(host, self.slow_hosts.get(host, 1.0), os.fstat(network).st_ino)
+        for network in self._networks[: self.hosts]:
+            self._keep(os.fstat(network).st_ino)
 
-    def _keep(self, host: int, factor: float, *owners: int) -> None:
+    def _keep(self, owner: int) -> None:
         assert self._keeper is not None
         assert self._keeper.stdin is not None
-        try:
-            self._keeper.stdin.write(" ".join(map(str, (host, factor, *owners))).encode() + b"\n")
-        except BrokenPipeError:
-            raise LabError(_KEEPER_DIED) from None
+        self._keeper.stdin.write(f"{owner}\n".encode())
 
     def _run(self, index: int, command: str) -> None:
         argv = ["nsenter", f"--net={_path(self._networks[index])}", "--", *command.split()]
@@ -377,10 +364,6 @@ class Lab:
 
     def _stop_children(self) -> None:
         running = [child for child in self._children if child.poll() is None]
-        if running:
-            with contextlib.suppress(LabError):  # no keeper: who stands still is killed in the end
-                for host in self.slow_hosts:
-                    self._keep(host, 1.0)  # nobody stands still when asked to end
         for child in running:
             _signal_session(child, signal.SIGTERM)
         deadline = time.monotonic() + 5.0
@@ -501,12 +484,11 @@ def exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _of_host(kind: Callable[[str], T], text: str) -> tuple[int, T]:
-    try:
-        host, value = text.split("=")
-        return int(host), kind(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: write it like 3=100mbit or 3=2, the host first") from None
+def _of_host(text: str) -> tuple[int, str]:
+    host, equals, rate = text.partition("=")
+    if not host.isdigit() or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: write it like 3=100mbit, the host first")
+    return int(host), rate
 
 
 def main(given: Sequence[str]) -> None:
@@ -518,15 +500,7 @@ def main(given: Sequence[str]) -> None:
     add("--hosts", type=int, default=4)
     add("--processes", type=int, default=1, help="on each host; ranks are host-major")
     add("--rate", default="1gbit", help="100mbit, 1gbit, ..., none (no throttle), loopback (no root)")
-    add("--slow-link", action="append", default=[], type=partial(_of_host, str), metavar="HOST=RATE", help="repeatable")
-    add(
-        "--slow-host",
-        action="append",
-        default=[],
-        type=partial(_of_host, float),
-        metavar="HOST=FACTOR",
-        help="repeatable: its processes get 1/FACTOR of the time",
-    )
+    add("--slow-link", action="append", default=[], type=_of_host, metavar="HOST=RATE", help="repeatable")
     add("--delay-ms", type=float, default=0.0, help="every packet between hosts is late by it; needs sch_netem")
     parser.add_argument("command", nargs="*", help="after --; without one, every host's link is measured and printed")
     arguments = parser.parse_args(given)
@@ -538,7 +512,6 @@ def main(given: Sequence[str]) -> None:
             arguments.rate,
             processes=arguments.processes,
             slow_links=dict(arguments.slow_link),
-            slow_hosts=dict(arguments.slow_host),
             delay_ms=arguments.delay_ms,
         ) as lab:
             if arguments.command:

@@ -1,4 +1,4 @@
-"""What one bucket costs a GPU and its host: launches, calls of NCCL, bytes in memory. Counted without a GPU.
+"""What one bucket costs a GPU and its host: launches, calls of NCCL, waits. Counted without a GPU.
 
 python -m benchmarks launches                       # print the table
 python -m benchmarks launches --write docs/gpu.md   # replace the table on this page
@@ -9,24 +9,17 @@ streams and events of torch.cuda are replaced by stand-ins that count. So the co
 
 - launches: Triton kernels, and torch operations that touch the device's memory. Some of torch's (sort, top-k) launch
   several kernels, and count as one.
-- bytes a gradient: what these read and write in the device's memory, for each gradient in the bucket. An operation that
-  reads its input twice counts as reading it once.
 - NCCL: calls, each of which may hold several sends and receives.
 - waits: places where the host waits until the device has done all that is queued.
-- host: processor time in Python and in torch on this machine, for the same steps of a bucket of a thousandth of the
-  size, cut into as many pieces, on the CPU: torch's operations on the meta device are written in Python, and take up to
-  300 us each. What CUDA and Triton need for each launch, and NCCL for each call, comes on top of it.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,26 +38,21 @@ from ringstrategy.algorithms import Algorithm, AllReduce
 from ringstrategy.algorithms.base import GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import row_of
-from ringstrategy.buckets import factors, residuals
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.codecs import BlockInt, Gaussian, RandomK, Rotated
+from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.codecs.base import derive_seed
-from ringstrategy.collectives import Direct, Hierarchical, Ring, TwoShot, base
+from ringstrategy.collectives import Direct, Ring
 from ringstrategy.kernels import engine
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import nccl
-from ringstrategy.transport.base import Handle, Peers, Waitable, Windows
+from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import Task
 
 RANKS = 8
-ROUNDS = 100  # of which the host's time is the shortest
 SHAPES = [(1280, 1024)] * 5  # 25 MB of float32
 DEVICE = torch.device("meta")
-_SHRUNK = 1024  # how many times fewer gradients a bucket has whose host time is taken
-_TIMED = [(40, 32)] * 5
-_HERE = torch.device("cpu")
 _STEPS = itertools.count()  # of all cases: what is kept for a seed must not serve another case
 _OURS = tuple(str(Path(__file__).parents[1] / folder) for folder in ("ringstrategy", "triton_kernels"))
 
@@ -82,9 +70,6 @@ CASES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
         torch.float32,
     ),
     "`Rotated(Gaussian(4))`, `Ring`": (lambda: AllReduce(Rotated(Gaussian(4)), Ring()), torch.float32),
-    "`BlockInt(8)`, `TwoShot`": (lambda: AllReduce(BlockInt(8), TwoShot()), torch.float32),
-    "`Hierarchical` on one host": (lambda: AllReduce(collective=Hierarchical()), torch.float32),
-    "`RandomK()`, `Direct`": (lambda: AllReduce(RandomK(), Direct()), torch.float32),
 }
 
 
@@ -94,32 +79,10 @@ class Counts(NamedTuple):
     kernels: int  # of ours
     operations: int  # of torch
     calls: int  # of NCCL
-    bytes_moved: int
     waits: tuple[str, ...]  # where the host waits for the device
-    gradients: int
-    host_seconds: float | None  # None: it waits for the device
 
 
-# Bytes that a kernel moves besides those of the tensors that it is given, each of which it reads or writes once. Tables
-# of integers are small, but not what their addresses point to.
-_MORE: dict[str, Callable[[Mapping[str, Any], int], int]] = {
-    "_encode_kernel": lambda given, itemsize: _of_parts(given, itemsize) + _of_payloads(given),
-    "_decode_kernel": lambda given, itemsize: _of_parts(given, itemsize),
-    "_add_kernel": lambda given, _: (given["count"] + 1) * given["out"].nbytes,  # reads and writes it
-    "_rotate_kernel": lambda given, _: given["values"].nbytes,  # reads and writes them
-    "_orthonormalise_kernel": lambda given, _: int(given["columns"].nbytes * _passes(given["RANK"])),
-    "_pack_kernel": lambda given, itemsize: given["n"] * itemsize,
-    "_unpack_kernel": lambda given, itemsize: given["n"] * itemsize,
-    "_sample_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
-    "_compare_kernel": lambda given, _: given["offsets"].numel() * (8 + _SECTOR),
-    "_part_kernel": lambda given, _: 0,
-    # nothing, for the optimizer here steps the means as they are
-    "_go_kernel": lambda given, _: -given["now"].nbytes - given["before"].nbytes,
-}
-_SECTOR = 32  # bytes that memory gives at a time
 _FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh", "detach"}  # no memory
-_OVERWRITING = {"copy_", "fill_", "zero_"}  # they do not read what they change
-_CHOOSING = {"index", "take", "gather"}  # they read of their first input as much as they return
 _ASKING: dict[str, Callable[..., Any]] = {  # what they return depends on values, of which there are none
     "_local_scalar_dense": lambda _: False,  # also 0
     "equal": lambda *_: False,
@@ -148,43 +111,8 @@ def _specialization(kernel: Any, *args: Any, **kwargs: Any) -> str:
     return f"{specialization} {options}"
 
 
-def _passes(rank: int) -> float:
-    """Over a column, on average: 6, with each column before it 5, and but for the first 3; less the one that counts."""
-    return 6 + (5 * rank * (rank - 1) / 2 + 3 * (rank - 1)) / rank - 1
-
-
-def _numels(given: Mapping[str, Any]) -> list[int]:
-    """Values of each part that a kernel works on."""
-    wire = given["wire"]
-    return list(wire.numbers[1::3]) if _is_table(wire) else [given["n"]]
-
-
-def _of_parts(given: Mapping[str, Any], itemsize: int) -> int:
-    """Messages and gradients that are in tables, less what parts leave of the tensors that a kernel is given."""
-    if not _is_table(given["wire"]):
-        return 0
-    numels, whole = _numels(given), [t for t in _on_device(list(given.values())) if not _is_table(t)]
-    messages: int = sum(given["FORMAT"].form.nbytes(numel) for numel in numels)
-    gathered = sum(numels) * itemsize if _is_table(given["values"]) else 0
-    return messages + gathered - sum((tensor.numel() - sum(numels)) * tensor.itemsize for tensor in whole)
-
-
-def _of_payloads(given: Mapping[str, Any]) -> int:
-    [numel] = _numels(given) if _is_table(given["payloads"]) else [0]
-    return int(given["count"] * given["FORMAT"].form.nbytes(numel))
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype in (torch.int64, torch.int32)
-
-
 def _on_device(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.device == DEVICE]
-
-
-def _nbytes(tensor: Tensor) -> int:
-    """Of memory: what is expanded counts once."""
-    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def our_function() -> str:
@@ -194,22 +122,21 @@ def our_function() -> str:
 
 
 class Meter:
-    """Counts while it is `counting`. `itemsize`: bytes of a gradient.
+    """Counts while it is `counting`.
 
     Attributes:
         compiled: for each kernel that was launched, what Triton would have compiled; never cleared.
     """
 
-    def __init__(self, itemsize: int) -> None:
+    def __init__(self) -> None:
         self.counting = True
         self.compiled: set[tuple[str, str]] = set()
-        self._itemsize = itemsize
         self._threads: set[int] = set()
         self.clear()
 
     def clear(self) -> None:
         """Begin at 0."""
-        self.kernels = self.operations = self.calls = self.bytes_moved = 0
+        self.kernels = self.operations = self.calls = 0
         self.waits: list[str] = []
 
     @contextmanager
@@ -240,16 +167,12 @@ class Meter:
         """In place of Triton's launcher."""
         del grid
         if self.counting and not warmup:
-            given = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-            moved = [tensor.nbytes for tensor in _on_device(list(given.values())) if not _is_table(tensor)]
             self.kernels += 1
             self.compiled.add((kernel.__name__, _specialization(kernel, *args, **kwargs)))
-            self.bytes_moved += sum(moved) + _MORE[kernel.__name__](given, self._itemsize)
 
-    def operation(self, read: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    def operation(self) -> None:
         """Of torch."""
-        self.operations += 1
-        self.bytes_moved += sum(map(_nbytes, (*read, *written)))
+        self.operations += self.counting
 
 
 class _Operations(TorchDispatchMode):
@@ -274,27 +197,13 @@ class _Operations(TorchDispatchMode):
             if source.device != target:
                 if not (kwargs.get("non_blocking") or args[2:] == (True,)):
                     self._meter.wait()
-                self._meter.operation(inputs[:1], [])
+                self._meter.operation()
                 if target != DEVICE:  # the meta device has no values to give
                     return args[0] if name == "copy_" else torch.zeros(source.shape, dtype=source.dtype, device=target)
         result = func(*args, **kwargs)
         if not (func.is_view or name in _FREE) and (inputs or _on_device(result)):
-            changed = _changed(func, args, kwargs)
-            if name in _OVERWRITING:
-                inputs = [tensor for tensor in inputs if not any(tensor is one for one in changed)]
-            elif "out" in kwargs:
-                inputs = _on_device([args, {key: value for key, value in kwargs.items() if key != "out"}])
-            elif name in _CHOOSING:
-                inputs[0] = result
-            self._meter.operation(inputs, changed or _on_device(result))
+            self._meter.operation()
         return result
-
-
-def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that an operation writes to."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    written = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return _on_device([given[name] for name in written if name in given])
 
 
 class _Device:
@@ -394,40 +303,19 @@ class _Echo(Peers):
 
 
 class LonelyPeers(nccl.NcclPeers):
-    """Rank 1 of `ranks`, where there is `no_wire`.
+    """Rank 1 of `ranks` on hosts of their own, with values on `device`, where there is `no_wire`."""
 
-    Args:
-        device: of the values.
-        ranks: how many.
-        shares: all ranks are on one host, and read each other's memory; else each is on a host of its own.
-    """
-
-    def __init__(self, device: torch.device, ranks: int, *, shares: bool) -> None:
-        hosts = ("one",) * ranks if shares else tuple(map(str, range(ranks)))
-        control: Any = _Echo(ranks, hosts)
-        super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
-        self.device, self._shares = device, shares
-
-    def windows(self, nbytes: int) -> Windows | None:
-        """See `Peers.windows`."""
-        return _Window(self, nbytes) if self._shares else None
-
-    def count_barrier(self) -> None:
-        """Of GPUs."""
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        control: Any = _Echo(ranks, tuple(map(str, range(ranks))))
+        super().__init__(mock.sentinel.group, control, device)
 
 
 class StandInPeers(LonelyPeers):
     """What torch does in another thread counts too."""
 
-    def __init__(
-        self, meter: Meter, device: torch.device = DEVICE, *, ranks: int = RANKS, shares: bool = False
-    ) -> None:
-        super().__init__(device, ranks, shares=shares)
+    def __init__(self, meter: Meter, ranks: int = RANKS) -> None:
+        super().__init__(DEVICE, ranks)
         self._meter = meter
-
-    def count_barrier(self) -> None:
-        """A launch of torch's."""
-        self._meter.operations += self._meter.counting
 
     def submit(self, task: Task, where: str) -> Waitable:
         """See `Peers.submit`."""
@@ -439,22 +327,10 @@ class StandInPeers(LonelyPeers):
         return super().submit(counted, where)
 
 
-class _Window(Windows):
-    """Of all ranks."""
-
-    def __init__(self, peers: LonelyPeers, nbytes: int) -> None:
-        self.memory = {rank: peers.scratch(f"window.{rank}", nbytes, peers.device) for rank in range(peers.size)}
-        self._peers = peers
-
-    def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-        """See `Windows.barrier`."""
-        self._peers.count_barrier()
-
-
 @contextmanager
 def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
     """For what only a machine with a GPU has."""
-    from ringstrategy.kernels.triton import parts, tables
+    from ringstrategy.kernels.triton import tables
     from triton.runtime.jit import JITFunction
 
     make = torch.tensor
@@ -462,13 +338,8 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
     def tensor(data: Any, *, device: Any = None, **kwargs: Any) -> Tensor:
         if device is not None and torch.device(device) == DEVICE:
             meter.wait()  # torch copies, and waits for that
-            meter.operations += meter.counting
+            meter.operation()
         return make(data, device=device, **kwargs)
-
-    def table(numbers: Sequence[int], device: torch.device) -> Tensor:
-        made: Tensor = tables.table(numbers, device)
-        made.numbers = tuple(numbers)  # type: ignore[attr-defined]  # which the meta device forgets
-        return made
 
     # Memory that was dropped is not given out again: else it would be by chance whether a gradient lies where one lay a
     # step ago, and needs no new table of addresses. So it never does.
@@ -493,7 +364,6 @@ def stand_ins(meter: Meter, ranks: int = RANKS) -> Iterator[None]:
         mock.patch.object(torch.cuda, "synchronize", meter.wait),
         mock.patch.object(_Device, "synchronize", meter.wait, create=True),
         mock.patch.object(torch, "tensor", tensor),
-        mock.patch.object(parts, "table", table),
         mock.patch.object(Tensor, "data_ptr", address),
     ):
         yield
@@ -508,16 +378,9 @@ class _Agreed:
         """At once."""
 
 
-def shares(algorithm: Synchronous) -> bool:
-    """Does it use that ranks share a host?"""
-    return isinstance(algorithm.collective, TwoShot | Hierarchical)
-
-
-def one_bucket(
-    algorithm: Synchronous, dtype: torch.dtype, device: torch.device, shapes: Sequence[tuple[int, int]] = SHAPES
-) -> Bucket:
-    """Of parameters of these shapes."""
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in shapes]
+def one_bucket(algorithm: Synchronous, dtype: torch.dtype, device: torch.device) -> Bucket:
+    """Of parameters of `SHAPES`."""
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape in SHAPES]
     parameters = {f"p{place}": Parameter(tensor) for place, tensor in enumerate(tensors)}
     [bucket] = algorithm.plan(parameters, frozenset(), 1)  # with the index 0 it would be closed when it has 1 MB
     return bucket
@@ -542,12 +405,11 @@ def exchange(bucket: Bucket, peers: Peers, algorithm: Synchronous) -> None:
     bucket.after_step(set(parameters), True)
 
 
-def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS, ranks: int = RANKS) -> Counts:
-    """Of a bucket of `SHAPES`, in the second step; the host's time over `rounds` of a smaller one, unless it waits."""
-    meter = Meter(dtype.itemsize)
+def measure(algorithm: Synchronous, dtype: torch.dtype, ranks: int = RANKS) -> Counts:
+    """Of a bucket of `SHAPES`, in the second step."""
+    meter = Meter()
     with stand_ins(meter, ranks):
-        bucket = one_bucket(algorithm, dtype, DEVICE)
-        peers = StandInPeers(meter, ranks=ranks, shares=shares(algorithm))
+        bucket, peers = one_bucket(algorithm, dtype, DEVICE), StandInPeers(meter, ranks)
         for _ in range(2):
             meter.clear()
             with meter.within():
@@ -555,37 +417,7 @@ def measure(algorithm: Synchronous, dtype: torch.dtype, rounds: int = ROUNDS, ra
                 exchange(bucket, peers, algorithm)
         peers.close()
         meter.counting = False
-        seconds = [] if meter.waits else _host_seconds(meter, algorithm, dtype, rounds, ranks)
-    return Counts(
-        kernels=meter.kernels,
-        operations=meter.operations,
-        calls=meter.calls,
-        bytes_moved=meter.bytes_moved,
-        waits=tuple(dict.fromkeys(meter.waits)),
-        gradients=sum(slot.parameter.numel() for slot in bucket.slots),
-        host_seconds=min(seconds, default=None),
-    )
-
-
-def _host_seconds(meter: Meter, algorithm: Synchronous, dtype: torch.dtype, rounds: int, ranks: int) -> list[float]:
-    """Of the processor, by all threads together: what else runs on this machine does not count."""
-    with (
-        mock.patch.object(Tensor, "data_ptr", torch._C.TensorBase.data_ptr),
-        mock.patch.object(residuals, "may_read", return_value=False),  # this CPU stands for a GPU
-        mock.patch.object(factors, "may_read", return_value=False),
-        mock.patch.object(base, "SMALLEST_HALF", base.SMALLEST_HALF // _SHRUNK),
-        mock.patch.object(base, "SMALLEST_SEGMENT", base.SMALLEST_SEGMENT // _SHRUNK),
-    ):
-        bucket = one_bucket(algorithm, dtype, _HERE, _TIMED)
-        peers = StandInPeers(meter, _HERE, ranks=ranks, shares=shares(algorithm))
-        seconds = []
-        for _ in range(rounds):
-            fill(bucket, torch.empty_like)
-            begin = time.process_time()
-            exchange(bucket, peers, algorithm)
-            seconds.append(time.process_time() - begin)
-        peers.close()
-    return seconds
+    return Counts(meter.kernels, meter.operations, meter.calls, tuple(dict.fromkeys(meter.waits)))
 
 
 def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
@@ -593,7 +425,7 @@ def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
 
     `scaled`: there is a loss scaler, which knows only on the device whether it skips the step.
     """
-    meter = Meter(4)
+    meter = Meter()
     scale, stepped = torch.full((), 256.0, device=DEVICE), torch.ones((), dtype=torch.bool, device=DEVICE)
     with stand_ins(meter):
         module = nn.Sequential(nn.Linear(1280, 1024, device=DEVICE), nn.GELU(), nn.Linear(1024, 1024, device=DEVICE))
@@ -623,23 +455,16 @@ def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
 
 
 def counted(counts: Counts) -> list[str]:
-    """The cells of a row that are equal wherever they are counted."""
-    return [
-        str(counts.kernels),
-        str(counts.operations),
-        str(counts.calls),
-        f"{counts.bytes_moved / counts.gradients:.1f}",
-        ", ".join(counts.waits) or "none",
-    ]
+    """The cells of a row."""
+    return [str(counts.kernels), str(counts.operations), str(counts.calls), ", ".join(counts.waits) or "none"]
 
 
 def lines(all_counts: Mapping[str, Counts]) -> Iterator[str]:
     """The table, as Markdown."""
-    yield "| case | our kernels | torch operations | NCCL calls | bytes a gradient | waits | host |"
-    yield "|---|---|---|---|---|---|---|"
+    yield "| case | our kernels | torch operations | NCCL calls | waits |"
+    yield "|---|---|---|---|---|"
     for name, counts in all_counts.items():
-        host = "-" if counts.host_seconds is None else f"{counts.host_seconds * 1e3:.1f} ms"
-        yield f"| {' | '.join([name, *counted(counts), host])} |"
+        yield f"| {' | '.join([name, *counted(counts)])} |"
 
 
 def main(given: Sequence[str]) -> None:

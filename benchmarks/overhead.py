@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import lightning as L
@@ -23,8 +22,6 @@ from benchmarks.harness import Case
 from benchmarks.tasks import perceptron
 from benchmarks.trainer import quiet_trainer
 from ringstrategy import RingStrategy
-from ringstrategy.transport import trace
-from ringstrategy.transport.messages import Messages
 
 _FEATURES = 64
 _MODELS = {"tiny": (16, 1, 8), "middle": (512, 3, 64)}  # hidden width, hidden layers, batch
@@ -67,7 +64,6 @@ class _Fits:
         self._make, self._loader, self._steps = _STRATEGIES[name], loader, steps
         self._shape = width, layers
         self.case = Case(name, self.fit, result=list)
-        self.quiet: list[float] = []
         self.weights = torch.empty(0)
 
     def fit(self) -> list[float]:
@@ -97,48 +93,22 @@ def _measure(size: str, options: argparse.Namespace) -> None:
         steps = one.fit()
         if counts:
             one.case.seconds.append(statistics.fmean(steps))
-            one.quiet.append(statistics.quantiles(steps, n=10)[0])  # steadier where others use the machine too
     alone, ddp, ring = fits
     for one in fits:
         one.case.error = harness.relative_error(one.weights, alone.weights)
-    notes = [note for one, other in ((ddp, alone), (ring, alone), (ring, ddp)) for note in _compared(one, other)]
+    notes = [_compared(one, other) for one, other in ((ddp, alone), (ring, alone), (ring, ddp))]
     description = f"{size} model, {alone.weights.numel()} parameters, batch {batch}"
     harness.report("overhead", description, [one.case for one in fits], options, notes)
 
 
-def _compared(one: _Fits, other: _Fits) -> Iterator[str]:
-    for what, seconds, base in (
-        ("mean step", one.case.seconds, other.case.seconds),
-        ("quiet steps", one.quiet, other.quiet),
-    ):
-        percent = [100 * (s / b - 1) for s, b in zip(seconds, base, strict=True)]
-        low, middle, high = statistics.quantiles(percent, n=4)
-        microseconds = 1e6 * statistics.median(s - b for s, b in zip(seconds, base, strict=True))
-        yield (
-            f"{what}, {one.case.name}: {middle:+.2f} % over {other.case.name} (quartiles {low:+.2f} .. {high:+.2f}), "
-            f"{microseconds:+.0f} us a step"
-        )
-
-
-def _of_a_message() -> float:
-    """Seconds that its number, length and place cost each of its two ranks over gloo."""
-    messages, count = Messages(), 100_000
-    begin = time.perf_counter()
-    for _ in range(count):
-        message = messages.begin(0, 1, False, 1 << 20)
-        message.digest("plan")
-        messages.end(message)
-    return (time.perf_counter() - begin) / count
-
-
-def _of_a_span() -> float:
-    """Seconds that a span costs, of a timeline if one is recorded."""
-    count = 20_000
-    begin = time.perf_counter()
-    for _ in range(count):
-        with trace.span("encode", 1, 2, 3):
-            pass
-    return (time.perf_counter() - begin) / count
+def _compared(one: _Fits, other: _Fits) -> str:
+    pairs = list(zip(one.case.seconds, other.case.seconds, strict=True))
+    low, middle, high = statistics.quantiles([100 * (mine / base - 1) for mine, base in pairs], n=4)
+    microseconds = 1e6 * statistics.median(mine - base for mine, base in pairs)
+    return (
+        f"{one.case.name}: {middle:+.2f} % over {other.case.name} (quartiles {low:+.2f} .. {high:+.2f}), "
+        f"{microseconds:+.0f} us a step"
+    )
 
 
 def main(given: Sequence[str]) -> None:
@@ -155,11 +125,5 @@ def main(given: Sequence[str]) -> None:
     torch.set_num_threads(1)
     for size in options.models:
         _measure(size, options)
-    seconds = min(_of_a_message() for _ in range(options.rounds))
-    print(f"over gloo a message's number, length and place cost {1e6 * seconds:.1f} us on each side")
-    off = min(_of_a_span() for _ in range(options.rounds))
-    with tempfile.TemporaryDirectory() as folder, trace.timeline(f"{folder}/timeline.json"):
-        on = min(_of_a_span() for _ in range(options.rounds))
-    print(f"a span costs {1e6 * off:.2f} us, and {1e6 * on:.1f} us while a timeline is recorded")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

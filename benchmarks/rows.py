@@ -40,7 +40,7 @@ class Row:
     steps: int = 1  # in a row
     bytes_sent: float | None = None  # counted at the transport
     bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
-    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of a rank, the mean; by `benchmarks.cpu.PARTS`
+    cpu_seconds: dict[str, float] = field(default_factory=dict)  # of a rank, the mean; by what for; of older rows
     waited_seconds: float | list[float] | None = None  # for the exchange; of a slow rank, each rank
     limit_seconds: float | None = None  # no run can be faster
     error: float | None = None  # relative
@@ -48,17 +48,6 @@ class Row:
 
     predicted_seconds: float | None = None  # by `ringstrategy-plan`
     deviation: float | None = None  # predicted / measured - 1
-
-    data_packets: list[float] = field(default_factory=list)  # with payload, on connections for data; an entry a host
-    headers_alone: list[float] = field(default_factory=list)  # those of them that are nothing but headers of gloo
-    payload_bytes: list[float] = field(default_factory=list)  # in them, with gloo's headers and repeats
-    pure_acks: list[float] = field(default_factory=list)
-    late_acks: list[int] = field(default_factory=list)  # sent more than 30 ms after the data had come, in all steps
-    longest_ack_seconds: float | None = None  # from data to their ACK, of all hosts and steps
-    stalls: int | None = None  # data that left as soon as a late ACK had come; also of all hosts and steps
-    other_messages: list[float] = field(default_factory=list)  # packets with payload on connections not for data
-    sockets: int | None = None  # for data, of all ranks
-    sockets_with_nodelay: int | None = None
 
     target: float = float("nan")  # held-out loss, nats a byte
     seconds_to_target: float | None = None  # None: missed
@@ -93,7 +82,7 @@ class Row:
     descriptors_grown: int | None = None  # likewise
     payloads: int | None = None  # messages that a codec was given,
     refused: int | None = None  # and how many of them no codec may read: of a wrong length, or at an odd address
-    restart_seconds: dict[str, float] = field(default_factory=dict)  # parts of `seconds`, in their order; medians
+    restart_seconds: dict[str, float] = field(default_factory=dict)  # of a restart, its parts in their order; medians
 
     codec: str = ""
     operation: str = ""

@@ -1,16 +1,14 @@
-"""Two processes on one GPU, as ranks of two hosts: whole trainings, exchanges on delayed streams, symmetric memory.
+"""Two processes on one GPU, as ranks of two hosts: whole trainings, and exchanges on delayed streams.
 
 python -m benchmarks shared_gpu training --backend nccl
 python -m benchmarks shared_gpu training --backend nccl --rate 1gbit --width 2048   # as root: between them a slow link
 python -m benchmarks shared_gpu streams --backend gloo
-python -m benchmarks shared_gpu symmetric
 python -m benchmarks shared_gpu training --dry           # small, on the CPU over gloo, as the others
 
 - training: Lightning trainers with our names. Ranks must end with the same bits, `ring` with those of `ddp`, and a loss
   scaler must skip the step in which one rank overflows.
 - streams: the device sleeps at random before, within and behind exchanges. What arrives must have the bits of the same
   exchange on the CPU.
-- symmetric: our kernels read and write the other rank's memory, without NCCL. The bits must be those of `Direct`.
 
 NCCL takes the two processes for hosts joined by sockets. NVIDIA does not support this: a failure of NCCL itself proves
 nothing.
@@ -23,12 +21,10 @@ import os
 import random
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -61,7 +57,6 @@ TWO_HOSTS = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
     **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
-    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _BATCH = 64
@@ -166,17 +161,7 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
         after = torch.cat([parameter.detach().cpu().view(-1) for parameter in net.parameters()])
         truth = after if name == "ddp" else truth
         identical = harness.identical_on_all_ranks([after])
-        replicas = not isinstance(getattr(strategy, "algorithm", None), ParameterAlgorithm)
-        for fails, why in (
-            (trainer.world_size != _RANKS, f"the world has {trainer.world_size} ranks"),
-            (replicas and not identical, "ranks differ"),
-            (not after.isfinite().all(), "parameters are not finite"),
-            (not last < first, f"the loss goes from {first:.3f} to {last:.3f}"),
-            (name == "ring" and len(truth) and not torch.equal(after, truth), "not the bits of ddp"),
-            (run.overflows and _scale(trainer) != _SCALE / 2, f"the scale is {_scale(trainer)} after one overflow"),
-        ):
-            if fails:
-                wrong.append(f"{name}: {why}")
+        wrong += [f"{name}: {why}" for why in _faults(name, run, trainer, (first, last), after, truth, identical)]
         seconds = [end - begin for begin, end in zip(net.begins[2:], net.begins[3:], strict=False)]
         base = statistics.median(seconds) if name == "ddp" else base
         stats = getattr(strategy, "stats", None)
@@ -197,6 +182,22 @@ def _train(device: torch.device, options: argparse.Namespace) -> list[str]:
         )
     _publish("training", rows, options)
     return wrong
+
+
+def _faults(
+    name: str, run: _Run, trainer: L.Trainer, losses: tuple[float, float], after: Tensor, truth: Tensor, identical: bool
+) -> list[str]:
+    """What is wrong with a training: its losses before and after, its parameters then, beside those of ddp."""
+    replicas = not isinstance(getattr(trainer.strategy, "algorithm", None), ParameterAlgorithm)
+    found = (
+        (trainer.world_size != _RANKS, f"the world has {trainer.world_size} ranks"),
+        (replicas and not identical, "ranks differ"),
+        (not after.isfinite().all(), "parameters are not finite"),
+        (not losses[1] < losses[0], f"the loss goes from {losses[0]:.3f} to {losses[1]:.3f}"),
+        (name == "ring" and len(truth) and not torch.equal(after, truth), "not the bits of ddp"),
+        (run.overflows and _scale(trainer) != _SCALE / 2, f"the scale is {_scale(trainer)} after one overflow"),
+    )
+    return [why for fails, why in found if fails]
 
 
 def _scale(trainer: L.Trainer) -> float:
@@ -277,67 +278,10 @@ def _delayed(device: torch.device, options: argparse.Namespace) -> list[str]:
     return wrong
 
 
-# Symmetric memory
-
-
-def _symmetric(device: torch.device, options: argparse.Namespace) -> list[str]:
-    """What went wrong."""
-    codec, numel = BlockInt(8), 1 << (14 if options.dry else 22)
-    rank, chunk = dist.get_rank(), numel // _RANKS
-    nbytes = codec.nbytes(chunk, torch.float32)
-    stride = -(-nbytes // 16) * 16
-    memory, meet = _shared((_RANKS + 1) * stride, device, options)
-
-    def part(owner: int, slot: int) -> Tensor:
-        """Of the memory of `owner`: a message to the rank `slot`, or, last, the sum of its chunk."""
-        return memory[owner][slot * stride :][:nbytes]
-
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(device) / _RANKS
-    twin, others = values.clone(), [other for other in range(_RANKS) if other != rank]
-    chunks = values.split(chunk)
-    for other in others:
-        codec.encode(chunks[other], part(rank, other))
-    meet()
-    codec.reduce([part(other, rank) for other in others], chunks[rank], part(rank, _RANKS))
-    meet()
-    for owner in range(_RANKS):
-        codec.decode(part(owner, _RANKS), chunks[owner])
-    meet()
-    peers = connect(device, _LIMIT)
-    peers.finish([peers.submit(lambda: mean_(twin, peers, Direct(segments=1), codec), "of the twin")])
-    gap = (values - twin).abs().max().item()
-    identical = harness.identical_on_all_ranks([values.cpu()])
-    peers.close()
-    row = _row(options, device, case=str(codec), error=gap, ranks_identical=identical, elements=numel)
-    _publish("symmetric memory", [row], options)
-    return [] if gap == 0 and identical else [f"not the bits of Direct, by {gap}; the same on all ranks: {identical}"]
-
-
-def _shared(
-    nbytes: int, device: torch.device, options: argparse.Namespace
-) -> tuple[list[Tensor], Callable[[], object]]:
-    """Memory of each rank that all can read and write, and a barrier; on the CPU a file's."""
-    if device.type == "cpu":
-        files = [f"{options.folder}/{owner}" for owner in range(_RANKS)]
-        made = [torch.from_file(file, shared=True, size=nbytes, dtype=torch.uint8) for file in files]
-        return made, dist.barrier
-    import torch.distributed._symmetric_memory as symmetric
-
-    whole = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-    group = dist.group.WORLD
-    assert group is not None
-    handle = symmetric.rendezvous(whole, group)
-    parts = [
-        whole if owner == dist.get_rank() else handle.get_buffer(owner, (nbytes,), torch.uint8)
-        for owner in range(_RANKS)
-    ]
-    return parts, handle.barrier
-
-
 # What they share
 
 
-_WORK = {"training": _train, "streams": _delayed, "symmetric": _symmetric}
+_WORK = {"training": _train, "streams": _delayed}
 
 
 def _row(options: argparse.Namespace, device: torch.device, **found: Any) -> Row:
@@ -382,7 +326,6 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--rate", default=LOOPBACK, help="of the link between them; all but loopback needs root")
     parser.add_argument("--width", type=int, default=1024, help="of the trained MLP; 4.3 M parameters at 1024")
     parser.add_argument("--dry", action="store_true", help="small, and on the CPU")
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)  # of the memory that ranks share on the CPU
     options = parser.parse_args(given)
     if options.dry and options.backend == "nccl":
         parser.error("NCCL needs a GPU: --dry goes with --backend gloo")
@@ -395,10 +338,10 @@ def main(given: Sequence[str]) -> None:
         return
     exit_on_sigterm()
     told = {harness.COMMIT: harness.commit(), **TWO_HOSTS}
-    with harness.refusing(parser), tempfile.TemporaryDirectory() as folder, Lab(_RANKS, options.rate) as lab:
+    with harness.refusing(parser), Lab(_RANKS, options.rate) as lab:
         told["NCCL_SOCKET_IFNAME"] = lab.interface
         for rank in range(_RANKS):
-            command = [sys.executable, "-m", "benchmarks", "shared_gpu", *given, "--folder", folder]
+            command = [sys.executable, "-m", "benchmarks", "shared_gpu", *given]
             lab.popen(rank, command, {**told, "NCCL_HOSTID": f"host{rank}"})
         codes = lab.wait()
     if any(codes):

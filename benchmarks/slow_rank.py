@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import harness
-from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized
+from benchmarks.contenders import DDP, Ours, TorchDDP, Training, decentralized, named
 from benchmarks.rows import Row
 from ringstrategy import Algorithm
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
@@ -107,7 +107,7 @@ def steps_ahead_limit(algorithm: Decentralized, size: int, slow: int) -> list[in
     farthest = [
         max(_mixings_from(algorithm.topology, size, slow, rank, last) for last in range(period)) for rank in range(size)
     ]
-    return [mixings * algorithm.interval + algorithm.late if mixings else 0 for mixings in farthest]
+    return [mixings * algorithm.interval + algorithm.schedule.late if mixings else 0 for mixings in farthest]
 
 
 def _mixings_from(topology: Topology, size: int, slow: int, rank: int, last: int) -> int:
@@ -125,10 +125,7 @@ def _algorithms(options: argparse.Namespace) -> dict[str, Algorithm | None]:
     algorithms: dict[str, Algorithm | None] = {DDP: None}
     algorithms |= {name: STRATEGIES[name]() for name in ("ring_int8", *decentralized())}
     for name in decentralized():
-        rarely = STRATEGIES[name]()
-        assert isinstance(rarely, Decentralized)
-        rarely.interval = _RARELY
-        algorithms[f"{name} every {_RARELY}"] = rarely
+        algorithms[f"{name} every {_RARELY}"] = named(name, interval=_RARELY)
     return {name: algorithms[name] for name in dict.fromkeys([DDP, *harness.chosen(algorithms, options.cases)])}
 
 

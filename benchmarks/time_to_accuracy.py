@@ -25,7 +25,7 @@ import copy
 import math
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -139,16 +139,7 @@ def worker(options: argparse.Namespace) -> None:
                 f"--every {options.every}: {run.name} averages every {run.training.interval} steps, and turns are "
                 "whole intervals; choose a multiple"
             )
-    for turn, first in enumerate(range(0, options.most_steps, options.every)):
-        going = [run for run in runs if run.goes_on(options)]
-        if not going:
-            break
-        turns = [run.turn(batches[first : first + options.every]) for run in going]
-        turn %= len(going)
-        harness.interleave(turns[turn:] + turns[:turn], rounds=1, warmup=0)
-        for run in going:
-            run.take(loss_of(run.training))
-
+    _race(runs, batches, loss_of, options)
     aims = math.isfinite(options.target)
     shared = {
         "benchmark": BENCHMARK if aims else CURVES,
@@ -171,6 +162,21 @@ def worker(options: argparse.Namespace) -> None:
         what = f"{BENCHMARK}: loss {options.target:g}" if aims else f"{CURVES}: {options.most_steps} steps"
         title = f"{what}, {rows[0].size}, {harness.network(options)}; seed {options.seed}"
         harness.publish(title, rows, options.out, [f"compute alone: {compute.median:.4f} s a step; MB: of all steps."])
+
+
+def _race(
+    runs: Sequence[_Run], batches: Batches, loss_of: Callable[[Training], float], options: argparse.Namespace
+) -> None:
+    """Turns of `--every` steps, in rotated order, until nobody goes on."""
+    for turn, first in enumerate(range(0, options.most_steps, options.every)):
+        going = [run for run in runs if run.goes_on(options)]
+        if not going:
+            break
+        turns = [run.turn(batches[first : first + options.every]) for run in going]
+        turn %= len(going)
+        harness.interleave(turns[turn:] + turns[:turn], rounds=1, warmup=0)
+        for run in going:
+            run.take(loss_of(run.training))
 
 
 @torch.no_grad()

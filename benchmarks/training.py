@@ -3,8 +3,8 @@
 python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out outputs/training.jsonl
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
+python -m benchmarks training --cases "=ring_int8,fabric,horovod,process group,comm hook,fsdp2" --steps 1   # all doors
 python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
-python -m benchmarks training --exchanges --hosts 8 --rate 100mbit                  # one mixing alone, no steps
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
 cases are in memory at once: with the MLP about 8 GB a rank, so `--cases` may have to share them out among runs. A
@@ -19,7 +19,7 @@ import copy
 import math
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -28,22 +28,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import cpu, harness, tasks
+from benchmarks import harness, tasks
 from benchmarks.contenders import (
     DDP,
     SELDOM,
     TORCHFT,
     MakeOptimizer,
     Ours,
+    Phases,
     Training,
     contenders,
     decentralized,
     flat,
-    mixed,
+    named,
     ours,
-    reduced,
     sgd,
 )
+from benchmarks.doors import DOORS
 from benchmarks.harness import Case
 from benchmarks.lab import bits_per_second
 from benchmarks.rows import ALONE
@@ -52,7 +53,6 @@ from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.plan import candidates, machines, measured_codecs
 from ringstrategy.cost import Profile, predict
 from ringstrategy.cost.probe import pack_seconds
-from ringstrategy.names import STRATEGIES
 
 _OPTIMIZERS: dict[str, MakeOptimizer] = {"sgd": sgd, "adamw": partial(torch.optim.AdamW, lr=5e-4)}
 _INSIDE = 2e10  # bits a second between two processes of a host: taken for, it hardly matters
@@ -73,9 +73,8 @@ class _Exchange(Ours):
 
 def _at(name: str, interval: int, overlap: bool) -> Decentralized:
     """The registered algorithm, with these instead of its own."""
-    algorithm = STRATEGIES[name]()
+    algorithm = named(name, interval=interval, overlap=overlap)
     assert isinstance(algorithm, Decentralized)
-    algorithm.interval, algorithm.overlap = interval, overlap
     return algorithm
 
 
@@ -103,6 +102,10 @@ class _Steps:
             self.trainings[name] = Training(copy.deepcopy(self.initial), batches, **self.how)
         return name
 
+    def door(self, make: Callable[..., Training]) -> Training:
+        """What another door drives."""
+        return make(copy.deepcopy(self.initial), self.batches, **self.how)
+
     def overlapping(self, name: str) -> tuple[str, str]:
         """Add it at the smallest interval whose compute takes `--margin` times as long as its exchange, both measured
         now; with overlap and without.
@@ -125,11 +128,12 @@ class _Steps:
         """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, **self.how)
+        known |= {name: partial(self.door, make) for name, make in DOORS.items()}
         planned = candidates(options.processes > 1) if options.predict else {}
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
         self.alone(options.steps)
-        on_demand = {*SELDOM, *TORCHFT}  # long runs
+        on_demand = {*SELDOM, *TORCHFT, *DOORS}
         for name in harness.chosen(known, options.cases):
             if options.cases is not None or name not in on_demand:
                 self.add(name, known[name]())
@@ -149,12 +153,7 @@ class _Steps:
             for name in dict.fromkeys(beside.values())
         }
         for name, case in cases.items():
-            nbytes = trainings[name].must_send(options.hosts)
-            if nbytes is None and options.processes == 1:  # else what a rank sent stayed within its host in part
-                nbytes = case.sent
-            wire = None if nbytes is None else harness.wire_seconds(nbytes)
-            if wire is not None:
-                case.limit_seconds = statistics.median(trainings[name].limit(one, wire) for one in phases[beside[name]])
+            case.limit_seconds = self.limit(case, trainings[name], phases[beside[name]])
         for late, early in pairs:
             waits = statistics.median(a / b for a, b in zip(cases[late].waits, cases[early].waits, strict=True))
             notes.append(f"{late}: waits {waits:.1%} of what it waits without overlap")
@@ -162,20 +161,24 @@ class _Steps:
         notes.append("compute alone: forward {:.4f} s, backward {:.4f} s, optimizer {:.4f} s".format(*alone))
         named = {name: planned[name] for name in cases if name in planned}
         predictions = self.predict(named, alone) if named else {}
-        spent = {name: training.cpu_seconds(options.warmup) for name, training in trainings.items()}
-        notes.append(f"CPU ms a step and rank ({'; '.join(cpu.PARTS)}):")
-        notes += [f"  {name}: {'; '.join(f'{1e3 * each:.1f}' for each in of.values())}" for name, of in spent.items()]
         if dist.get_rank() == 0:
             kind = "prediction" if options.predict else "training"
             shown = [case for name, case in cases.items() if not options.predict or name in predictions]
 
             def more(case: Case) -> dict[str, Any]:
-                row: dict[str, Any] = {"cpu_seconds": spent[case.name]}
                 said = predictions.get(case.name)
-                return row if said is None else {**row, "predicted_seconds": said, "deviation": said / case.median - 1}
+                return {} if said is None else {"predicted_seconds": said, "deviation": said / case.median - 1}
 
             size = self.task.described(self.initial) + (", AdamW" if options.optimizer == "adamw" else "")
             harness.report(kind, size, shown, options, notes, more)
+
+    def limit(self, case: Case, training: Training, alone: Sequence[Phases]) -> float | None:
+        """Seconds a step that no run can beat, from those of ranks that only compute; None where nothing throttles."""
+        nbytes = training.must_send(self.options.hosts)
+        if nbytes is None and self.options.processes == 1:  # else what a rank sent stayed within its host in part
+            nbytes = case.sent
+        wire = None if nbytes is None else harness.wire_seconds(nbytes)
+        return None if wire is None else statistics.median(training.limit(one, wire) for one in alone)
 
     def predict(self, named: Mapping[str, AllReduce], alone: Sequence[float]) -> Mapping[str, float]:
         """Seconds a step, by name, as `ringstrategy-plan` says; on rank 0, while the others wait."""
@@ -218,47 +221,9 @@ def _judge(cases: Sequence[Case], initial: nn.Module) -> None:
             case.error = harness.max_over_ranks(harness.relative_error(moved, baseline))
 
 
-def _measure_exchanges(options: argparse.Namespace) -> None:
-    """One mixing of each decentralized name, with nothing computed beside it, and gloo's all-reduce of as many values.
-
-    Ranks begin far apart, so that there is something to send; each goes on from where its last mixing left it.
-    """
-    task, size = tasks.asked(options), dist.get_world_size()
-    own = task.model(1 + dist.get_rank())
-    values = flat(own.parameters()).float()
-    start, truth = values.clone(), torch.zeros(values.numel(), dtype=torch.float64)
-    for rank in range(size):
-        truth += flat(task.model(1 + rank).parameters()) / size
-
-    def copied() -> None:
-        values.copy_(start)
-
-    gloo = Case("gloo all-reduce", lambda: dist.all_reduce(values), lambda: [values / size], copied)
-    gloo.limit_seconds = harness.wire_seconds(reduced(4 * values.numel(), options.hosts))
-    exchanges = {name: _Exchange(own, name) for name in harness.chosen(decentralized(), options.cases)}
-    cases = [gloo]
-    for name, made in exchanges.items():
-        cases.append(Case(name, made.run, made.result, bytes_sent=made.bytes_sent, waited=made.waited))
-        if options.processes == 1:
-            cases[-1].limit_seconds = harness.wire_seconds(mixed(made.algorithm, values.numel()))
-    harness.interleave(cases, options.rounds, options.warmup)
-    for case in cases:
-        result = case.result()
-        case.error = harness.max_over_ranks(harness.relative_error(flat(result), truth))
-        case.identical = harness.identical_on_all_ranks(result)
-    for made in exchanges.values():
-        made.close()
-    if dist.get_rank() == 0:
-        what = f"the {values.numel() / 1e6:.1f} M parameters of the {task.kind}, nothing computed"
-        harness.report("exchange", what, cases, options)
-
-
 def worker(options: argparse.Namespace) -> None:
     """What runs in each process."""
-    if options.exchanges:
-        _measure_exchanges(options)
-    else:
-        _Steps(options).measure()
+    _Steps(options).measure()
 
 
 def _rate(options: argparse.Namespace) -> float:
@@ -294,5 +259,4 @@ def main(given: Sequence[str]) -> None:
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
     add("--margin", type=float, default=1.25, help=margin)
     add("--predict", action="store_true", help="beside each case what `ringstrategy-plan` says of it")
-    add("--exchanges", action="store_true", help="instead: one mixing of each decentralized name alone")
     harness.run(parser, given, worker, check=_check)

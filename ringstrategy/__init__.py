@@ -34,12 +34,11 @@ if TYPE_CHECKING:
         Codec,
         Gaussian,
         Identity,
-        RandomK,
         Rotated,
         Sign,
         TopK,
     )
-    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
+    from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
     from ringstrategy.errors import LeftBehindError, PeerLostError, PlanMismatchError
     from ringstrategy.integrations.ddp_hook import ddp_hook
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
@@ -59,9 +58,9 @@ _HOMES = {
     ),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
-        *("Identity", "RandomK", "Rotated", "Sign", "TopK"),
+        *("Identity", "Rotated", "Sign", "TopK"),
     ),
-    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot"),
+    "collectives": ("BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring"),
     "errors": ("LeftBehindError", "PeerLostError", "PlanMismatchError"),
     "integrations.ddp_hook": ("ddp_hook",),
     "integrations.fsdp": ("FsdpResiduals", "fsdp"),
@@ -106,7 +105,6 @@ __all__ = [
     "PlanMismatchError",
     "PowerSGD",
     "PushSum",
-    "RandomK",
     "ReplicaCheck",
     "Ring",
     "RingFabricStrategy",
@@ -117,7 +115,6 @@ __all__ = [
     "SmallExact",
     "Stats",
     "TopK",
-    "TwoShot",
     "__version__",
     "consensus",
     "ddp_hook",

@@ -10,33 +10,31 @@ from ringstrategy.errors import PeerLostError as HorovodInternalError
 from ringstrategy.integrations.horovod import elastic
 from ringstrategy.integrations.horovod.batch_norm import SyncBatchNorm
 from ringstrategy.integrations.horovod.compression import Compression
-from ringstrategy.integrations.horovod.differentiable import (
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    grouped_allgather,
-    grouped_allreduce,
-    grouped_reducescatter,
-    reducescatter,
-)
 from ringstrategy.integrations.horovod.joining import join
 from ringstrategy.integrations.horovod.operations import (
+    allgather,
     allgather_async,
+    allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    alltoall,
     alltoall_async,
     barrier,
+    broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
     grouped_allgather_async,
+    grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
     grouped_reducescatter_async,
     poll,
+    reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
     synchronize,

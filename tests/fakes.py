@@ -7,7 +7,6 @@ import itertools
 import os
 import queue
 import threading
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -19,7 +18,7 @@ from patience import Patience
 from torch import Tensor
 
 from ringstrategy.codecs import Codec
-from ringstrategy.transport.base import Handle, Peers, Windows
+from ringstrategy.transport.base import Handle, Peers
 
 LIMIT = 300.0  # seconds: the hard end; a schedule that waits for what nobody sends uses no CPU, and ends before
 
@@ -30,8 +29,6 @@ class Aborted(Exception):
 
 _WAITED = (Aborted, threading.BrokenBarrierError)
 
-SHARED = 1 << 20  # bytes of a window
-
 
 class Network:
     """First in, first out between each pair; nothing is matched by tag or by size.
@@ -39,18 +36,10 @@ class Network:
     Args:
         size: how many ranks.
         hosts: of each rank.
-        shared: the ranks of a host have windows.
     """
 
-    def __init__(self, size: int, hosts: Sequence[str] | None = None, *, shared: bool = False) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] | None = None) -> None:
         self.size = size
-        self.late: Callable[[int], float] = lambda rank: 0.0  # seconds that a rank sleeps before it reads by address
-        self.memory: list[list[Tensor]] = []  # by turn, then by rank
-        self.at_host: dict[str, threading.Barrier] = {}
-        if shared:
-            assert hosts is not None
-            self.memory = [[torch.empty(SHARED, dtype=torch.uint8) for _ in range(size)] for _ in range(2)]
-            self.at_host.update({host: threading.Barrier(hosts.count(host)) for host in hosts})
         self.hosts = None if hosts is None else tuple(hosts)
         pairs = itertools.permutations(range(size), 2)
         self.channels: dict[tuple[int, int], queue.SimpleQueue[Tensor | None]]
@@ -61,8 +50,7 @@ class Network:
 
     def abort(self) -> None:
         """Whoever waits, or will, fails."""
-        for barrier in (self.barrier, *self.at_host.values()):
-            barrier.abort()
+        self.barrier.abort()
         for channel in self.channels.values():
             channel.put(None)
 
@@ -133,35 +121,6 @@ class _Post:
         self.landed = len(self._peers.network.posts[self._peers.rank])
 
 
-class FakeWindows(Windows):
-    """CPU memory of all ranks of a host. What a rank offers must not change before its next barrier."""
-
-    def __init__(self, peers: FakePeers, memory: dict[int, Tensor]) -> None:
-        self.memory, self._peers = memory, peers
-        memory[peers.rank].fill_(0xA5)  # nobody may still need what was here
-
-    def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-        peers = self._peers
-        others = [memory for rank, memory in self.memory.items() if rank != peers.rank]
-        for run in leaving:
-            assert _within(run, self.memory[peers.rank]), "a rank offers memory that is not its own"
-        for run in arriving:
-            assert any(_within(run, memory) for memory in others), "a rank reads what no other offers"
-        peers.check_offers()
-        peers.offered = [(run, run.clone()) for run in leaving]
-        peers.barriers += 1
-        peers.stats.count(sum(run.nbytes for run in leaving), sum(run.nbytes for run in arriving))
-        peers.network.at_host[peers.hosts[peers.rank]].wait(LIMIT)
-        time.sleep(peers.network.late(peers.rank))
-
-
-def _within(run: Tensor, memory: Tensor) -> bool:
-    assert run.dtype == torch.uint8
-    assert run.dim() == 1
-    begin = run.data_ptr() - memory.data_ptr()
-    return not run.nbytes or 0 <= begin <= begin + run.nbytes <= memory.nbytes
-
-
 class _DoneTicket:
     def wait(self) -> None:
         return
@@ -173,8 +132,6 @@ class FakePeers(Peers):
     Attributes:
         sent_to: bytes by receiver.
         incomplete: posts in order.
-        offered: what others may read of this rank's windows, each with what it was when it was offered.
-        barriers: so many has this rank passed.
     """
 
     def __init__(self, network: Network, rank: int) -> None:
@@ -183,21 +140,6 @@ class FakePeers(Peers):
         self.sent_to: Counter[int] = Counter()
         self.incomplete: deque[_Post] = deque()
         self._expected: defaultdict[int, deque[int]] = defaultdict(deque)  # addresses, by source
-        self.offered: list[tuple[Tensor, Tensor]] = []
-        self.barriers = self._exchanges = 0
-
-    def windows(self, nbytes: int) -> FakeWindows | None:
-        on_host = [rank for rank in range(self.size) if self.hosts[rank] == self.hosts[self.rank]]
-        if not self.network.memory or len(on_host) == 1:
-            return None
-        assert nbytes <= SHARED
-        turn = self.network.memory[self._exchanges % 2]
-        self._exchanges += 1
-        return FakeWindows(self, {rank: turn[rank][:nbytes] for rank in on_host})
-
-    def check_offers(self) -> None:
-        for run, offered in self.offered:
-            assert torch.equal(run, offered), "memory changed while others could read it"
 
     def expect(self, source: int, arriving: Tensor) -> None:
         if arriving.numel():
@@ -245,16 +187,9 @@ def _threads(size: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(size)
 
 
-def on_all_ranks(
-    size: int, function: Callable[[FakePeers], Any], hosts: Sequence[str] | None = None, *, shared: bool = False
-) -> list[Any]:
+def on_all_ranks(size: int, function: Callable[[FakePeers], Any], hosts: Sequence[str] | None = None) -> list[Any]:
     """Run `function` on every rank of a fake network, where rank r is on `hosts[r]`; nothing may be left in flight."""
-    return run_on(Network(size, hosts, shared=shared), function)
-
-
-def run_on(network: Network, function: Callable[[FakePeers], Any]) -> list[Any]:
-    """Run `function` on every rank of this network."""
-    size = network.size
+    network = Network(size, hosts)
     threads = _threads(size)
     futures = [threads.submit(function, FakePeers(network, rank)) for rank in range(size)]
     _wait_for_all(futures, network)
@@ -283,11 +218,6 @@ class Toy(Codec):
     """Blocks of 4 as one float32 scale and 4 signed bytes, dithered by (seed, place); rotated by a seeded sign flip."""
 
     block: int = 4
-    feedback: bool = True
-
-    @property
-    def error_feedback(self) -> bool:  # type: ignore[override]
-        return self.feedback
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         blocks = -(-numel // 4)

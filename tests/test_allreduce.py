@@ -176,8 +176,8 @@ ALGORITHMS = {
     AllReduce(collective=Direct(), bucket_mb=0.01): 1e-6,
     AllReduce(collective=Native()): 1e-6,
     AllReduce(Cast("bf16")): 2e-2,
-    AllReduce(Toy(), bucket_mb=0.01): 2.0,
-    AllReduce(Toy(), Direct()): 2.0,
+    AllReduce(Toy(), error_feedback=True, bucket_mb=0.01): 2.0,
+    AllReduce(Toy(), Direct(), error_feedback=True): 2.0,
 }
 
 
@@ -624,7 +624,9 @@ _DIRECTIONS = torch.randn(12, 3, 203, generator=torch.Generator().manual_seed(5)
 
 
 @pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("make", [lambda: AllReduce(Toy()), lambda: PowerSGD(1)], ids=["codec", "low rank"])
+@pytest.mark.parametrize(
+    "make", [lambda: AllReduce(Toy(), error_feedback=True), lambda: PowerSGD(1)], ids=["codec", "low rank"]
+)
 def test_what_was_stepped_and_what_is_left_are_what_there_was(make: Callable[[], Synchronous], scaled: bool) -> None:
     """Whatever a user does with a mean: step it, drop it, step half of it; or a loss scaler skips the step."""
 
@@ -661,7 +663,7 @@ def test_what_was_stepped_and_what_is_left_are_what_there_was(make: Callable[[],
 def test_a_parameter_that_no_rank_uses_keeps_its_residual_bit_for_bit() -> None:
     def work(peers: FakePeers) -> list[Tensor]:
         module, found = fresh(Branches), []
-        algorithm = _setup(peers, AllReduce(Toy()), module)
+        algorithm = _setup(peers, AllReduce(Toy(), error_feedback=True), module)
         for branches in ([0, 1], [0], [0], [0, 1]):
             module.zero_grad()
             x = torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * len(found) + peers.rank))
@@ -850,7 +852,7 @@ def test_how_many_cores_encode(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"codec": Identity}, TypeError, "Identity"),
         ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
         ({"collective": "ring"}, TypeError, "Ring"),
-        ({"error_feedback": "yes"}, TypeError, "None"),
+        ({"error_feedback": "yes"}, TypeError, "True or False"),
         *[({"bucket_mb": bad}, ValueError, "> 0") for bad in (0, "25", True)],
         ({"local": "wide"}, TypeError, "function"),
         ({"residual_dtype": "fp16"}, ValueError, "bfloat16"),

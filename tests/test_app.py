@@ -67,7 +67,7 @@ def test_every_part_is_one_and_can_be_exchanged():
     for override, target in {
         "algorithm=powersgd": "ringstrategy.PowerSGD",
         "codec=rotated": "ringstrategy.Rotated",
-        "collective=two_shot": "ringstrategy.TwoShot",
+        "collective=direct": "ringstrategy.Direct",
         "outer=mean": "ringstrategy.Nesterov",
         "topology=star": "ringstrategy.topologies.Star",
     }.items():

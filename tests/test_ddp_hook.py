@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def hooked(
     *,
     group: dist.ProcessGroup | None = None,
     seed: int = 0,
-    feedback: bool | None = None,
+    feedback: bool = False,
     **of_ddp: Any,
 ) -> Iterator[tuple[DistributedDataParallel, DdpHookState]]:
     model = DistributedDataParallel(Net(seed), **{"bucket_cap_mb": 0.01, **of_ddp})
@@ -125,33 +125,23 @@ def everyones(tensors: list[Tensor]) -> list[Tensor]:
     return gathered
 
 
-OPTIONS: list[tuple[dict[str, Any], bool]] = [  # of DDP, and whether gradients add up over two backwards
-    ({"gradient_as_bucket_view": True}, False),
-    ({"gradient_as_bucket_view": False, "bucket_cap_mb": 25}, True),
-    ({"find_unused_parameters": True}, False),
-    ({"static_graph": True, "gradient_as_bucket_view": True}, False),
+OPTIONS: list[dict[str, Any]] = [
+    {"gradient_as_bucket_view": True},
+    {"gradient_as_bucket_view": False, "bucket_cap_mb": 25},
+    {"static_graph": True, "gradient_as_bucket_view": True},
 ]
 
 
 @on_ranks(2)
 def test_two_ranks_train_as_with_plain_ddp_bit_for_bit_whatever_its_options() -> None:
     with process_group():
-        for of_ddp, accumulated in OPTIONS:
-            unused = of_ddp.get("find_unused_parameters", False)
+        for of_ddp in OPTIONS:
             with hooked(**of_ddp) as (model, state):
                 twin = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.01, **of_ddp})
-                both = [(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)) for net in (model, twin)]
-                for step in range(4):
-                    for net, optimizer in both:
-                        optimizer.zero_grad()
-                        with net.no_sync() if accumulated else nullcontext():
-                            loss(net, step, more=not unused).backward()
-                        if accumulated:
-                            loss(net, step + 10, more=not unused).backward()
-                        optimizer.step()
+                for net in (model, twin):
+                    train(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), range(4))
                 assert (state.stats.exchanges, state.stats.steps, state.stats.exposed_seconds) == (4, None, None)
                 assert state.stats.bytes_sent
-                assert len(set(everyones([batch(0)[0]])[0])) > 1
                 assert all(map(torch.equal, values(model), values(twin))), of_ddp
 
 
@@ -187,43 +177,37 @@ def test_each_step_has_another_rotation() -> None:
         for _ in range(3):  # the first one is in other buckets
             model.zero_grad()
             loss(model, 0).backward()
-            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            found.append(model.module.tail.weight.grad.clone())
         assert not torch.equal(found[1], found[2])
 
 
 def _resumed() -> tuple[bool, bool, bool]:
     with process_group():
 
-        def begun(seed: int) -> Any:
-            return hooked(Rotated(BlockInt(4)), seed=seed, feedback=True)
-
-        with begun(0) as (model, state):
-            train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
-            parameters, saved = values(model), state.state_dict()
-            train(model, torch.optim.SGD(model.parameters(), 0.1), range(3, 7))
-            straight = values(model)
-
-        def same(given: dict[str, Any]) -> bool:
-            with begun(1) as (model, state):
-                with torch.no_grad():
-                    for parameter, value in zip(model.parameters(), parameters, strict=True):
-                        parameter.copy_(value)
-                state.load_state_dict(given)
-                assert state.state_dict()["buckets"] == given["buckets"]
+        def trains(seed: int, given: Any = None, start: Any = None) -> tuple[dict[str, Tensor], Any, Any]:
+            """From the beginning, or from step 3 on; returns the end, and what there was at step 3."""
+            with hooked(Rotated(BlockInt(4)), seed=seed, feedback=True) as (model, state):
+                if given is None:
+                    train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
+                    start = {name: value.clone() for name, value in model.module.state_dict().items()}
+                else:
+                    model.module.load_state_dict(start)
+                    state.load_state_dict(given)
+                    assert state.state_dict()["buckets"] == given["buckets"]
+                saved = state.state_dict()
                 train(model, torch.optim.SGD(model.parameters(), 0.1), range(3, 7))
-                assert len(state.state_dict()["buckets"]) == len(saved["buckets"])
-                return all(map(torch.equal, straight, values(model)))
+                return model.module.state_dict(), saved, start
 
+        straight, saved, start = trains(0)
         emptied = {**saved, "residuals": {}}
         in_one = {**saved, "buckets": [[name for bucket in saved["buckets"] for name in bucket]]}
-        return same(saved), same(emptied), same(in_one)
+        ends = [trains(1, given, start)[0] for given in (saved, emptied, in_one)]
+        return tuple(all(torch.equal(end[name], straight[name]) for name in end) for end in ends)
 
 
 def test_a_run_that_is_resumed_goes_on_bit_for_bit_in_its_buckets(ranks: Pool) -> None:
-    for whole, without_residuals, in_one_bucket in ranks(2, _resumed):
-        assert whole
-        assert not without_residuals, "residuals do not matter here, so nothing was tested"
-        assert not in_one_bucket, "buckets do not matter here, so nothing was tested"
+    """Residuals and buckets matter: without them other bits come out."""
+    assert ranks(2, _resumed) == [(True, False, False)] * 2
 
 
 GATE = threading.Event()
@@ -388,22 +372,11 @@ def test_a_future_raises_the_error_of_its_exchange_and_the_first_error_stays() -
 
 
 @on_ranks(2)
-def test_states_of_others_other_codecs_and_sparse_gradients_are_refused() -> None:
+def test_other_codecs_and_sparse_gradients_are_refused() -> None:
     with process_group():
-        with hooked(BlockInt(8), feedback=True) as (model, state):
-            train(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
-            saved = state.state_dict()
-            other, _ = ringstrategy.ddp_hook(Identity(), module=model)
-            shape = {"tail.bias": torch.zeros(1)}
-            for into, given, said in (
-                (state, {**saved, "rank": 1 - saved["rank"]}, "give each rank what it saved itself"),
-                (state, {**saved, "world_size": 3}, "give each rank what it saved itself"),
-                (state, {**saved, "residuals": {"gone": torch.zeros(1)}}, "no place for the residual of gone"),
-                (state, {**saved, "residuals": shape}, "no place for the residual of tail.bias"),
-                (other, saved, r"no place for the residual of \w+.*error_feedback"),
-            ):
-                with pytest.raises(ValueError, match=said):
-                    into.load_state_dict(given)
+        exact, _ = ringstrategy.ddp_hook(Identity(), module=Net())
+        with pytest.raises(ValueError, match=r"no place for the residual of tail.bias.*error_feedback"):
+            exact.load_state_dict({**exact.state_dict(), "residuals": {"tail.bias": torch.zeros(3)}})
         with hooked(BlockInt(8) if dist.get_rank() else Identity()) as (model, state):
             with pytest.raises(RuntimeError, match=r"PlanMismatchError.*rank 1 has"):
                 loss(model, 0).backward()
@@ -414,16 +387,6 @@ def test_states_of_others_other_codecs_and_sparse_gradients_are_refused() -> Non
         with pytest.raises(Exception, match="sparse=False"):
             model(torch.tensor([1, 2])).sum().backward()
         dist.barrier()
-
-
-def test_errors_name_the_cure() -> None:
-    for said, call in (
-        ("pass module=model", lambda: ringstrategy.ddp_hook(SmallExact(BlockInt(8)))),
-        ("pass module=model", lambda: ringstrategy.ddp_hook(BlockInt(8))[0].state_dict()),
-        (r"pass collective=Direct\(\)", lambda: ringstrategy.ddp_hook(TopK(16))),
-    ):
-        with pytest.raises(ValueError, match=said):
-            call()
 
 
 # The end of the process

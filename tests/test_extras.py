@@ -8,9 +8,12 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from benchmarks import simulation, topologies
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,17 +47,11 @@ print(json.dumps([ended, sorted(set(sys.modules))]))
 
 NETWORK = ["--parameters", "1M", "--hosts", "2", "--rate", "1gbit", "--step-ms", "10"]
 WORKS = {
-    "topologies --help": ["ringstrategy.topologies.__main__", "--help"],
-    "simulator --help": ["ringstrategy.simulator.__main__", "--help"],
     "plan --help": ["ringstrategy.app.plan", "--help"],
     "report --help": ["ringstrategy.app.sweep_report", "--help"],
-    "topologies": ["ringstrategy.topologies.__main__", "--most", "4"],
-    "simulator": ["ringstrategy.simulator.__main__", "--sizes", "4", "--size", "4", "--rounds", "20"],
     "plan": ["ringstrategy.app.plan", *NETWORK],
 }
 NEEDS = {
-    "topologies --png": ["ringstrategy.topologies.__main__", "--png", "new/all.png"],
-    "simulator --out": ["ringstrategy.simulator.__main__", "--out", "new"],
     "report": ["ringstrategy.app.sweep_report", "."],
     "train": ["ringstrategy.app.train", "trainer.max_epochs=1"],
 }
@@ -80,7 +77,7 @@ def test_without_the_extra_what_draws_nothing_works_and_the_rest_says_so_in_one_
     ended, imported = json.loads(done.stdout)
     assert not {*APP, TRITON} & set(imported)
     assert "torch" in imported
-    words = {"topologies": "OnePeerExponential()", "simulator": "Choco, ring, int8", "plan": "Recommended"}
+    words = {"plan": "Recommended"}
     for name, (code, out, err) in zip([*WORKS, *NEEDS], ended, strict=True):
         if name in WORKS:
             assert code == 0, (name, out, err)
@@ -99,17 +96,20 @@ def test_the_cure_is_an_extra_that_there_is() -> None:
         assert "ringstrategy[" not in path.read_text(), f"{path}: the package is on no index, so say {CURE}"
 
 
-@pytest.mark.parametrize("module", ["ringstrategy.simulator", "ringstrategy.topologies"])
+@pytest.mark.parametrize(
+    ("main", "where"), [(simulation.main, ["--out", "file"]), (topologies.main, ["--png", "file/a"])]
+)
 def test_where_nothing_can_be_written_is_refused_at_once(
-    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    main: Callable[[list[str]], None],
+    where: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "file").touch()
-    where = ["--out", "file"] if module == "ringstrategy.simulator" else ["--png", "file/all.png"]
-    program = __import__(f"{module}.__main__", fromlist=["main"])
-    monkeypatch.setattr(sys, "argv", [module, *where])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
-        program.main()
+        main(where)
     assert end.value.code == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -279,11 +279,10 @@ FAMILIES: dict[str, Callable[[], Algorithm]] = {
     "feedback": lambda: AllReduce(BlockInt(4), error_feedback=True),
     "gossip": lambda: Gossip(interval=3, overlap=2),
     "local_sgd": lambda: LocalSGD(2, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1, error_feedback=True),
-    "eager": lambda: LocalSGD(3, Nesterov(), overlap=True, eager=True),
 }
 
 
-@pytest.mark.parametrize("family", ["gossip", "local_sgd", "eager"])
+@pytest.mark.parametrize("family", ["gossip", "local_sgd"])
 @on(2)
 def test_saving_within_consensus_saves_each_ranks_own_too(family: str, tmp_path: Path) -> None:
     """What is saved is what consensus shows, the mean under gossip, within consensus too; and each rank's own."""
@@ -363,8 +362,8 @@ def test_consensus_shows_the_mean_of_other_weights_and_refuses_steps() -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [Gossip(), LocalSGD(2, Nesterov(), overlap=1), LocalSGD(2, Nesterov(), overlap=True, eager=True)],
-    ids=["gossip", "local_sgd", "eager"],
+    [Gossip(), LocalSGD(2, Nesterov(), overlap=1)],
+    ids=["gossip", "local_sgd"],
 )
 @on(2)
 def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm, tmp_path: Path) -> None:
@@ -617,8 +616,8 @@ def test_survivors_hear_why_a_rank_was_lost(ranks: Pool, how: str, said: str) ->
 
 @pytest.mark.parametrize(
     "algorithm",
-    [AllReduce(BlockInt(8)), FAMILIES["local_sgd"](), LocalSGD(2, Nesterov(), overlap=True, eager=True)],
-    ids=["int8", "local_sgd", "eager"],
+    [AllReduce(BlockInt(8)), FAMILIES["local_sgd"]()],
+    ids=["int8", "local_sgd"],
 )
 @on(2)
 def test_layers_may_unfreeze_and_join(algorithm: Algorithm) -> None:

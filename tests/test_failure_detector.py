@@ -23,6 +23,7 @@ from ringstrategy.failure import watchdog
 from ringstrategy.failure.board import GRACE_SECONDS, Board
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.failure.progress import DOUBT_SECONDS, Progress
+from ringstrategy.failure.store import BoundedStore
 from ringstrategy.failure.waits import Wait
 from ringstrategy.membership import rendezvous
 from ringstrategy.transport import gloo
@@ -227,6 +228,16 @@ def test_what_a_rank_writes_is_there_when_it_goes_on(monkeypatch: pytest.MonkeyP
         rendezvous.check_all_announced(runs[0], 3)
     FailureDetector(Board(clients[1], 1, 2)).leave("ValueError: no such file")  # type: ignore[arg-type]
     assert clients[0].get("left/1") == b"ValueError: no such file"
+
+
+def test_a_store_that_is_gone_is_not_asked_again() -> None:
+    client = mock.Mock()
+    client.check.side_effect = dist.DistNetworkError("Broken pipe")
+    store = BoundedStore(client, HARD_END)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Broken pipe"):
+            store.has(["key"])
+    client.check.assert_called_once()
 
 
 class InStep(Lagging):

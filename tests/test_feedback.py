@@ -6,19 +6,15 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Toy, on_all_ranks
 from jobs import run_script
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from listening import listening
 from pool import Pool
@@ -29,15 +25,12 @@ from test_strategy import (
     fit,
     rows,
     said,
-    same_everywhere,
     trainer_with,
 )
 from torch import Tensor, nn
 
 from ringstrategy import (
     AllReduce,
-    Auto,
-    BlockInt,
     Cast,
     Codec,
     Collective,
@@ -67,7 +60,7 @@ def feeding_back(wire: Wire, **options: Any) -> AllReduce:
 
 
 def lossy(**options: Any) -> RingStrategy:
-    return RingStrategy(AllReduce(Toy(), **{"bucket_mb": 1e-4, **options}))
+    return RingStrategy(AllReduce(Toy(), **{"error_feedback": True, "bucket_mb": 1e-4, **options}))
 
 
 def residuals(algorithm: Algorithm) -> State:
@@ -340,10 +333,10 @@ def test_steps_that_torch_does_not_tell_of_are_said() -> None:
 
 CHANGES: dict[str, tuple[Callable[[], AllReduce], dict[str, int], list[str]]] = {
     "another codec": (lambda: AllReduce(Cast("bf16"), Direct(), error_feedback=True, bucket_mb=1e-5), {"other": 4}, []),
-    "no feedback": (lambda: AllReduce(Toy(), error_feedback=False), {"other": 4}, ["kept", "other"]),
-    "renamed": (lambda: AllReduce(Toy()), {"another": 4}, ["other"]),
-    "reshaped": (lambda: AllReduce(Toy()), {"other": 7}, ["other"]),
-    "added": (lambda: AllReduce(Toy()), {"new": 6, "other": 4, "newer": 2}, []),
+    "no feedback": (lambda: AllReduce(Toy()), {"other": 4}, ["kept", "other"]),
+    "renamed": (lambda: AllReduce(Toy(), error_feedback=True), {"another": 4}, ["other"]),
+    "reshaped": (lambda: AllReduce(Toy(), error_feedback=True), {"other": 7}, ["other"]),
+    "added": (lambda: AllReduce(Toy(), error_feedback=True), {"new": 6, "other": 4, "newer": 2}, []),
 }
 
 
@@ -352,7 +345,7 @@ def test_residuals_find_their_parameters_or_are_named(change: str) -> None:
     make, sizes, homeless = CHANGES[change]
 
     def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy()), kept=5, other=4)
+        run = Run(peers, AllReduce(Toy(), error_feedback=True), kept=5, other=4)
         run.backward(0)
         run.step()
         saved = run.close()
@@ -369,7 +362,7 @@ def test_residuals_find_their_parameters_or_are_named(change: str) -> None:
 
 def test_residuals_of_frozen_parameters_wait_for_their_bucket() -> None:
     def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy()), first=5, later=4)
+        run = Run(peers, AllReduce(Toy(), error_feedback=True), first=5, later=4)
         run.backward(0)
         run.step()
         saved = run.close()
@@ -421,80 +414,6 @@ def resume(path: str, strategy: RingStrategy | None = None, **options: Any) -> t
     return trainer, remember.first, about_residuals(heard)
 
 
-def wide() -> Net:
-    """3003 parameters, in two buckets of several blocks of 256."""
-    torch.manual_seed(0)
-    return Net(nn.Sequential(nn.Linear(6, 300), nn.Tanh(), nn.Linear(300, 3)))
-
-
-def wide_strategy(wire: Wire, bucket_mb: float = 5e-3) -> RingStrategy:
-    return RingStrategy(feeding_back(wire, bucket_mb=bucket_mb))
-
-
-def parameters(trainer: L.Trainer) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.lightning_module.parameters()]
-
-
-def _whole(folder: str, wire: Wire) -> tuple[State, State, list[Tensor]]:
-    """Of a run that saves after each epoch: residuals half-way and at the end, and parameters."""
-    remember = Remembers()
-    save = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last="link")
-    trainer = fit(wide_strategy(wire), wide(), callbacks=[remember, save], enable_checkpointing=True)
-    check_replicas(trainer)
-    by_hand = f"file://{folder}/by_hand.ckpt"  # after training, as an address
-    trainer.save_checkpoint(by_hand)
-    assert equal(rank_state(f"{folder}/by_hand.ckpt", dist.get_rank())["residuals"], remember.history[-1])
-    dist.barrier()
-    trainer.strategy.remove_checkpoint(by_hand)
-    return remember.history[len(remember.history) // 2 - 1], remember.history[-1], parameters(trainer)
-
-
-@pytest.fixture(scope="module")
-def whole(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Wire], tuple[Path, list[Any]]]:
-    """The folder and the outcome of a run over a wire on two ranks, which is made once."""
-
-    @cache
-    def run(wire: Wire) -> tuple[Path, list[Any]]:
-        folder = tmp_path_factory.mktemp("whole")
-        return folder, ranks(2, _whole, str(folder), wire)
-
-    return run
-
-
-def _resumed(
-    path: str, wire: Wire, bucket_mb: float = 5e-3, epochs: int = 2
-) -> tuple[State, State, list[Tensor], list[str]]:
-    remember = Remembers()
-    with listening() as heard:
-        trainer = fit(wide_strategy(wire, bucket_mb), wide(), ckpt_path=path, callbacks=[remember], max_epochs=epochs)
-    check_replicas(trainer)
-    return remember.first, remember.history[-1], parameters(trainer), about_residuals(heard)
-
-
-slowly = pytest.mark.parametrize(
-    "wire", [pytest.param(w, id=str(w[0]), marks=[pytest.mark.slow] if w in WIRES[1:3] else []) for w in WIRES]
-)
-
-
-@slowly
-def test_a_run_goes_on_from_a_checkpoint_bit_for_bit(ranks: Pool, whole: Any, wire: Wire) -> None:
-    folder, run = whole(wire)
-    between = [half for half, *_ in run]
-    assert differ(between)
-    assert all(value.any() for value in between[0].values())
-    path = folder / "epoch=0.ckpt"
-    for rank, (first, last, ends, heard) in enumerate(ranks(2, _resumed, str(path), wire)):
-        _, expected, expected_ends = run[rank]
-        assert equal(first, between[rank])
-        assert not heard
-        assert all(map(torch.equal, ends, expected_ends))
-        assert equal(last, expected)
-        assert equal(rank_state(path, rank)["residuals"], between[rank])
-    state = torch.load(path, weights_only=True)["ringstrategy"]
-    assert (state["world_size"], state["algorithm"]["step"]) == (2, 6)
-    assert near({n: v.double() for n, v in state["residual_sum"].items()}, total(between))
-
-
 def test_slurm_checkpoints_are_still_counted(tmp_path: Path) -> None:
     for number in (1, 2):
         path = tmp_path / f"hpc_ckpt_{number}.ckpt"
@@ -503,12 +422,11 @@ def test_slurm_checkpoints_are_still_counted(tmp_path: Path) -> None:
         Path(f"{path}.ringstrategy").mkdir()
 
 
-def _alone(path: str, wire: Wire, expected: State) -> None:
+def _alone(path: str, expected: State) -> None:
     heard = []
     for save_to in (f"{path}.one", f"{path}.two"):  # twice: from a checkpoint of one rank too
-        with listening() as heard_here:
-            trainer = fit(wide_strategy(wire), wide(), ckpt_path=path)
-        heard.append(about_residuals(heard_here))
+        trainer, _, said_here = resume(path)
+        heard.append(said_here)
         assert trainer.strategy.stats.bytes_sent == 0
         trainer.save_checkpoint(save_to)
         carried = torch.load(save_to, weights_only=True)["ringstrategy"]["residual_sum"]
@@ -518,24 +436,29 @@ def _alone(path: str, wire: Wire, expected: State) -> None:
     assert not heard[1]
 
 
-@slowly
-def test_another_world_size_keeps_the_sum(ranks: Pool, whole: Any, tmp_path: Path, wire: Wire) -> None:
-    folder, run = whole(wire)
-    path, expected = str(folder / "epoch=0.ckpt"), total([half for half, *_ in run])
+def _shared(path: str) -> tuple[State, list[str]]:
+    trainer, first, heard = resume(path, lossy(bucket_mb=25.0), max_epochs=4)  # residuals belong to parameters
+    check_replicas(trainer)
+    return first, heard
 
-    def check(size: int, path: str, before: int) -> None:
-        results = ranks(size, _resumed, path, wire, 25.0, 3)  # with other buckets: residuals belong to parameters
-        for first, *_ in results:
+
+def test_another_world_size_keeps_the_sum(ranks: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "two.ckpt")
+    states = ranks(2, _save, path)
+    expected = total(states)
+    assert differ(states)
+    assert all(equal(rank_state(path, rank)["residuals"], state) for rank, state in enumerate(states))
+    state = torch.load(path, weights_only=True)["ringstrategy"]
+    assert state["world_size"] == 2
+    assert near({name: value.double() for name, value in state["residual_sum"].items()}, expected)
+    ranks(1, _alone, path, expected)
+    assert not Path(f"{path}.two.ringstrategy").exists()
+    for size, before, saved_to in ((3, 2, path), (5, 2, path), (2, 1, f"{path}.two")):
+        results = ranks(size, _shared, saved_to)
+        for first, _ in results:
             assert near({name: size * value.double() for name, value in first.items()}, expected)
-        [message] = results[0][3]
+        [message] = results[0][1]
         assert f"of world size {before}, this run of {size}" in message
-
-    check(3, path, 2)
-    if wire == WIRES[0]:
-        check(5, path, 2)
-        ranks(1, _alone, path, wire, expected)
-        assert not Path(f"{path}.two.ringstrategy").exists()
-        check(2, f"{path}.two", 1)
 
 
 def _save(path: str) -> State:
@@ -554,7 +477,7 @@ def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, S
 
 
 def _resume_saved(path: str, feedback: bool) -> tuple[State, list[str]]:
-    strategy = lossy() if feedback else RingStrategy(AllReduce(Toy(), error_feedback=False))
+    strategy = lossy() if feedback else RingStrategy(AllReduce(Toy()))
     return resume(path, strategy)[1:]
 
 
@@ -595,40 +518,6 @@ def test_validation_and_checkpoints_of_weights_leave_residuals_alone(ranks: Pool
     rank_file(path, 0).write_bytes(b"unreadable")
     ranks(2, _validates, path)
     assert not Path(f"{path}.weights.ringstrategy").exists()
-
-
-class Tries(L.Callback):
-    """As a tuner does: save, train a little, go back."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.states: list[State] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.states.append(residuals(trainer.strategy.algorithm))
-        if len(self.states) == 2:
-            trainer.save_checkpoint(self.path)
-        if len(self.states) == 4:
-            trainer._checkpoint_connector.restore(self.path)
-            trainer.strategy.remove_checkpoint(self.path)
-            self.states.append(residuals(trainer.strategy.algorithm))
-
-
-def _tuned(path: str) -> None:
-    tries = Tries(path)
-    trainer = fit(lossy(), Net(), callbacks=[tries], max_epochs=1)
-    assert not equal(tries.states[1], tries.states[3])
-    assert equal(tries.states[1], tries.states[4])
-    remember = Remembers()
-    trainer.callbacks[:] = [remember]
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(trainer.lightning_module, rows())  # the trial's checkpoint is none to resume from
-    assert all(value.abs().max() == 0 for value in remember.first.values())
-
-
-def test_going_back_within_a_run_takes_residuals_back(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _tuned, str(tmp_path / "trial.ckpt"))
-    assert not list(tmp_path.iterdir())
 
 
 FORKED = """
@@ -740,141 +629,6 @@ def test_a_backward_that_fails_half_way_leaves_residuals_as_they_were(ranks: Poo
         assert not heard
 
 
-# A loss scaler in training
-
-
-def scaler() -> MixedPrecision:
-    grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
-    return MixedPrecision("16-mixed", "cpu", grad_scaler)
-
-
-class Overflows(Net):
-    """In batch 2 one value of one gradient is infinite, on rank 1 alone."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        first = self.layers[0].weight[0, 0]
-        return loss + float("inf") * first if batch_idx == 2 and self.global_rank == 1 else loss
-
-
-def _overflows(folder: str) -> None:
-    remember, save = Remembers(), ModelCheckpoint(folder, save_top_k=-1, every_n_train_steps=3)
-    options: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2}
-    quantized = AllReduce(BlockInt(4, block=8), error_feedback=True, bucket_mb=1e-4)
-    whole = fit(
-        RingStrategy(quantized),
-        Overflows(),
-        callbacks=[remember, save],
-        plugins=[scaler()],
-        enable_checkpointing=True,
-        **options,
-    )
-    check_replicas(whole)  # so every rank skips the step
-    changes = [not equal(a, b) for a, b in pairwise([remember.first, *remember.history])]
-    # the step after batches 2 and 3 is skipped; what only accumulates changes nothing
-    batches = len(changes) // 2
-    assert changes[:batches] == changes[batches:]
-    assert [index for index, change in enumerate(changes[:batches]) if change] == [
-        index for index in range(1, batches, 2) if index != 3
-    ]
-    path = f"{folder}/epoch=0-step=3.ckpt"
-    assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 2.0**7
-    assert whole.precision_plugin.scaler.get_scale() == 2.0**7  # it grew, and overflowed again
-    again = Remembers()
-    quantized = AllReduce(BlockInt(4, block=8), error_feedback=True, bucket_mb=1e-4)
-    resumed = fit(
-        RingStrategy(quantized), Overflows(), callbacks=[again], plugins=[scaler()], ckpt_path=path, **options
-    )
-    assert equal(again.first, remember.history[batches - 1])
-    assert again.first["layers.0.weight"].abs().max() < 1  # of the unscaled loss
-    assert all(map(torch.equal, parameters(resumed), parameters(whole)))
-
-
-def test_training_with_a_scaler_skips_and_resumes(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _overflows, str(tmp_path))
-
-
-# Users who get rid of a gradient
-
-
-class Explodes(Net):
-    """Batch 2 of each epoch is 10,000 times as steep on every rank; `how` decides what the model does about it."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(wide().layers)
-        self.how, self.norms = how, list[float]()
-        if how == "raw optimizer":
-            self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor | None:
-        loss = super().training_step(batch, batch_idx) * (1e4 if batch_idx == 2 else 1)
-        if self.how != "raw optimizer":
-            return loss
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        if not self._explodes():
-            optimizer.step()
-        return None
-
-    def _explodes(self) -> bool:
-        self.norms.append(float(torch.cat([p.grad.reshape(-1) for p in self.parameters()]).norm()))
-        return self.norms[-1] > 50
-
-    def on_after_backward(self) -> None:
-        if self.how == "clips" and self._explodes():
-            for parameter in self.parameters():
-                parameter.grad.data *= 1 / self.norms[-1]  # no version of the gradient tells
-
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if self.how != "drops":
-            super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-            return
-        optimizer_closure()
-        if self._explodes():
-            optimizer.zero_grad()
-        else:
-            optimizer.step()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-
-HOWS = ["drops", "raw optimizer", "clips"]
-STRATEGIES: dict[str, Callable[[], Any]] = {
-    "ring": lambda: "ring",
-    "fed": lambda: RingStrategy(AllReduce(TopK(2, block=64), Direct(), error_feedback=True)),
-    "powersgd": lambda: "ring_powersgd",
-    "auto": lambda: RingStrategy(Auto([Sign()], error_feedback=True)),
-}
-
-
-def _explosions(cells: list[tuple[str, str]]) -> list[list[float]]:
-    norms = []
-    for how, strategy in cells:
-        model = Explodes(how)
-        trainer = fit(STRATEGIES[strategy](), model, max_epochs=2)
-        assert trainer.strategy.stats.bytes_sent
-        assert all(map(same_everywhere, model.parameters()))
-        norms.append(model.norms)
-    return norms
-
-
-@pytest.mark.parametrize(
-    "cells",
-    [
-        [("drops", "ring"), *((how, "fed") for how in HOWS)],
-        pytest.param([(how, other) for how in HOWS for other in ("powersgd", "auto")], marks=pytest.mark.slow),
-    ],
-    ids=["fed", "powersgd and auto"],
-)
-def test_a_gradient_that_the_user_got_rid_of_does_not_come_back(ranks: Pool, cells: list[tuple[str, str]]) -> None:
-    for cell, norms in zip(cells, ranks(2, _explosions, cells)[0], strict=True):
-        assert [index for index, norm in enumerate(norms) if norm > 50] == [2, 8], cell
-        assert len(norms) == 12
-        assert max(norm for index, norm in enumerate(norms) if index not in (2, 8)) < 30, (cell, norms)
-
-
 # Policies
 
 
@@ -923,7 +677,7 @@ def test_a_policy_plans_trains_and_is_compared() -> None:
     policy = SmallExact(Toy(), below=10, names=["named*"])
 
     def one(peers: FakePeers) -> tuple[State, State]:
-        run = Run(peers, AllReduce(policy, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
+        run = Run(peers, AllReduce(policy, error_feedback=True, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
         plan = [(bucket.codec, [slot.name for slot in bucket.slots]) for bucket in run.algorithm._buckets]  # type: ignore[attr-defined]
         # exact ones share one bucket; the plan is in the order in which backward fills its buckets
         assert plan == [(Identity(), ["small", "named"]), (Toy(), ["bigger"]), (Toy(), ["big"])]

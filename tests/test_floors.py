@@ -56,8 +56,7 @@ def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def room(module: str) -> str:
-    """Commands are the app's, wherever they stand, so that `python -m ringstrategy.topologies` works."""
-    return "app" if module.endswith(".__main__") else module.split(".")[1]
+    return module.split(".")[1]
 
 
 def edges() -> list[tuple[str, str]]:

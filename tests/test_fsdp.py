@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, zeros
 
 import ringstrategy
-from ringstrategy import BlockInt, Direct, Gaussian, GroupOptions, Identity, Native, Rotated, Sign, TopK
+from ringstrategy import BlockInt, Direct, Gaussian, GroupOptions, Identity, Rotated, Sign, TopK
 from ringstrategy.codecs import Codec
 from ringstrategy.names import STRATEGIES
 
@@ -173,23 +172,14 @@ class Half(nn.Module):
 @on_ranks(2)
 def test_errors_name_the_cure() -> None:
     dist.init_process_group("gloo", timeout=MINUTE)
-    module, half, divided = sharded(net()), fully_shard(Half()), linear()
+    half, divided = fully_shard(Half()), linear()
     ringstrategy.fsdp(half, exact_below=0)
     ringstrategy.fsdp(divided, exact_below=0)
     divided.set_gradient_divide_factor(3.0)
-    calls: list[tuple[type[Exception], str, Callable[[], Any]]] = [
-        (ValueError, r"call torch.distributed.fsdp.fully_shard on it first", lambda: ringstrategy.fsdp(net())),
-        (ValueError, r"pass collective=Direct\(\)", lambda: ringstrategy.fsdp(module, TopK())),
-        (
-            ValueError,
-            r"no reduce-scatter; pass collective=Ring\(\)",
-            lambda: ringstrategy.fsdp(module, Identity(), collective=Native()),
-        ),
-        (TypeError, "codec is a ringstrategy codec", lambda: ringstrategy.fsdp(module, 8)),
-        (ValueError, "nobody could tell whose residuals are whose", lambda: half(batch(0, 0)).sum().backward()),
-        (ValueError, r"set_force_sum_reduction_for_comms\(True\)", lambda: divided(batch(0, 0)).sum().backward()),
-    ]
-    for kind, said, call in calls:
-        with pytest.raises(kind, match=said):
-            call()
+    for module, said in (
+        (half, "nobody could tell whose residuals are whose"),
+        (divided, r"set_force_sum_reduction_for_comms\(True\)"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            module(batch(0, 0)).sum().backward()
     dist.barrier()

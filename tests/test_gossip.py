@@ -6,7 +6,6 @@ import copy
 import csv
 import json
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
-from jobs import run_script
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from pairs import pairs
 from pool import Pool
 from rank_files import rank_file, rank_state
-from test_feedback import scaler
-from test_strategy import Net, fit, net, rows, said, same_everywhere, trainer_with
+from test_strategy import Net, fit, normed, rows, same_everywhere, trainer_with
 from torch import Tensor, nn
 
 from ringstrategy import (
@@ -49,8 +46,9 @@ from ringstrategy import (
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Vector, cut_like
+from ringstrategy.algorithms.parameters.group import Flat, Vector
 from ringstrategy.algorithms.parameters.periodic import Periodic
+from ringstrategy.algorithms.parameters.rows import cut_like
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.simulator import Simulation
 from ringstrategy.topologies import (
@@ -68,7 +66,6 @@ from ringstrategy.topologies import (
     Torus,
 )
 from ringstrategy.transport.base import Peers
-from ringstrategy.transport.connect import connect
 
 Arrays = dict[str, np.ndarray]
 SHAPES = {
@@ -131,15 +128,6 @@ def run(peers: Peers, algorithm: Decentralized, steps: int) -> Found:
     found = now(), mean, distance, {kind: kept.clone() for kind, kept in group.flats[0].memory.items()}
     algorithm.close()
     return found
-
-
-def _really(algorithm: Decentralized, steps: int) -> Found:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    peers = connect(torch.device("cpu"), timedelta(seconds=30))
-    try:
-        return run(peers, algorithm, steps)
-    finally:
-        peers.close()
 
 
 class GossipTwin:
@@ -278,7 +266,7 @@ CASES: dict[str, Case] = {
 
 
 def _check_twin(found: Sequence[Found], algorithm: Decentralized, twin_class: Any, steps: int) -> np.ndarray:
-    size, interval, late = len(found), algorithm.interval, algorithm.late
+    size, interval, late = len(found), algorithm.interval, algorithm.schedule.late
     expected, mean = twin(twin_class, algorithm.topology, size, steps, interval, late)
     for rank, (own, seen, distance, kept) in enumerate(found):
         np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"rank {rank} of {size}")
@@ -302,18 +290,14 @@ def test_ranks_agree_with_a_numpy_twin(name: str) -> None:
         assert size == 2 or interval == 1 or np.abs(expected - expected[0]).max() > 0.1
 
 
-@pytest.mark.parametrize("late", [1, 2, 3])
-def test_corrections_that_are_some_steps_late(ranks: Pool, late: int) -> None:
-    for name in ("push-sum", "choco", str(OnePeerExponential())):
-        make, twin_class, topology = CASES[name]
+@pytest.mark.parametrize("name", ["push-sum", "choco", str(OnePeerExponential())])
+def test_corrections_that_are_some_steps_late(name: str) -> None:
+    make, twin_class, topology = CASES[name]
+    for late in (1, 2, 3):
         algorithm, steps = make(topology(3), interval=4, overlap=late), 16 + late  # the last was just applied
-        if late == 2:
-            found = ranks(3, _really, algorithm, steps)
-        else:
-            found = on_all_ranks(3, lambda peers, algorithm=algorithm, steps=steps: run(peers, algorithm, steps))
+        found = on_all_ranks(3, lambda peers, algorithm=algorithm, steps=steps: run(peers, algorithm, steps))
         expected = _check_twin(found, algorithm, twin_class, steps)
-        others = ((steps, late + 1), (steps - 1, late))
-        for count, other in others:  # neither later nor earlier
+        for count, other in ((steps, late + 1), (steps - 1, late)):  # neither later nor earlier
             assert np.abs(expected - twin(twin_class, algorithm.topology, 3, count, 4, other)[0]).max() > 1e-3
 
 
@@ -363,7 +347,7 @@ def test_differences_of_narrow_values_keep_their_digits() -> None:
 
     def mixed(peers: FakePeers) -> list[float]:
         vector = Vector.of(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
-        exchange.Exchange().mix(Gossip(), vector, peers, 0, 0)
+        exchange.Exchange().mix(Gossip().mixing, vector, peers, 0, 0)
         return vector.correction.tolist()
 
     weights = [RingGraph().weights(rank, 3, 0) for rank in range(3)]
@@ -529,16 +513,7 @@ def test_an_optimizer_may_get_more_parameters_but_not_anothers(algorithm: Decent
 
 
 @pytest.mark.parametrize(
-    "algorithm",
-    [
-        Gossip(),
-        PushSum(directed(3)),
-        Choco(),
-        LocalSGD(2),
-        LocalSGD(2, overlap=1),
-        LocalSGD(2, Nesterov(), overlap=True),
-    ],
-    ids=str,
+    "algorithm", [Gossip(), PushSum(directed(3)), Choco(), LocalSGD(2, Nesterov(), overlap=1)], ids=str
 )
 def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None:
     def ends(peers: FakePeers, stepped: slice) -> Tensor:
@@ -641,6 +616,8 @@ def check_resumes(
         for step in range(begin, end):
             change(parameters, peers.rank, step)
             algorithm.after_step(set(parameters.values()))
+            if step % 2:
+                algorithm.after_epoch(set(parameters.values()))
         algorithm.settle()
         state = {name: p.detach() for name, p in parameters.items()}, algorithm.own_state(), algorithm.state_dict()
         return list(state[0].values()), copy.deepcopy(state)
@@ -736,58 +713,76 @@ def test_what_would_not_average_is_refused(make: Callable[[], Any], error: type[
 
 
 class Watch(Callback):
-    """Checks, at every validation, what is there before, during and after it."""
+    """Do all ranks hold the same parameters and buffers, at each validation and after each batch?"""
 
     def __init__(self) -> None:
         self.seen: list[bool] = []
-
-    def flat(self, module: L.LightningModule) -> Tensor:
-        floats = [t for t in module.state_dict().values() if t.is_floating_point()]
-        return torch.cat([t.detach().reshape(-1) for t in floats])
+        self.own: list[bool] = []
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not trainer.sanity_checking:
-            assert self.flat(pl_module).isfinite().all()
-            self.seen.append(same_everywhere(self.flat(pl_module)))
+            self.seen.append(same_everywhere(flat(pl_module)))
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if trainer.global_step > 1:
-            assert not same_everywhere(self.flat(pl_module))
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        self.own.append(same_everywhere(flat(pl_module)))
 
 
-def normed() -> Net:
-    return net(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Tanh(), nn.Linear(17, 3))
-
-
-def _validates(folder: str, consensus: bool) -> tuple[list[bool], bool]:
-    watch, model = Watch(), normed()
-    options: dict[str, Any] = {
-        "max_epochs": 1,
-        "val_check_interval": 2,
-        "logger": CSVLogger(folder, name="", version=""),
-    }
-    callbacks = [watch, CommunicationMonitor(2)]
-    trainer = trainer_with(
-        RingStrategy(Gossip(consensus=consensus)), callbacks=callbacks, log_every_n_steps=1, **options
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat(
+        [value.detach().reshape(-1) for value in module.state_dict().values() if value.is_floating_point()]
     )
-    trainer.fit(model, rows(96), rows(24))
-    assert isinstance(trainer.strategy, RingStrategy)
-    assert trainer.strategy.stats.steps == trainer.global_step > 5
-    assert trainer.strategy.stats.exposed_seconds > 0
-    return watch.seen, same_everywhere(watch.flat(model))
 
 
-@pytest.mark.parametrize("consensus", [True, False])
-def test_people_see_the_mean_and_the_monitor_how_far_replicas_are_apart(
-    ranks: Pool, tmp_path: Path, consensus: bool
+APART = {
+    "gossip": Gossip(),
+    "own": Gossip(consensus=False),
+    "late": LocalSGD(3, Nesterov(0.7, 0.3), overlap=1),
+    "at once": LocalSGD(2),
+    "epochs": LocalSGD(1, unit="epoch"),
+}
+
+
+def _validates(folder: str) -> dict[str, tuple[list[bool], list[bool], bool, int]]:
+    found = {}
+    for name, algorithm in APART.items():
+        watch, model, logger = Watch(), normed(), CSVLogger(folder, name=name, version="")
+        options: dict[str, Any] = {
+            "max_epochs": 1 + (name == "epochs"),
+            "val_check_interval": 2,
+            "log_every_n_steps": 1,
+        }
+        callbacks = [watch, CommunicationMonitor(2)]
+        trainer = trainer_with(RingStrategy(algorithm), callbacks=callbacks, logger=logger, **options)
+        trainer.fit(model, rows(96), rows(24))
+        assert isinstance(trainer.strategy, RingStrategy)
+        assert trainer.strategy.stats.steps == trainer.global_step > 5
+        assert trainer.strategy.stats.exposed_seconds > 0
+        mixings = trainer.strategy.algorithm.state_dict()["counts"]["layers.0.weight"]["mixings"]
+        found[name] = watch.seen, watch.own, same_everywhere(flat(model)), mixings
+    return found
+
+
+def test_validation_and_the_end_see_what_ranks_share_and_the_monitor_how_far_they_are_apart(
+    ranks: Pool, tmp_path: Path
 ) -> None:
-    for seen, same in ranks(3, _validates, str(tmp_path), consensus):
-        assert len(seen) > 3
-        assert set(seen) == {consensus}
-        assert same == consensus
-    with open(tmp_path / "metrics.csv") as file:
-        logged = [line.get("communication/consensus_distance", "") for line in csv.DictReader(file)]
-    assert min(float(distance) for distance in logged if distance) > 1e-12
+    for found in ranks(3, _validates, str(tmp_path)):
+        for name, (seen, own, end, mixings) in found.items():
+            assert len(seen) > 3
+            assert set(seen) == {name != "own"}
+            assert end == (name != "own")
+            assert mixings == {"late": 2, "at once": 4, "epochs": 1}.get(name, 7)
+            assert own == [name == "at once" and step % 2 == 1 for step in range(len(own))], "buffers too"
+
+    def logged(name: str, column: str) -> list[float]:
+        with open(tmp_path / name / "metrics.csv") as file:
+            return [float(line[f"communication/{column}"] or 0) for line in csv.DictReader(file)]
+
+    assert min(distance for distance in logged("gossip", "consensus_distance") if distance) > 1e-12
+    norms, alike = logged("at once", "outer_gradient_norm"), logged("at once", "direction_agreement")
+    agreements = sum(norm > 0 for norm in norms)
+    assert agreements == sum(each != 0 for each in alike) == 4
+    assert all(-0.5 <= each <= 1.0 for each in alike)
+    assert max(alike) > 0.2, "all ranks learn the same"
 
 
 def _save(folder: str) -> None:
@@ -827,6 +822,10 @@ def test_who_starts_from_a_checkpoint_has_its_own_parameters_or_else_the_mean(ra
     assert all(equal for equal, _ in ranks(3, _begins, str(path), Gossip()))
 
 
+def scaled() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2))
+
+
 class OverflowsHere(Net):
     """In batch 1 one value of one gradient is infinite, on rank 1 alone."""
 
@@ -837,7 +836,7 @@ class OverflowsHere(Net):
 
 
 def _skips() -> tuple[float, dict[str, int], bool]:
-    trainer = fit(RingStrategy(Gossip(Complete(), overlap=False)), OverflowsHere(), plugins=[scaler()], max_epochs=1)
+    trainer = fit(RingStrategy(Gossip(Complete(), overlap=False)), OverflowsHere(), plugins=[scaled()], max_epochs=1)
     assert isinstance(trainer.strategy, RingStrategy)
     counts = trainer.strategy.algorithm.state_dict()["counts"]
     finite = all(bool(parameter.isfinite().all()) for parameter in trainer.lightning_module.parameters())
@@ -878,22 +877,3 @@ def test_an_exception_saves_local_weights_hangs_nobody_and_torn_copies_are_not_t
     assert own["algorithm"]["torn"]
     assert all(value.isfinite().all() for value in own["checkpoint"]["state_dict"].values())
     assert len({value for _, value in ranks(3, _begins, str(tmp_path / "left.ckpt"), Choco(Star()))}) == 1
-
-
-SPAWNED = """
-import json
-from test_strategy import Net, fit, torch
-from ringstrategy import Gossip, RingStrategy
-
-if __name__ == "__main__":
-    model = Net()
-    trainer = fit(RingStrategy(Gossip(), start_method="spawn"), model, devices=3, enable_checkpointing=True)
-    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=True)["state_dict"]
-    print(json.dumps({"same": all(torch.allclose(saved[n], v) for n, v in model.state_dict().items())}))
-"""
-
-
-@pytest.mark.nightly
-def test_spawned_processes_return_the_mean(tmp_path: Path) -> None:
-    done = run_script(tmp_path, SPAWNED)
-    assert said(done.stdout) == [{"same": True}], done.stderr

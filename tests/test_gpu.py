@@ -66,8 +66,7 @@ def test_a_bucket_is_counted_where_it_cannot_be_measured(tmp_path: Path) -> None
     pytest.importorskip("triton", reason="triton is only for Linux")
     main(["bucket", "--dry", "--cases", "=`ring_int8`", "--out", str(tmp_path / "rows.jsonl")])
     rows = read(tmp_path / "rows.jsonl")
-    assert [(row.hosts, row.waits) for row in rows] == [(2, []), (8, [])]
-    assert all(row.launches and row.host_seconds for row in rows)
+    assert [(row.hosts, row.waits, bool(row.launches)) for row in rows] == [(2, [], True), (8, [], True)]
 
 
 def test_two_trainings_end_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
@@ -95,13 +94,6 @@ def test_what_comes_through_delayed_streams_has_the_bits_of_the_cpu(ranks: Pool,
     assert all(row["ranks_identical"] and row["error"] == 0 for row in rows)
 
 
-def test_shared_memory_carries_what_direct_sends(ranks: Pool, tmp_path: Path) -> None:
-    arguments = ["symmetric", "--dry", "--folder", str(tmp_path)]
-    [row], _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments)
-    assert row["ranks_identical"]
-    assert row["error"] == 0
-
-
 def test_what_goes_wrong_ends_with_an_error(ranks: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="--cases: 'ring_int9' is in no case's name"):
         on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "training", "--dry", "--cases", "ring_int9")
@@ -114,8 +106,7 @@ def test_every_other_part_runs_small_on_the_cpu(
     pytest.importorskip("triton", reason="triton is only for Linux")
     parts = gpu._dry_parts(tmp_path)
     assert {part.name for part in parts} <= {part.name for part in gpu._parts(tmp_path)}
-    others = [part for part in parts if part.name not in ("streams over gloo", "symmetric memory")]  # those above
-    assert len(others) == len(parts) - 2
+    others = [part for part in parts if part.name != "streams over gloo"]  # it is above
     monkeypatch.setattr(gpu, "_dry_parts", lambda out: others)
     with pytest.raises(SystemExit) as ended:
         main(["gpu", "--dry", "--out", str(tmp_path)])

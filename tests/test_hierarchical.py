@@ -34,7 +34,6 @@ from ringstrategy import (
     Peers,
     Rotated,
     TopK,
-    TwoShot,
 )
 from ringstrategy.collectives import mean_
 from ringstrategy.collectives.base import Summand
@@ -265,19 +264,13 @@ def test_what_is_between_sees_one_rank_of_each_host() -> None:
     assert on_all_ranks(5, one, "baabb") == [first, second, second, first, []]
 
 
-class CastWithin(Toy):
-    exact = Cast(torch.bfloat16)
-
-
 @pytest.mark.parametrize(
     ("make", "error", "cure"),
     [
         (lambda: Hierarchical(Native()), ValueError, r"between=Ring\(\)"),
-        (lambda: Hierarchical(TwoShot()), ValueError, r"between=Direct\(\)"),
         (lambda: Hierarchical("ring"), TypeError, r"ringstrategy\.Ring\(\)"),
         (lambda: Hierarchical(segments=0), ValueError, "whole number"),
         (lambda: AllReduce(TopK(), Hierarchical()), ValueError, r"Direct\(\) \(here the argument `between`"),
-        (lambda: AllReduce(CastWithin(), Hierarchical()), ValueError, r"exact must send .* in memory .* not as Cast"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_cure(make: Any, error: type[Exception], cure: str) -> None:

@@ -18,7 +18,7 @@ from fakes import on_all_ranks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.shared_gpu import TWO_HOSTS
-from ringstrategy import AllReduce, BySize, Direct, Hierarchical, Ring, Stats, TwoShot
+from ringstrategy import AllReduce, BySize, Direct, Hierarchical, Ring, Stats
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Rotated, Sign
 from ringstrategy.codecs.rotated import signs
@@ -55,15 +55,13 @@ EXACT = [
     BlockInt(4),
     BlockInt(3, block=1024),
     BlockInt(2),
-    BlockInt(8, scale="minmax"),
-    BlockInt(3, scale="minmax"),
     BlockFloat8("e4m3"),
     BlockFloat8("e5m2"),
 ]
 SUMMED = [Sign(), Sign(block=40), Gaussian(1), Gaussian(2), Gaussian(4, block=64), Gaussian(7)]
 ALL = EXACT + SUMMED
-SOME = [BlockInt(4), BlockInt(7, block=24), BlockInt(8, scale="minmax"), BlockFloat8("e4m3"), Sign(), Gaussian(3)]
-STOCHASTIC = [BlockInt(4, rounding="stochastic"), BlockInt(3, 64, "stochastic", "minmax")]
+SOME = [BlockInt(4), BlockInt(7, block=24), BlockInt(8), BlockFloat8("e4m3"), Sign(), Gaussian(3)]
+STOCHASTIC = [BlockInt(4, rounding="stochastic"), BlockInt(3, 64, "stochastic")]
 HALVES = [torch.float16, torch.bfloat16]
 # in the interpreter one dtype a codec, by turns
 DTYPED = [
@@ -155,12 +153,9 @@ def by_kernel(codec, values, **options):
 
 
 def parts(codec, wire, numel):
-    """Scales and minima (None without) as float32, and the codes' bytes."""
+    """Scales as float32, and the codes' bytes."""
     blocks = -(-numel // codec.block)
-    minima = wire[: 4 * blocks].view(torch.float32) if codec.arithmetic.has_minima else None
-    begin = 0 if minima is None else 4 * blocks
-    scales = wire[begin : begin + 2 * blocks].view(torch.bfloat16).float()
-    return scales, minima, wire[begin + 2 * blocks :]
+    return wire[: 2 * blocks].view(torch.bfloat16).float(), wire[2 * blocks :]
 
 
 def broken(values, block):
@@ -180,13 +175,10 @@ def test_bytes_are_the_torch_codecs(codec):
     for values in [heavy_tailed(numel, seed=numel) for numel in sizes(codec.block)] + [awkward(codec.block)]:
         wire, lost, decoded = by_kernel(codec, values)
         wire_, lost_, decoded_ = by_codec(codec, values)
-        scales, minima, codes = parts(codec, wire, values.numel())
-        scales_, minima_, codes_ = parts(codec, wire_, values.numel())
+        scales, codes = parts(codec, wire, values.numel())
+        scales_, codes_ = parts(codec, wire_, values.numel())
         assert_same(scales, scales_)
         assert_same(codes, codes_)
-        if minima is not None:
-            finite = ~scales.isnan()
-            assert_same(minima[finite], minima_[finite])
         assert_same(lost, lost_)
         assert_same(decoded, decoded_)
 
@@ -776,7 +768,7 @@ EXCHANGES = [
     (Rotated(Gaussian(4)), torch.float32, [torch.float16, torch.float32], "unused here", 8, Direct()),
     (Rotated(BlockInt(4, block=512)), torch.bfloat16, [torch.bfloat16], "unused everywhere", 3, Ring()),
     (BlockInt(4, rounding="stochastic"), torch.float32, [torch.bfloat16], "none", 2, Hierarchical()),
-    (BlockInt(8, scale="minmax"), None, [torch.bfloat16], "unused everywhere", 2, Direct()),
+    (BlockInt(5), None, [torch.bfloat16], "unused everywhere", 2, Direct()),
     (Sign(), torch.float32, [torch.float32, torch.bfloat16], "none", 2, Direct()),
 ]
 
@@ -940,8 +932,6 @@ def _share(device, algorithm, backend):
         return torch.cat([parameter.detach().cpu().view(-1) for parameter in module.parameters()]), before
 
     shared, before = descend([rank], algorithm)
-    if isinstance(peers, NcclPeers) and isinstance(algorithm.collective, TwoShot | Hierarchical):
-        assert peers._shared._pair, "messages travelled, since memory could not be shared: see the log"
     peers.close()
     everyone = [torch.empty_like(shared) for _ in range(size)]
     dist.all_gather(everyone, shared)
@@ -957,7 +947,6 @@ def _share(device, algorithm, backend):
     [
         AllReduce(BlockInt(8)),
         AllReduce(Rotated(Gaussian(4)), Direct(), error_feedback=True),
-        AllReduce(BlockInt(8), TwoShot()),
         AllReduce(collective=Hierarchical()),
     ],
     ids=lambda algorithm: f"{algorithm.codec} {type(algorithm.collective).__name__}",

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 QUICK = (
-    "(bytes_are and (e4m3 or (minmax and 8))) or halves_to_even or pack_reads_only or pack_and_unpack"
-    " or (parts_are_the_references and 1024) or (one_pass and e4m3) or (scattered and minmax)"
+    "(bytes_are and (e4m3 or (bits and 7))) or halves_to_even or pack_reads_only or pack_and_unpack"
+    " or (parts_are_the_references and 1024) or (one_pass and e4m3) or (scattered and e4m3)"
     " or (fuses_or_not and 1297 and float32) or noise_is_that"
 )
 

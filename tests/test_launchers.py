@@ -27,7 +27,6 @@ from test_lab import needs_namespaces
 
 import ringstrategy
 from benchmarks import lab
-from benchmarks.rows import read
 
 ROOT = Path(__file__).parents[1]
 _OF_RANKS = {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # left by a fit in a test
@@ -103,24 +102,6 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
     last = re.search(r"\{'right': ([\d.]+), 'epoch': 3, 'step': 92\}", printed)
     assert last is not None, printed[-5_000:]
     assert float(last[1]) > 0.8
-
-
-@pytest.mark.slow
-@starts_workers
-def test_ray_data_and_data_loaders_give_the_ranks_all_batches(ray_strategy: Any, tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    small = ["--rounds=1", "--warmup=0", "--batches=5", "--prepare-ms=1", "--workers=2", "--kinds=waits"]
-    run(  # which compares what the ranks have seen with what there is
-        [sys.executable, "-m", "benchmarks", "data_service", *small, f"--out={rows}"],
-        ROOT,
-        RAY,
-    )
-    made = read(rows)
-    assert [row.case.split(",")[0] for row in made] == ["DataLoader", "DataLoader", "Ray Data", "Ray Data"]
-    for row in made:
-        assert row.ranks_identical
-        assert row.bytes_sent is not None
-        assert row.bytes_sent > 0
 
 
 def test_with_ray_a_rank_saves_in_its_own_folder(ray_strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:

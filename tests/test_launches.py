@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from torch.nn import Parameter
 
+from benchmarks.contenders import named
 from benchmarks.harness import table_on
 from benchmarks.launches import CASES, DEVICE, RANKS, Meter, StandInPeers, counted, measure, stand_ins, whole_step
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, Native, PowerSGD, Ring, SmallExact
@@ -37,10 +37,10 @@ CODECS = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others ch
 @pytest.mark.parametrize("name", CASES)
 def test_the_table_is_what_is_counted(name: str) -> None:
     table = table_on((ROOT / "docs" / "gpu.md").read_text(), "launches")
-    rows = {cells[0]: cells[1:-1] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
+    rows = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in table.splitlines()[2:])}
     assert list(rows) == list(CASES)
     make, dtype = CASES[name]
-    assert counted(measure(make(), dtype, rounds=0)) == rows[name], "python -m benchmarks launches --write docs/gpu.md"
+    assert counted(measure(make(), dtype)) == rows[name], "python -m benchmarks launches --write docs/gpu.md"
 
 
 @pytest.mark.parametrize("feedback", [False, True])
@@ -48,15 +48,15 @@ def test_no_step_waits_for_the_device(feedback: bool) -> None:
     for place, codec in enumerate(CODECS):
         collective = (Direct(), Ring())[place % 2 if codec.hop_by_hop else 0]
         dtype = (torch.float32, torch.bfloat16)[(place + feedback) // 2 % 2]
-        waits = measure(AllReduce(codec, collective, error_feedback=feedback), dtype, rounds=0).waits
+        waits = measure(AllReduce(codec, collective, error_feedback=feedback), dtype).waits
         assert waits == (), (codec, collective, dtype)
     for algorithm in (PowerSGD(2), AllReduce(Cast("bf16"), Native()), AllReduce(Identity(), Native())):
-        assert measure(algorithm, torch.float32, rounds=0).waits == (), algorithm
+        assert measure(algorithm, torch.float32).waits == (), algorithm
 
 
 @pytest.mark.parametrize("scaled", [False, True])
 def test_deciding_what_residuals_keep_never_waits_for_the_device(scaled: bool) -> None:
-    meter, whole = Meter(4), torch.empty(12, device=DEVICE)
+    meter, whole = Meter(), torch.empty(12, device=DEVICE)
     slots = [
         Slot(name, Parameter(whole.new_empty(2, 3)), whole.new_empty(2, 3), whole[6 * place : 6 * place + 6].view(2, 3))
         for place, name in enumerate("ab")
@@ -88,9 +88,8 @@ FED_BACK = {
 def test_no_whole_step_waits_for_the_device() -> None:
     """With a loss scaler too."""
     for name in STRATEGIES:
-        algorithm = STRATEGIES[name]()
-        if isinstance(algorithm, LocalSGD):
-            algorithm.interval = algorithm.fragments = 1
+        is_local = isinstance(STRATEGIES[name](), LocalSGD)
+        algorithm = named(name, interval=1, fragments=1) if is_local else STRATEGIES[name]()
         if name != "ring_auto":  # which is one of the others
             check_whole_step(name, algorithm, scaled=False)
     for name, algorithm in FED_BACK.items():
@@ -100,12 +99,11 @@ def test_no_whole_step_waits_for_the_device() -> None:
 def check_whole_step(name: str, algorithm: Algorithm, *, scaled: bool) -> None:
     step = whole_step(algorithm, scaled=scaled)
     assert step.calls > 0, name
-    assert step.bytes_moved > 0, name
     assert step.waits == [], name
 
 
 def test_each_way_to_wait_is_seen() -> None:
-    meter, here, device = Meter(4), torch.ones(4), torch.ones(4, device=DEVICE)
+    meter, here, device = Meter(), torch.ones(4), torch.ones(4, device=DEVICE)
     ways = [
         lambda: device[0].item(),
         lambda: device.tolist(),
@@ -134,25 +132,16 @@ def test_each_way_to_wait_is_seen() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_what_is_known_of_two_calls_is_what_is_counted(dtype: torch.dtype) -> None:
     """By hand: gradients to wires, 7 wires of a part to its sum, all wires to means, and 16 bits are copied back."""
-    counts = measure(AllReduce(BlockInt(8), Direct()), dtype, rounds=0)
-    wire, size = 1 + 2 / 256, dtype.itemsize
-    moved = (size + wire) + (RANKS - 1) / RANKS * wire + (wire + 4) + (0 if size == 4 else 4 + size)
-    assert counts.kernels == (3 if size == 4 else 4)
+    counts = measure(AllReduce(BlockInt(8), Direct()), dtype)
+    assert counts.kernels == (3 if dtype.itemsize == 4 else 4)
     assert counts.calls == 2
-    assert counts.bytes_moved / counts.gradients == pytest.approx(moved, rel=0.001)
 
 
 def test_what_is_known_of_a_ring_is_what_is_counted() -> None:
-    """By hand: 7 hops that add and 7 that pass on, each of a chunk in two pieces; wires are 1 + 2/256 bytes a value."""
-    counts = measure(AllReduce(BlockInt(8), Ring()), torch.float32, rounds=0)
-    pieces, wire = 2, 1 + 2 / 256
-    hops = RANKS - 1
-    assert counts.calls == 2 * hops * pieces
-    encodes, decodes = RANKS * pieces, RANKS * pieces
-    assert counts.kernels == encodes + decodes  # the gradients are read where they lie
-    moved = (4 + wire) + hops / RANKS * wire + (4 + wire)
-    assert re.match(r"\d+\.\d", counted(counts)[3])
-    assert counts.bytes_moved / counts.gradients == pytest.approx(moved, rel=0.001)
+    """By hand: 7 hops that add and 7 that pass on, each of a chunk in two pieces; gradients are read where they lie."""
+    counts, pieces = measure(AllReduce(BlockInt(8), Ring()), torch.float32), 2
+    assert counts.calls == 2 * (RANKS - 1) * pieces
+    assert counts.kernels == 2 * RANKS * pieces, "a chunk is encoded and decoded once on its way"
 
 
 ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
@@ -193,7 +182,7 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
     parameters = {n: Parameter(torch.empty(shape, dtype=dtype, device=DEVICE)) for n, shape in shapes.items()}
     later = {"later": Parameter(torch.empty(123, 31, dtype=dtype, device=DEVICE))}
     frozen = Parameter(torch.empty(99, dtype=dtype, device=DEVICE), requires_grad=False)
-    meter, algorithm = Meter(dtype.itemsize), ALGORITHMS[name]()
+    meter, algorithm = Meter(), ALGORITHMS[name]()
     with stand_ins(meter), meter.within():
         peers = StandInPeers(meter)
         algorithm.setup({**parameters, "frozen": frozen}, peers)
@@ -216,7 +205,7 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
 def test_a_mixing_costs_as_many_launches_for_many_parameters_as_for_few(name: str) -> None:
     counts = []
     for parts in (2, 40):
-        meter, algorithm = Meter(4), STRATEGIES[name]()
+        meter, algorithm = Meter(), STRATEGIES[name]()
         parameters = {f"p{place}": Parameter(torch.empty(4000 // parts, 64, device=DEVICE)) for place in range(parts)}
         with stand_ins(meter):
             peers = StandInPeers(meter)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
-import ringstrategy.session.session as session
+import ringstrategy.session.link as link
 from ringstrategy import (
     AllReduce,
     BlockInt,
@@ -38,6 +38,7 @@ from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
 from ringstrategy.names import STRATEGIES
+from ringstrategy.session import Session
 from ringstrategy.topologies import OnePeerExponential
 from ringstrategy.transport import held, nccl
 from ringstrategy.transport.base import FEW, Handle, Waitable
@@ -188,7 +189,7 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | No
 
 
 def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"), timedelta(seconds=7))  # type: ignore[arg-type]
+    return NcclPeers(group, control, torch.device("cpu"))  # type: ignore[arg-type]
 
 
 THREAD = "ringstrategy-communication"
@@ -635,11 +636,11 @@ def test_what_may_wait_through_steps_leaves_more_of_the_gpu_to_them(monkeypatch:
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(session, "connect", connect)
+    monkeypatch.setattr(link, "connect", connect)
     for make in STRATEGIES.values():
         algorithm = make()
         with pytest.raises(ConnectedError):
-            session.Session(net(), algorithm).open(torch.device("cpu"))
+            Session(net(), algorithm).open(torch.device("cpu"))
         # exchanges of these may end in a later step than they begin
         assert asked[-1] == {"beside_steps": isinstance(algorithm, Periodic), "group": None}
     assert {given["beside_steps"] for given in asked} == {False, True}

@@ -71,7 +71,7 @@ def test_what_is_shown_can_be_pasted() -> None:
         if made:
             assert isinstance(made, RingStrategy)
             assert repr(made.algorithm) == repr(algorithm)
-    for part in (BlockInt(4, scale="minmax"), Direct(segments=2), ringstrategy.Sign()):
+    for part in (BlockInt(4, 64), Direct(segments=2), ringstrategy.Sign()):
         assert eval(as_code(part), NAMES) == part
 
 
@@ -106,7 +106,7 @@ def test_reference_speeds_and_losses_are_known_of_every_candidate() -> None:
         assert isinstance(algorithm.codec, Codec)
         key = algorithm.codec, algorithm.feeds_back(algorithm.codec)
         assert key in reference.CODECS, f"print its figures by python -m ringstrategy.app.reference: {key}"
-        assert key in accuracy.TEXT, f"measure it by python -m benchmarks accuracy: {key}"
+        assert key in accuracy.TEXT, f"measure it by ringstrategy-train -m: {key}"
 
 
 def test_the_reference_command_prints_its_table(

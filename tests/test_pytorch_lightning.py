@@ -158,7 +158,7 @@ def test_each_package_finds_its_own_callbacks(package: str) -> None:
     for averages in (False, True):  # an average counts as swapped even if it is equal
         callbacks = [pl.callbacks.EMAWeightAveraging()] if averages else []
         trainer = made(package, ours.RingStrategy(), devices=1, callbacks=callbacks)
-        session: Any = SimpleNamespace(glance=lambda **_: [])  # no parameters, so none has changed
+        session: Any = SimpleNamespace(module=torch.nn.Module())  # no parameters, so none has changed
         assert ours.RingStrategy.looks(trainer, session, lambda error: None).replaced() is averages
     for each in (ours.RingStrategy(AllReduce(BlockInt(8))), ours.CommunicationMonitor(7), ours.ReplicaCheck(7)):
         copy = pickle.loads(pickle.dumps(each))  # as where processes are spawned

@@ -7,7 +7,7 @@ import torch
 from fakes import FakePeers, Toy, on_all_ranks
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, Sign, TopK
-from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring, TwoShot
+from ringstrategy.collectives import BySize, Collective, Direct, Hierarchical, Native, Ring
 from ringstrategy.collectives.base import Summand
 
 BOUNDS: dict[Codec, float] = {  # worst element, of the largest
@@ -92,7 +92,7 @@ def test_all_ranks_get_every_chunk_bit_for_bit(dtype: torch.dtype) -> None:
         assert all(torch.equal(found, true) for found in on_all_ranks(size, one)), (size, shard)
 
 
-@pytest.mark.parametrize("collective", [Native(), Hierarchical(), TwoShot()], ids=str)
+@pytest.mark.parametrize("collective", [Native(), Hierarchical()], ids=str)
 def test_who_has_no_reduce_scatter_says_who_has(collective: Collective) -> None:
     with pytest.raises(ValueError, match="pass collective=Ring"):
         collective.scatter_(Summand(torch.ones(4), Identity()), FakePeers.__new__(FakePeers))

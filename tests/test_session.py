@@ -32,7 +32,7 @@ from ringstrategy.topologies import Complete
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
 Model = nn.Sequential
-CORES = "ringstrategy.session.session.free_cores"
+CORES = "ringstrategy.session.link.free_cores"
 
 
 def model(seed: int = 0) -> Model:

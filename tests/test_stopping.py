@@ -148,7 +148,7 @@ def calls() -> mock.Mock:
 @pytest.fixture
 def rank(calls: mock.Mock) -> Stopping:
     package = mock.Mock(SIGTERMException=SIGTERMException, ModelCheckpoint=ModelCheckpoint)
-    session = mock.Mock(**{"detector.board.store": calls.store})
+    session = mock.Mock(**{"link.detector.board.store": calls.store})
     calls.newcomers.return_value = 0
     return Stopping(calls.trainer, package, session, nullcontext, calls.newcomers)
 

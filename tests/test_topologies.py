@@ -6,7 +6,6 @@ import copy
 import math
 import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from benchmarks.topologies import main
 from ringstrategy import topologies
 from ringstrategy.topologies import (
     Complete,
@@ -34,7 +34,6 @@ from ringstrategy.topologies import (
     Topology,
     Torus,
 )
-from ringstrategy.topologies.__main__ import main
 
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "topology").glob("*.yaml"))
 CONFIGURED: list[Topology] = [instantiate(OmegaConf.load(path)) for path in YAMLS]
@@ -280,12 +279,9 @@ def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None
 
 
 @pytest.mark.slow
-def test_the_command_compares_and_draws(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "all.png"
-    monkeypatch.setattr(sys, "argv", ["topologies", "--most", "8", "--size", "6", "--png", str(path)])
-    main()
+    main(["--most", "8", "--size", "6", "--png", str(path)])
     text = capsys.readouterr().out
     (ring,) = (line for line in text.splitlines() if "RingGraph" in line)
     assert re.split(r"\s{2,}", ring)[1:] == ["1 / 1 / 1", "2 / 0.67 / 7", "2 / 0.2 / 32"]

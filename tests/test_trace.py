@@ -87,7 +87,7 @@ def _all_ways(folder: str) -> dict[str, Any]:
             before = session.stats.bytes_sent
             with ringstrategy.timeline(f"{folder}/{way}.json"):
                 train(session, optimizer)
-                session.settle()
+                session.algorithm.settle()
                 found[way] = session.stats.bytes_sent - before
             train(session, optimizer)  # in no file
             found[f"buckets of {way}"] = len(getattr(algorithm, "_buckets", []))

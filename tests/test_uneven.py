@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -107,22 +107,44 @@ def train(
     return idle
 
 
-def expected(size: int, accumulate: int = 1, epochs: int = 2, *, averages_each: bool = False) -> Tensor:
-    """The parameters that one process gets in float64 which sees the batches of all ranks."""
+def oracle(
+    ranks: Sequence[int],
+    counts: Sequence[int] = COUNTS,
+    accumulate: int = 1,
+    *,
+    averages_each: bool = False,
+    same_epochs: bool = False,
+    decay: float = 1.0,
+    longest: int | None = None,
+) -> Tensor:
+    """The parameters that one process gets in float64, in two epochs, which sees the batches of all these ranks.
+
+    Args:
+        ranks: whose batches.
+        counts: batches of an epoch, by rank.
+        accumulate: batches of a rank in a step.
+        averages_each: the mean of each place of a step is over the ranks that have a batch there.
+        same_epochs: the second has the batches of the first.
+        decay: of the learning rate, at each step.
+        longest: batches of an epoch, if a rank that is not here has more.
+    """
     module = Net(sparse=False).double()
     optimizer = make_optimizer(module)
-    for epoch in range(epochs):
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    longest = longest or max(counts[rank] for rank in ranks)
+    for epoch in range(2):
         window: list[Tensor] = []
-        for place in range(max(COUNTS)):
-            losses = [loss_of(module, batch(r, epoch, place)) for r in range(size) if place < COUNTS[r]]
+        for place in range(longest):
+            there = [rank for rank in ranks if place < counts[rank]]
+            losses = [loss_of(module, batch(rank, 0 if same_epochs else epoch, place)) for rank in there]
             window += [torch.stack(losses).mean()] if averages_each else losses
             begun = place % accumulate + 1
-            if begun == accumulate or place + 1 == max(COUNTS):
-                # of an epoch's last, shorter window Lightning and this loop divide by `accumulate` all the same
-                mean = torch.stack(window).mean() * begun / accumulate
+            if begun == accumulate or place + 1 == longest:
                 optimizer.zero_grad()
-                mean.backward()
-                optimizer.step()
+                if window:  # of an epoch's last, shorter window Lightning divides by `accumulate` all the same
+                    (torch.stack(window).mean() * begun / accumulate).backward()
+                    optimizer.step()
+                scheduler.step()
                 window = []
     return flat(module.parameters())
 
@@ -152,8 +174,8 @@ def test_the_mean_is_over_the_batches_that_there_are(
     for rank, (idle, replicas) in enumerate(outcomes):
         assert idle == 2 * [place >= COUNTS[rank] for place in range(max(COUNTS))]
         assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-    oracle = expected(size, accumulate, averages_each=averages_each)
-    error = (outcomes[0][1][0] - oracle).abs().max().item()
+    expected = oracle(range(size), accumulate=accumulate, averages_each=averages_each)
+    error = (outcomes[0][1][0] - expected).abs().max().item()
     assert 0 < error < most
 
 
@@ -272,9 +294,9 @@ def _gossip_oracle(size: int) -> list[Tensor]:
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -> None:
     outcomes = ranks(3, _gossip, Gossip(overlap=False, uneven="join"), zeros)
-    for (values, size), oracle in zip(outcomes, _gossip_oracle(3), strict=True):
+    for (values, size), expected in zip(outcomes, _gossip_oracle(3), strict=True):
         assert size == 3
-        assert torch.allclose(values, oracle, rtol=0, atol=1e-5), (values - oracle).abs().max()
+        assert torch.allclose(values, expected, rtol=0, atol=1e-5)
     assert not torch.equal(outcomes[0][0], outcomes[1][0])
 
 
@@ -433,28 +455,6 @@ def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]
     }
 
 
-def lightning_oracle(ranks: list[int], accumulate: int, schedules: bool, longest: int | None = None) -> Tensor:
-    """What one process gets that sees the batches of these ranks; nothing where none of them has one."""
-    module = Net(sparse=False).double()
-    optimizer = make_optimizer(module)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    longest = max(EPOCH[rank] for rank in ranks) if longest is None else longest
-    for _ in range(2):
-        window: list[Tensor] = []
-        for place in range(longest):
-            window += [loss_of(module, batch(rank, 0, place)) for rank in ranks if place < EPOCH[rank]]
-            begun = place % accumulate + 1
-            if begun == accumulate or place + 1 == longest:
-                optimizer.zero_grad()
-                if window:
-                    (torch.stack(window).mean() * begun / accumulate).backward()
-                    optimizer.step()
-                if schedules:
-                    scheduler.step()
-                window = []
-    return flat(module.parameters())
-
-
 @pytest.mark.parametrize(
     ("kind", "size", "manual", "options"),
     [
@@ -469,7 +469,7 @@ def test_lightning_trains_until_no_rank_has_a_batch(
     outcomes = ranks(size, _fits, AllReduce(uneven="join"), kind, manual, options)
     accumulate = options.get("accumulate_grad_batches", 1)
     steps = 2 * -(-max(EPOCH) // accumulate)
-    oracle = lightning_oracle([*range(size)], accumulate, not manual)
+    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=1.0 if manual else 0.9)
     validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
     for rank, outcome in enumerate(outcomes):
         assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
@@ -478,7 +478,7 @@ def test_lightning_trains_until_no_rank_has_a_batch(
         assert outcome["validated"] == 2 * validates
         assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
         assert outcome["length"] == (float("inf") if kind == "endless" else 7)
-        assert torch.allclose(outcome["values"], oracle, rtol=0, atol=1e-5), (outcome["values"] - oracle).abs().max()
+        assert torch.allclose(outcome["values"], expected, rtol=0, atol=1e-5)
     # statistics are rank 0's, and stay while it repeats a batch
     assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
 
@@ -489,7 +489,7 @@ def _gossip_fits() -> dict[str, Any]:
 
 def test_under_gossip_a_rank_without_data_stays_where_it_is_and_mixes(ranks: Pool) -> None:
     """At the last step, in which rank 0 has no data: each has trained on its own batches, by the schedule of all."""
-    alone = [lightning_oracle([rank], 1, True, longest=7) for rank in range(2)]
+    alone = [oracle([rank], EPOCH, same_epochs=True, decay=0.9, longest=7) for rank in range(2)]
     for outcome in ranks(2, _gossip_fits):
         assert outcome["steps"] == 14
         assert torch.allclose(outcome["values"], torch.stack(alone).mean(0), rtol=0, atol=1e-5)

@@ -16,11 +16,11 @@ from .parts import launches, load_part
 from .rotate import NO_SIGNS, rotate_tiles
 from .tiles import (
     code_pointer,
-    header_pointers,
     load_codes,
     load_tiles,
     mask_runs,
     mask_tiles,
+    scale_pointers,
     shape_rows,
     store_tiles,
 )
@@ -31,16 +31,14 @@ def decode_tiles(wire, n, first, inside, span, FORMAT: tl.constexpr, ALIGN: tl.c
     """What a message of `n` values says of the program's blocks, from block `first` on."""
     blocks = (n.to(tl.int64) + FORMAT.block - 1) // FORMAT.block
     there = tl.arange(0, FORMAT.rows)[:, None] < blocks - first
-    scales, minima = header_pointers(wire, blocks, first, FORMAT)
-    scale = (tl.load(scales, mask=there, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    minimum = tl.zeros_like(scale)
-    if FORMAT.form.has_minima:
-        minimum = tl.load(minima, mask=there, other=0.0)
+    scale = (tl.load(scale_pointers(wire, first, FORMAT), mask=there, other=0).to(tl.int32) << 16).to(
+        tl.float32, bitcast=True
+    )
     codes = load_codes(code_pointer(wire, blocks, first, FORMAT, ALIGN), inside, span, FORMAT)
     decoded = ()
     TILES: tl.constexpr = FORMAT.tiles
     for t in tl.static_range(TILES):
-        decoded = decoded + (FORMAT.dequantize(codes[t], scale, minimum, FORMAT),)
+        decoded = decoded + (FORMAT.dequantize(codes[t], scale, FORMAT),)
     return decoded
 
 
@@ -60,7 +58,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """out = values + R^-1 decoded, or only the latter without `values`; R as in `_encode_kernel`.
 
-    `wire` is one message or those of several parts, as there. Reads bits/8 + headers/block (and 4 of `values`) and
+    `wire` is one message or those of several parts, as there. Reads bits/8 + 2/block (and 4 of `values`) and
     writes 4 bytes an element of float32.
     """
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)

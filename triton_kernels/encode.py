@@ -19,10 +19,10 @@ from .rotate import NO_SIGNS, rotate_tiles
 from .tables import table
 from .tiles import (
     code_pointer,
-    header_pointers,
     load_tiles,
     mask_runs,
     mask_tiles,
+    scale_pointers,
     shape_rows,
     store_codes,
     store_tiles,
@@ -36,7 +36,7 @@ def _encode_kernel(
     values, residual, payloads, wire, lost, n, count, seed, place, s0, s1, s2, s3, s4, s5, s6, s7,
     edges, kinds, tensors, scale, FORMAT: tl.constexpr, ALIGN: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """x = R (values + residual) + payloads decoded; wire = headers and codes of x; lost = R^-1 (x - decoded wire).
+    """x = R (values + residual) + payloads decoded; wire = scales and codes of x; lost = R^-1 (x - decoded wire).
 
     R is the rotation of each 256 by the signs s0 to s7, or nothing if these are None. `payloads` is None, one message
     (uint8) or the addresses of `count` messages (int64), added in this order, each sum rounded to the dtype of
@@ -44,8 +44,8 @@ def _encode_kernel(
     the address of its message (int64): then the other pointers are to the whole bucket, and n and place count for
     nothing. WHOLE: no message ends with a short block. `values` may also be the addresses (int64) of the `tensors` with
     these edges and kinds, which are read where they lie, times `scale`. From a block that is not finite, lost =
-    residual. Reads 4 (of such tensors 2 or 4) + residual (0, 2 or 4) + payloads * (bits/8 + headers/block), writes lost
-    (0, 2 or 4) + bits/8 + headers/block bytes an element of float32.
+    residual. Reads 4 (of such tensors 2 or 4) + residual (0, 2 or 4) + payloads * (bits/8 + 2/block), writes lost
+    (0, 2 or 4) + bits/8 + 2/block bytes an element of float32.
     """  # what changes from call to call is not specialized: 1 would be a constant, and compiled for
     signs = (s0, s1, s2, s3, s4, s5, s6, s7)
     source = (edges, kinds, tensors, scale)
@@ -83,7 +83,7 @@ def _encode_kernel(
                 tiles = _add_rounded(tiles, decoded, exists, DTYPE)
 
     row = tl.arange(0, FORMAT.rows)[:, None]
-    codes, scale, minimum = FORMAT.quantize(tiles, exists, length, seed, place + first + row, FORMAT)
+    codes, scale = FORMAT.quantize(tiles, length, seed, place + first + row, FORMAT)
     finite = scale == scale
     sent = ()
     rest = ()
@@ -92,13 +92,11 @@ def _encode_kernel(
     for t in tl.static_range(TILES):
         code = tl.where(finite & exists[t], codes[t], FORMAT.form.zero)
         sent = sent + (code,)
-        rest = rest + (tiles[t] - FORMAT.dequantize(code, scale, minimum, FORMAT),)
+        rest = rest + (tiles[t] - FORMAT.dequantize(code, scale, FORMAT),)
         found = found + (finite & exists[t],)
     there = row < blocks - first
-    scales, minima = header_pointers(wire, blocks, first, FORMAT)
+    scales = scale_pointers(wire, first, FORMAT)
     tl.store(scales, (scale.to(tl.int32, bitcast=True) >> 16).to(tl.uint16), mask=there)
-    if FORMAT.form.has_minima:
-        tl.store(minima, minimum, mask=there)
     store_codes(code_pointer(wire, blocks, first, FORMAT, ALIGN), sent, inside, span, FORMAT)
     if lost is not None:
         if signs[0] is not None:

@@ -1,9 +1,9 @@
 """What a blocked codec is to the kernels: its layout, and how values become codes and codes values (wire-format.md).
 
-Each codec is a pair of helpers. `quantize(tiles, exists, length, seed, place, FORMAT)` gives int32 codes and the
-headers (scale, minimum): a scale of NaN for a non-finite block, whose codes may then be anything. `dequantize(code,
-scale, minimum, FORMAT)` gives what the receiver decodes. `tiles` and `exists` are tuples of (rows, width), see
-tiles.py; `place` is that of each block among the bucket's; headers are float32 (rows, 1), exact in their dtypes.
+Each codec is a pair of helpers. `quantize(tiles, length, seed, place, FORMAT)` gives int32 codes and the scale: NaN for
+a non-finite block, whose codes may then be anything. `dequantize(code, scale, FORMAT)` gives what the receiver decodes.
+`tiles` is a tuple of (rows, width), see tiles.py; `place` is that of each block among the bucket's; scales are float32
+(rows, 1), exact in bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels.layout import ROTATED, Arithmetic
+from ringstrategy.kernels.layout import HEADER_BYTES, ROTATED, Arithmetic
 
 # A block lies in the registers of one program; compilers before 3.6 abort at some of 8192 values.
 _RECENT = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -74,7 +74,7 @@ class Format:
 
     @cached_property
     def block(self) -> int:
-        """Values that share headers."""
+        """Values that share a scale."""
         return self.form.block
 
     @cached_property
@@ -128,7 +128,7 @@ class Format:
 
     def align(self, numel: int) -> int:
         """What the places of a program's codes in a message of `numel` values are multiples of, in bytes, up to 16."""
-        headers = self.form.header_bytes * -(-numel // self.block)
+        headers = HEADER_BYTES * -(-numel // self.block)
         return math.gcd(headers, self.rows * self.block * self.bits // 8, 16)
 
     def check(self, values: Tensor, *wires: Tensor) -> None:
@@ -244,13 +244,13 @@ def _number(code, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _from_number(code, scale, minimum, FORMAT: tl.constexpr):
+def _from_number(code, scale, FORMAT: tl.constexpr):
     return _number(code, FORMAT) * scale
 
 
 @triton.jit
 def _to_absmax(
-    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+    tiles, length, seed, place, FORMAT: tl.constexpr
 ):  # u = clamp(rint(x * (1/s)), -Q, Q) + 2^(bits-1), s = bounding(max|x| / Q)
     scale = bounding_scale(largest_magnitude(tiles), FORMAT)
     levels = rounded(_scaled(tiles, tl.div_rn(1.0, scale)), seed, place, FORMAT.form.stochastic)
@@ -260,43 +260,16 @@ def _to_absmax(
         if FORMAT.form.stochastic:  # rounding to nearest stays within
             level = tl.minimum(tl.maximum(level, -FORMAT.form.highest), FORMAT.form.highest)
         codes = codes + (level - FORMAT.form.bias,)
-    return codes, scale, tl.zeros_like(scale)
+    return codes, scale
 
 
 @triton.jit
-def _to_minmax(
-    tiles, exists, length, seed, place, FORMAT: tl.constexpr
-):  # u = min(rint((x - min) * (1/s)), L), s = bounding((max - min) / L)
-    low, high = tl.where(exists[0], tiles[0], float("inf")), tl.where(exists[0], tiles[0], -float("inf"))
-    for t in tl.static_range(1, len(tiles)):
-        low = tl.minimum(low, tl.where(exists[t], tiles[t], float("inf")))
-        high = tl.maximum(high, tl.where(exists[t], tiles[t], -float("inf")))
-    minimum, maximum = tl.min(low, 1)[:, None] + 0.0, tl.max(high, 1)[:, None]  # + 0.0: a minimum of -0 is sent as 0
-    spread = bits_of(maximum - minimum) & 0x7FFFFFFF
-    # minima and maxima may pass over a NaN
-    scale = bounding_scale(tl.where(largest_magnitude(tiles) < FORMAT.too_large_bits, spread, _NAN), FORMAT)
-    shifted = ()
-    for t in tl.static_range(len(tiles)):
-        shifted = shifted + (tiles[t] - minimum,)
-    levels = rounded(_scaled(shifted, tl.div_rn(1.0, scale)), seed, place, FORMAT.form.stochastic)
-    codes = ()
-    for t in tl.static_range(len(tiles)):
-        codes = codes + (tl.minimum(levels[t], FORMAT.form.highest) if FORMAT.form.stochastic else levels[t],)
-    return codes, scale, tl.where(scale == scale, minimum, 0.0)
-
-
-@triton.jit
-def _from_minmax(code, scale, minimum, FORMAT: tl.constexpr):
-    return minimum + _number(code, FORMAT) * scale
-
-
-@triton.jit
-def _to_e4m3(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
+def _to_e4m3(tiles, length, seed, place, FORMAT: tl.constexpr):
     return _to_float8(tiles, FORMAT, 4, 3)
 
 
 @triton.jit
-def _to_e5m2(tiles, exists, length, seed, place, FORMAT: tl.constexpr):
+def _to_e5m2(tiles, length, seed, place, FORMAT: tl.constexpr):
     return _to_float8(tiles, FORMAT, 5, 2)
 
 
@@ -318,37 +291,37 @@ def _to_float8(tiles, FORMAT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl
         subnormal = bits_of(float_of(magnitude) + float_of(tl.full(magnitude.shape, ALIGN, tl.int32))) - ALIGN
         code = tl.where(magnitude < ((REBIAS + 1) << 23), subnormal, normal)
         codes = codes + (code | ((bits >> 24) & 0x80),)
-    return codes, scale, tl.zeros_like(scale)
+    return codes, scale
 
 
 @triton.jit
-def _from_e4m3(code, scale, minimum, FORMAT: tl.constexpr):
+def _from_e4m3(code, scale, FORMAT: tl.constexpr):
     # move exponent and mantissa to their places in float32 (bias 120 larger); 0x7F is never sent, and counts as 480
     return float_of(((code & 0x80) << 24) | ((code & 0x7F) << 20)) * 2.0**120 * scale
 
 
 @triton.jit
-def _from_e5m2(code, scale, minimum, FORMAT: tl.constexpr):
+def _from_e5m2(code, scale, FORMAT: tl.constexpr):
     return (code << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * scale  # a float16's upper half
 
 
 @triton.jit
-def _to_sign(tiles, exists, length, seed, place, FORMAT: tl.constexpr):  # u = x >= 0, s = mean |x|
+def _to_sign(tiles, length, seed, place, FORMAT: tl.constexpr):  # u = x >= 0, s = mean |x|
     scale = nearest_scale(mean_magnitude(tiles, length))
     codes = ()
     for t in tl.static_range(len(tiles)):
         codes = codes + ((tiles[t] >= 0).to(tl.int32),)
-    return codes, scale, tl.zeros_like(scale)
+    return codes, scale
 
 
 @triton.jit
-def _from_sign(code, scale, minimum, FORMAT: tl.constexpr):
+def _from_sign(code, scale, FORMAT: tl.constexpr):
     return tl.where(code != 0, scale, -scale)
 
 
 @triton.jit
 def _to_gaussian(
-    tiles, exists, length, seed, place, FORMAT: tl.constexpr
+    tiles, length, seed, place, FORMAT: tl.constexpr
 ):  # u = floor(clamp(v + 2^(bits-1))), v = x / d, d = step * mean |x|, s = d * (sum v^2 / sum v l), l = 2u + 1 - 2^bits
     distance = mean_magnitude(tiles, length) * FORMAT.form.factor
     tiny = distance < FORMAT.form.smallest
@@ -364,7 +337,7 @@ def _to_gaussian(
         products = products + (v[t] * _number(code, FORMAT),)
     projection = tl.div_rn(sum_rows(squares), sum_rows(products))
     scale = tl.where(tiny, 0.0, nearest_scale(distance * projection))
-    return codes, tl.where(distance < FORMAT.form.too_large, scale, float("nan")), tl.zeros_like(distance)
+    return codes, tl.where(distance < FORMAT.form.too_large, scale, float("nan"))
 
 
 @triton.jit
@@ -377,7 +350,6 @@ def _scaled(tiles, factor):
 
 _FUNCTIONS = {
     "int": (_to_absmax, _from_number),
-    "minmax": (_to_minmax, _from_minmax),
     "e4m3": (_to_e4m3, _from_e4m3),
     "e5m2": (_to_e5m2, _from_e5m2),
     "sign": (_to_sign, _from_sign),

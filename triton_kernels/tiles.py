@@ -71,19 +71,16 @@ def store_tiles(values, tiles, exists, span, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def header_pointers(wire, blocks, first, FORMAT: tl.constexpr):
-    """Where the scales (as uint16) and minima from block `first` on lie in a message of `blocks`; (rows, 1)."""
-    row = first + tl.arange(0, FORMAT.rows)[:, None]
-    minima = wire.to(tl.pointer_type(tl.float32)) + row
-    scales = (wire + blocks * (FORMAT.form.header_bytes - 2)).to(tl.pointer_type(tl.uint16)) + row
-    return scales, minima
+def scale_pointers(wire, first, FORMAT: tl.constexpr):
+    """Where the scales (as uint16) from block `first` on lie in a message; (rows, 1)."""
+    return wire.to(tl.pointer_type(tl.uint16)) + (first + tl.arange(0, FORMAT.rows)[:, None])
 
 
 @triton.jit
 def code_pointer(wire, blocks, first, FORMAT: tl.constexpr, ALIGN: tl.constexpr):
     """Where the codes from block `first` on lie: at a multiple of ALIGN bytes."""
-    headers = blocks * FORMAT.form.header_bytes
-    return tl.multiple_of(wire + (headers + first * (FORMAT.block * FORMAT.bits // 8)), ALIGN)
+    scales = blocks * 2  # bytes
+    return tl.multiple_of(wire + (scales + first * (FORMAT.block * FORMAT.bits // 8)), ALIGN)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Make docs/benchmarks.md, the full tables and the pictures from the measured rows."""
+"""Make docs/benchmarks.md and its pictures from the measured rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cases", help="draw these instead, comma-separated; the page stays as it is")
     options = parser.parse_args(arguments)
     require("python -m benchmarks report", "jinja2", "matplotlib", "pandas", extra="bench")
-    from benchmarks.report import accuracy, frame, page, plots
+    from benchmarks.report import frame, page, plots
 
     rows, figures = frame.load(options.results), options.page.with_suffix("")
     plots.draw(rows, figures, options.cases.split(",") if options.cases else ())
@@ -28,9 +28,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     options.page.parent.mkdir(parents=True, exist_ok=True)
     options.page.write_text(page.text(rows, figures.name))
-    for name, text in page.tables(rows).items():
-        file = options.results / "tables" / f"{name}.md"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    accuracy.publish(options.results)
-    print(f"{options.page}, pictures in {figures}, tables in {options.results / 'tables'}")
+    print(f"{options.page}, pictures in {figures}")

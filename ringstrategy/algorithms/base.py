@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ringstrategy._version import __version__
 from ringstrategy.codecs.base import WIRE_FORMAT
@@ -91,14 +90,12 @@ class Algorithm(ABC):
     def attend(
         self,
         buffers: Callable[[], Sequence[Tensor]],
-        optimizers: Callable[[], Sequence[Optimizer]],
         copied: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """Where the module's buffers and the optimizers are found, until `close`; before `bind`.
+        """Where the module's buffers are found, until `close`; before `bind`.
 
         Args:
             buffers: those that have a mean.
-            optimizers: all.
             copied: the other buffers, of which rank 0's values count.
         """
 

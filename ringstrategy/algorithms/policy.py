@@ -73,15 +73,10 @@ def check_codec(codec: Codec | Policy, collective: Collective) -> None:
         collective.check(each)
 
 
-def check_feedback(error_feedback: bool | None) -> None:
+def check_feedback(error_feedback: bool) -> None:
     """TypeError unless it is a choice."""
-    if error_feedback is not None and not isinstance(error_feedback, bool):
-        raise TypeError(f"error_feedback is True, False or None (the codec's own default), got {error_feedback!r}")
-
-
-def feeds_back(codec: Codec, error_feedback: bool | None) -> bool:
-    """Is what this codec loses kept for the next exchange?"""
-    return not codec.lossless and (codec.error_feedback if error_feedback is None else error_feedback)
+    if not isinstance(error_feedback, bool):
+        raise TypeError(f"error_feedback is True or False, got {error_feedback!r}")
 
 
 def codec_of(codec: Codec | Policy, collective: Collective, name: str, parameter: Parameter) -> Codec:

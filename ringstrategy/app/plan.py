@@ -284,11 +284,9 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
 
     def seldom(name: str, algorithm: LocalSGD) -> Row:
         codec = algorithm.codec if isinstance(algorithm.codec, Codec) else algorithm.codec.codec  # type: ignore[attr-defined]
-        key = codec, codec.error_feedback
-        interval = algorithm.interval
-        assert isinstance(interval, int)
-        late = algorithm.schedule.late
-        how = Apart(algorithm.collective, codec, key[1], interval, late, algorithm.fragments)
+        key = codec, False
+        schedule = algorithm.schedule
+        how = Apart(algorithm.collective, codec, key[1], schedule.interval, schedule.late, algorithm.fragments)
         prediction = predict_apart(how, each * _TENSORS, there, profile)
         return Row(f'"{name}"', prediction, APART, "apart", _gb_per_second(codec, speeds.codecs[key]))
 

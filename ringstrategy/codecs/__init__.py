@@ -6,7 +6,6 @@ from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.gaussian import Gaussian
 from ringstrategy.codecs.identity import Identity
-from ringstrategy.codecs.random_k import RandomK
 from ringstrategy.codecs.rotated import Rotated
 from ringstrategy.codecs.sign import Sign
 from ringstrategy.codecs.top_k import TopK
@@ -18,7 +17,6 @@ __all__ = [
     "Codec",
     "Gaussian",
     "Identity",
-    "RandomK",
     "Rotated",
     "Sign",
     "TopK",

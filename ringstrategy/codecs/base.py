@@ -32,10 +32,7 @@ class Codec(ABC):
     """
 
     block: int = 1  # chunks and segments are cut on multiples of it
-    error_feedback: bool = False  # what `AllReduce(error_feedback=None)` means for this codec
     hop_by_hop: bool = True  # can a partial sum be encoded again at each hop of a ring?
-    shares_seed: bool = False  # do all ranks encode with the same seed?
-    exact: Codec | None = None  # carries within a host what this carries between hosts: has `raw`; None: `Identity()`
     adds_exactly: bool = False  # do any 256 decoded values of one block add up in float32 without rounding?
 
     needs_kernels: bool = False  # are CUDA tensors left to the Triton kernels?
@@ -52,7 +49,7 @@ class Codec(ABC):
 
         A block with a NaN or an infinity decodes to something non-finite and leaves its part of `lost` untouched.
         `offset` is the place of the first value in its bucket, so that cutting into segments changes no byte; `seed`
-        is this rank's own for this step and bucket (everyone's, if `shares_seed`).
+        is this rank's own for this step and bucket.
         """
 
     @abstractmethod
@@ -158,10 +155,6 @@ class Codec(ABC):
 
     def restore_(self, values: Tensor, seed: int) -> None:
         """Undo `prepare_`."""
-
-    def own_seed(self, seed: int, rank: int) -> int:
-        """What `rank` encodes with, where `seed` is everyone's."""
-        return seed if self.shares_seed else derive_seed(seed, rank)
 
     def warm_up(self, device: torch.device) -> None:
         """Do what the first encode on this device would wait for, such as compiling."""

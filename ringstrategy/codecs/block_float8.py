@@ -39,10 +39,10 @@ class BlockFloat8(Blocked):
         """See `Blocked.arithmetic`."""
         return Arithmetic(self.format, self.block, 8, 1 / torch.finfo(_DTYPES[self.format]).max)
 
-    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
         """See `Blocked.quantize`."""
-        scale = bounding_scale(blocks.abs().amax(1, keepdim=True), self.arithmetic)
-        return (blocks * (1 / scale)).to(_DTYPES[self.format]).view(torch.uint8), scale, None
+        scale = bounding_scale(blocks, self.arithmetic)
+        return (blocks * (1 / scale)).to(_DTYPES[self.format]).view(torch.uint8), scale
 
     def numbers(self, codes: Tensor) -> Tensor:
         """See `Blocked.numbers`. The two codes of e4m3 that are NaN, which no rank sends, count as 480 and -480."""

@@ -25,55 +25,37 @@ class BlockInt(Blocked):
         block: values that share a scale, a multiple of 8; smaller: closer, more bytes.
         rounding: "nearest", ties to even; or "stochastic": unbiased, as QSGD's, with a mean error
             of one rounding that is 1.4 times as large.
-        scale: "absmax": levels symmetric around 0. "minmax": 2**bits levels from the block's least to its greatest
-            value, for values that lie to one side of 0; 6 bytes a block.
     """
 
     bits: int = 8
     block: int = 256
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    scale: Literal["absmax", "minmax"] = "absmax"
+    adds_exactly = True  # whole numbers below 2**7, times 8 significant bits
 
     def __post_init__(self) -> None:
         check_bits(self.bits, 2, 8)
         check_block(self.block)
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding is 'nearest' or 'stochastic', got {self.rounding!r}")
-        if self.scale not in ("absmax", "minmax"):
-            raise ValueError(f"scale is 'absmax' or 'minmax', got {self.scale!r}")
 
     @cached_property
     def arithmetic(self) -> Arithmetic:
-        """See `Blocked.arithmetic`. Whole numbers around 0; with minmax from 0 up."""
+        """See `Blocked.arithmetic`. Whole numbers around 0."""
         half, stochastic = 1 << (self.bits - 1), self.rounding == "stochastic"
-        if self.scale == "absmax":
-            kind: Literal["int", "minmax"] = "int"
-            highest, bias = half - 1, -half
-        else:
-            kind, highest, bias = "minmax", 2 * half - 1, 0
-        return Arithmetic(kind, self.block, self.bits, 1 / highest, bias=bias, highest=highest, stochastic=stochastic)
+        return Arithmetic(
+            "int", self.block, self.bits, 1 / (half - 1), bias=-half, highest=half - 1, stochastic=stochastic
+        )
 
-    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
         """See `Blocked.quantize`."""
-        how, largest, least = self.arithmetic, blocks.abs().amax(1, keepdim=True), None
-        if self.scale == "absmax":
-            scale = bounding_scale(largest, how)
-            levels = blocks * (1 / scale)
-        else:
-            least = blocks.amin(1, keepdim=True) + 0.0  # -0 is sent as 0
-            scale = bounding_scale(blocks.amax(1, keepdim=True) - least, how)
-            scale = torch.where(largest < how.too_large, scale, torch.nan)
-            levels = (blocks - least) * (1 / scale)
+        how = self.arithmetic
+        scale = bounding_scale(blocks, how)
+        levels = blocks * (1 / scale)
         if self.rounding == "stochastic":
             levels = levels + noise(seed, place, blocks.numel()).view_as(blocks)
-        levels = levels.round().clamp(-how.highest if self.scale == "absmax" else 0, how.highest)
-        return (levels - how.bias).to(torch.uint8), scale, least
+        levels = levels.round().clamp(-how.highest, how.highest)
+        return (levels - how.bias).to(torch.uint8), scale
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
         """See `Blocked.noise`."""
         return keys(seed, place, numel) if self.rounding == "stochastic" else None
-
-    @property
-    def adds_exactly(self) -> bool:  # type: ignore[override]
-        """With absmax: whole numbers below 2**7, times 8 significant bits."""
-        return self.scale == "absmax"

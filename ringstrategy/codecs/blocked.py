@@ -14,7 +14,7 @@ from ringstrategy.kernels.layout import Arithmetic, Signs
 
 
 class Blocked(Codec):
-    """Each block of `block` values becomes a bfloat16 scale, perhaps its least value, and one code a value.
+    """Each block of `block` values becomes a bfloat16 scale and one code a value.
 
     A subclass says which `Arithmetic` this is, and writes it down in torch: how blocks are quantized, and what codes
     stand for. It overrides nothing else: collectives call `hop` and `deliver`, which an engine may do in one pass. On
@@ -30,8 +30,8 @@ class Blocked(Codec):
         """This codec as the engines know it."""
 
     @abstractmethod
-    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes, scales and least values of blocks, float32 (blocks, length).
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
+        """Codes and scales of blocks, float32 (blocks, length).
 
         Args:
             blocks: of one length; they stay as they are.
@@ -39,12 +39,12 @@ class Blocked(Codec):
             place: of the first value in its bucket.
 
         Returns:
-            uint8 (blocks, length), anything where the scale is NaN; float32 (blocks, 1), exact in bfloat16, NaN for a
-            block that is not finite; and float32 (blocks, 1), or None if none are sent.
+            uint8 (blocks, length), anything where the scale is NaN; and float32 (blocks, 1), exact in bfloat16, NaN
+            for a block that is not finite.
         """
 
     def numbers(self, codes: Tensor) -> Tensor:
-        """What codes stand for in units of the scale, without the least value: uint8 to float32."""
+        """What codes stand for in units of the scale: uint8 to float32."""
         how = self.arithmetic
         return codes.float() * how.spacing + how.bias
 
@@ -131,11 +131,12 @@ class Blocked(Codec):
         engine(device).warm_up(self)
 
 
-def bounding_scale(spread: Tensor, how: Arithmetic) -> Tensor:
-    """The spread times the factor, rounded up to bfloat16; NaN where the spread is too large or NaN."""
-    scale = (spread * how.factor).clamp(min=how.smallest)
+def bounding_scale(blocks: Tensor, how: Arithmetic) -> Tensor:
+    """max|x| of each block times the factor, rounded up to bfloat16, NaN if too large or NaN: (blocks, 1)."""
+    largest = blocks.abs().amax(1, keepdim=True)
+    scale = (largest * how.factor).clamp(min=how.smallest)
     up = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
-    return torch.where(spread < how.too_large, up, torch.nan)
+    return torch.where(largest < how.too_large, up, torch.nan)
 
 
 def mean_magnitude(blocks: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class Gaussian(Blocked):
         bias = 1 - (1 << self.bits)
         return Arithmetic("gaussian", self.block, self.bits, factor, spacing=2, bias=bias, too_large=LARGEST_STEP)
 
-    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
         """See `Blocked.quantize`."""
         how, half = self.arithmetic, 1 << (self.bits - 1)
         step = mean_magnitude(blocks) * how.factor
@@ -49,4 +49,4 @@ class Gaussian(Blocked):
         codes = (scaled + half).clamp(0, 2 * half - 1).to(torch.uint8)  # down to whole numbers
         along = (scaled * self.numbers(codes)).sum(1, keepdim=True)
         scale = (step * (scaled.square().sum(1, keepdim=True) / along)).bfloat16().float()
-        return codes, torch.where(step < how.too_large, torch.where(tiny, 0.0, scale), torch.nan), None
+        return codes, torch.where(step < how.too_large, torch.where(tiny, 0.0, scale), torch.nan)

@@ -29,8 +29,7 @@ class Rotated(Codec):
     the inner codec's decoded values must add up exactly.
 
     Args:
-        codec: what carries the rotated values: `Gaussian`, `Sign`, or `BlockInt` with absmax, in blocks of a multiple
-            of 256.
+        codec: what carries the rotated values: `Gaussian`, `Sign` or `BlockInt`, in blocks of a multiple of 256.
     """
 
     codec: Codec = field(default_factory=Gaussian)
@@ -42,18 +41,13 @@ class Rotated(Codec):
         if not self.codec.adds_exactly or self.codec.block % ROTATED:
             raise ValueError(
                 f"Rotated cannot turn {self.codec} back with the same bits on every machine: "
-                f"use Gaussian, Sign, or BlockInt(scale='absmax'), with a block that is a multiple of {ROTATED}"
+                f"use Gaussian, Sign or BlockInt, with a block that is a multiple of {ROTATED}"
             )
 
     @property
     def block(self) -> int:  # type: ignore[override]
         """The inner codec's."""
         return self.codec.block
-
-    @property
-    def error_feedback(self) -> bool:  # type: ignore[override]
-        """The inner codec's."""
-        return self.codec.error_feedback
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         """The inner codec's."""

@@ -33,7 +33,7 @@ class Sign(Blocked):
         """See `Blocked.arithmetic`."""
         return Arithmetic("sign", self.block, 1, 1.0, spacing=2, bias=-1)
 
-    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor, None]:
+    def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
         """See `Blocked.quantize`."""
         scale = mean_magnitude(blocks).bfloat16().float()
-        return (blocks >= 0).to(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan), None
+        return (blocks >= 0).to(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)

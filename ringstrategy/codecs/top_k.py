@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.codecs.sparse import check_k
 from ringstrategy.kernels.engine import engine
 from ringstrategy.kernels.layout import SparseFormat
 
@@ -32,7 +31,11 @@ class TopK(Codec):
     hop_by_hop = False
 
     def __post_init__(self) -> None:
-        check_k(self.k, self.block)
+        k, block = self.k, self.block
+        if not isinstance(block, int) or isinstance(block, bool) or not 1 <= block <= 1 << 15:
+            raise ValueError(f"block is how many values k are chosen from: 1 to {1 << 15}, got {block!r}")
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= block:
+            raise ValueError(f"k is how many of a block's {block} values travel: 1 to {block}, got {k!r}")
 
     @property
     def _place_dtype(self) -> torch.dtype:
@@ -60,7 +63,7 @@ class TopK(Codec):
 
     @property
     def _form(self) -> SparseFormat:
-        return SparseFormat(self.k, self.block, strided=False)
+        return SparseFormat(self.k, self.block)
 
     def _split(self, wire: Tensor) -> tuple[Tensor, Tensor]:
         blocks = wire.numel() // (self.k * (2 + self._place_dtype.itemsize))

@@ -6,6 +6,5 @@ from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
 from ringstrategy.collectives.native import Native
 from ringstrategy.collectives.ring import Ring
-from ringstrategy.collectives.two_shot import TwoShot
 
-__all__ = ["BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "TwoShot", "mean_"]
+__all__ = ["BySize", "Collective", "Direct", "Hierarchical", "Native", "Ring", "mean_"]

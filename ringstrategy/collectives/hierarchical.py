@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, product
+from itertools import product
 
-import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -16,8 +15,7 @@ from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.native import Native
 from ringstrategy.collectives.pieces import Pieces
 from ringstrategy.collectives.subset import Subset
-from ringstrategy.collectives.two_shot import TwoShot
-from ringstrategy.transport.base import Peers, Windows
+from ringstrategy.transport.base import Peers
 from ringstrategy.transport.trace import span
 
 
@@ -28,8 +26,7 @@ class Hierarchical(Collective):
     Values are cut into as many columns as the smallest host has ranks, and on each host the first rank owns the first
     column, and so on; further ranks own none. The ranks of a host send each column's owner their part of it, who adds
     them: its own values, then the others' in rank order. Then the owners of a column, one a host, sum it with
-    `between`, and each sends the outcome verbatim to the other ranks of its host. Where the ranks of a host can read
-    each other's memory (`Peers.windows`), they do so instead of sending: the same additions, bits and counted bytes.
+    `between`, and each sends the outcome verbatim to the other ranks of its host.
 
     Only owners encode, so a residual is what `between` lost in a rank's own column, and 0 elsewhere. On one host
     nothing is encoded; with one rank a host this is `between`. It needs a copy of the column for each further rank of
@@ -54,8 +51,6 @@ class Hierarchical(Collective):
                 "a backend's all-reduce takes all ranks, not one a host: pass between=Ring() or Direct(), or "
                 "collective=Native() alone"
             )
-        if isinstance(self.between, TwoShot):
-            raise ValueError("hosts share no memory: pass between=Direct(), which sums in the same way by messages")
         check_segments(self.segments)
 
     def carries_extras(self, peers: Peers) -> bool:
@@ -73,9 +68,6 @@ class Hierarchical(Collective):
             self.between.check(codec)
         except ValueError as error:
             raise ValueError(f"{error} (here the argument `between` of Hierarchical)") from None
-        within = codec.exact or Identity()
-        if within.raw(torch.zeros(1)) is None:
-            raise ValueError(f"{codec}.exact must send values as they lie in memory (`Codec.raw`), not as {within}")
 
     def sum_(
         self,
@@ -101,8 +93,7 @@ class Hierarchical(Collective):
         [host] = [ranks for ranks in hosts if rank in ranks]
         own = host.index(rank)  # this rank's column, if there are so many
         columns = self._columns(values, width, len(hosts), codec.block)
-        within = Identity() if codec.exact is None else codec.exact
-        pieces = Pieces(replace(summand, codec=within, lost=None), columns, rank)
+        pieces = Pieces(replace(summand, codec=Identity(), lost=None), columns, rank)
         like = Subset(peers, [ranks[own] for ranks in hosts]) if own < width else None  # who owns it on other hosts
 
         def finish(k: int, parts: Sequence[Tensor]) -> None:
@@ -115,18 +106,7 @@ class Hierarchical(Collective):
             part = Summand(pieces[own, k], codec, lost=rest, seed=derive_seed(summand.seed, own, k))
             self.between.sum_(part, like)
 
-        windows = peers.windows(values.nbytes)
-        if windows is None:
-            _sum_by_messages(pieces, peers, host, width, finish)
-        else:
-            if summand.residual is not None:
-                values.add_(summand.residual)
-            size = values.element_size()
-            places = [[slice(begin * size, end * size) for begin, end in column] for column in columns]
-            raw = within.raw(values)
-            assert raw is not None, "checked at construction"
-            _sum_by_address(raw, places, windows, rank, host, finish)
-
+        _sum_within_hosts(pieces, peers, host, width, finish)
         if lost is not None:
             for column, k in product(range(width), range(pieces.count)):
                 if column != own or len(hosts) == 1:  # this rank encoded none of it
@@ -146,10 +126,9 @@ def ranks_of_hosts(hosts: Sequence[str]) -> list[list[int]]:
     return list(ranks.values())
 
 
-_Finish = Callable[[int, Sequence[Tensor]], None]
-
-
-def _sum_by_messages(pieces: Pieces, peers: Peers, host: Sequence[int], width: int, finish: _Finish) -> None:
+def _sum_within_hosts(
+    pieces: Pieces, peers: Peers, host: Sequence[int], width: int, finish: Callable[[int, Sequence[Tensor]], None]
+) -> None:
     rank, own, each = peers.rank, host.index(peers.rank), range(pieces.count)
     owners = {column: host[column] for column in range(width) if column != own}
     others = [other for other in host if other != rank] if own < width else []  # they send this rank their parts
@@ -179,46 +158,6 @@ def _sum_by_messages(pieces: Pieces, peers: Peers, host: Sequence[int], width: i
     with span("wait within the host"):
         for handle in spreading:
             handle.wait()
-
-
-def _sum_by_address(
-    raw: Tensor, columns: Sequence[Sequence[slice]], windows: Windows, rank: int, host: Sequence[int], finish: _Finish
-) -> None:
-    """In a window each value has the place that it has among the values.
-
-    A rank's own column there, which no other reads before the second barrier, then gets the sum.
-
-    Args:
-        raw: the values' own bytes, flat uint8; they become those of the sum.
-        columns: of each piece where its bytes lie.
-        windows: of this host.
-        rank: this one.
-        host: its ranks.
-        finish: adds a piece of this rank's column up.
-    """
-    own, memory = host.index(rank), windows.memory
-    others = [other for other in host if other != rank]
-    whole = [slice(pieces[0].start, pieces[-1].stop) for pieces in columns]
-    theirs = [column for column in range(len(columns)) if column != own]
-    owns = own < len(columns)
-
-    # Within each host: everyone's parts, of which each owner reads its column.
-    memory[rank][: raw.numel()].copy_(raw)
-    parts = [[memory[other][piece] for other in others] for piece in columns[own]] if owns else []
-    windows.barrier([memory[rank][whole[column]] for column in theirs], list(chain(*parts)))
-    for k, arrived in enumerate(parts):
-        finish(k, arrived)
-
-    # Within each host: everyone reads the owners' sums.
-    leaving = []
-    if owns:
-        total = memory[rank][whole[own]]
-        total.copy_(raw[whole[own]])
-        leaving = [total] * len(others)
-    sums = {column: memory[host[column]][whole[column]] for column in theirs}
-    windows.barrier(leaving, list(sums.values()))
-    for column, wire in sums.items():
-        raw[whole[column]].copy_(wire)
 
 
 def _not_empty(wires: Mapping[int, Tensor]) -> dict[int, Tensor]:

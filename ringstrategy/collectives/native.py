@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.trace import span
@@ -50,7 +50,7 @@ class Native(Collective):
                 residual=summand.residual,
                 lost=summand.lost,
                 seed=summand.seed,
-                own_seed=codec.own_seed(summand.seed, peers.rank),
+                own_seed=derive_seed(summand.seed, peers.rank),
             )
         with span("all-reduce"):
             peers.all_reduce_(wire.view(dtype))

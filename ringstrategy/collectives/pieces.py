@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from ringstrategy.codecs.base import derive_seed
 from ringstrategy.collectives.base import Summand, cut, cut_chunks, pieces_of
 from ringstrategy.kernels.layout import Part
 from ringstrategy.transport.base import Peers
@@ -24,8 +25,7 @@ class Pieces:
         rank: whose encodes these are.
         flags: ride behind the first piece of each chunk while it is a part of the sum; see `Collective.sum_`.
         riders: each cut into as many chunks of one piece, which travels behind the first piece of the chunk.
-        copied: the values' own bytes are never the wire: riders lie in the middle of a message, and what other ranks
-            read by address lies in memory that all of them know.
+        copied: the values' own bytes are never the wire, because these riders lie in the middle of a message.
         gap: values that chunks lack to begin at whole blocks, as codecs count them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Pieces:
         self._values, self._codec, self._residual = summand.values, summand.codec, summand.residual
         self._lost, self._source = summand.lost, summand.source
         self._flags, self._flag_bytes = flags, 0 if flags is None else flags.numel()
-        self._seed, self._own_seed = summand.seed, self._codec.own_seed(summand.seed, rank)
+        self._seed, self._own_seed = summand.seed, derive_seed(summand.seed, rank)
         # which count on chunks that begin at whole blocks
         self._launches = None if gap else self._codec.launches(summand.values, summand.seed)
         self._gap = gap
@@ -244,7 +244,6 @@ def cut_pieces(
     *,
     flags: Tensor | None,
     riders: Sequence[Summand],
-    copied: bool = False,
 ) -> Pieces:
     """One chunk for each rank, each in at most `segments` pieces; of the riders in one."""
 
@@ -252,7 +251,7 @@ def cut_pieces(
         return cut_chunks(one.values, peers.size, segments, one.codec.block)
 
     riding = [Pieces(rider, chunks(rider, 1), peers.rank, copied=True) for rider in riders]
-    return Pieces(summand, chunks(summand, segments), peers.rank, flags, riding, copied=copied)
+    return Pieces(summand, chunks(summand, segments), peers.rank, flags, riding)
 
 
 def cut_shards(summand: Summand, peers: Peers, segments: int) -> Pieces:

@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, mean_
 from ringstrategy.collectives.by_size import BySize
-from ringstrategy.collectives.direct import Direct
-from ringstrategy.collectives.two_shot import TwoShot
+from ringstrategy.collectives.hierarchical import Hierarchical, ranks_of_hosts
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
 
@@ -191,9 +189,9 @@ class _Clocked(Peers):
 class _Timed(Codec):
     """A codec whose calls only take time."""
 
-    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock, exact: _Timed | None = None) -> None:
-        self._codec, self._cost, self._clock, self.exact = codec, cost, clock, exact
-        self.block, self.hop_by_hop, self.shares_seed = codec.block, codec.hop_by_hop, codec.shares_seed
+    def __init__(self, codec: Codec, cost: CodecCost, clock: _Clock) -> None:
+        self._codec, self._cost, self._clock = codec, cost, clock
+        self.block, self.hop_by_hop = codec.block, codec.hop_by_hop
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return self._codec.nbytes(numel, dtype)
@@ -248,8 +246,6 @@ def exchange_cost(
 ) -> Cost:
     """What it costs to average `numel` values over all ranks.
 
-    Of memory that ranks of a host share it knows nothing: they send each other messages, and `TwoShot` is `Direct`.
-
     Args:
         machines: the ranks; `machines.codecs` has this codec, with or without feedback.
         collective: the schedule.
@@ -269,15 +265,16 @@ def exchange_cost(
     clock = _Clock(machines.wake if beside_computing else 0.0)
     if isinstance(collective, BySize):  # before who sends most is found with values of another length
         collective = collective.chosen(codec.nbytes(numel, dtype), _Clocked(0, machines, clock, 1.0))
-    elif isinstance(collective, TwoShot):
-        collective = Direct()
     rank, shared_by = _sends_most(machines.hosts, machines.queues, collective, codec)
     peers = _Clocked(rank, machines, clock, shared_by)
     values = torch.empty(numel, dtype=dtype, device="meta")
     residual = torch.empty_like(values) if feedback else None
-    # to add within a host takes about as long as to copy
-    exact = _Timed(Identity(), CodecCost(_NOTHING, _NOTHING, _NOTHING, machines.pack), clock)
-    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock, exact)
+    if isinstance(collective, Hierarchical):
+        host, *others = ranks_of_hosts(machines.hosts)
+        width = min(map(len, (host, *others)))
+        # to add within a host takes about as long as to copy
+        clock.work((len(host) - 1) * machines.pack.seconds(numel // width))
+    timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
     mean_(values, peers, collective, timed, residual=residual)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))
 

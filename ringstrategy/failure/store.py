@@ -58,7 +58,8 @@ def within(seconds: float, call: Callable[[], Answer]) -> Answer:
 class BoundedStore:
     """A store of torch, with calls that end within `limit` seconds, one after the other.
 
-    Every call raises a StoreSilentError if there is no answer in time, and a RuntimeError if the store is gone.
+    Every call raises a StoreSilentError if there is no answer in time, and a RuntimeError if the store is gone. A store
+    that is gone is not asked again: torch's client does not connect a second time, and logs a C++ trace at each call.
 
     Args:
         store: of torch.
@@ -68,15 +69,21 @@ class BoundedStore:
     def __init__(self, store: dist.Store, limit: float) -> None:
         self._store = store
         self._stuck: threading.Thread | None = None
+        self._gone: dist.DistNetworkError | None = None
         self.limit = limit
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
+        if self._gone is not None:
+            raise self._gone
         if self._stuck is not None and self._stuck.is_alive():
             raise StoreSilentError(self._stuck)
         try:
             return within(self.limit, call)
         except StoreSilentError as silent:
             self._stuck = silent.waiting
+            raise
+        except dist.DistNetworkError as error:
+            self._gone = error
             raise
 
     def set(self, key: str, value: str) -> None:

@@ -2,12 +2,10 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with its own types, and not with strings.
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.util import Finalize
 from typing import Any, cast
 
 import torch
@@ -26,6 +24,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.errors import last_words
+from ringstrategy.integrations.at_exit import at_exit
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
 from ringstrategy.session.optimizers import stepped_by
@@ -46,7 +45,7 @@ def ddp_hook(
     codec: Codec | Policy | None = None,
     collective: Collective | None = None,
     *,
-    error_feedback: bool | None = None,
+    error_feedback: bool = False,
     process_group: dist.ProcessGroup | None = None,
     module: Module | None = None,
     timeout: timedelta = default_pg_timeout,
@@ -58,7 +57,7 @@ def ddp_hook(
     Args:
         codec: what travels instead of float32; or a policy such as `SmallExact`. None: `Identity()`.
         collective: how it travels. None: `BySize()`.
-        error_feedback: add what the codec lost to the next step's gradients. None: as the codec prefers.
+        error_feedback: add what the codec lost to the next step's gradients.
         process_group: that of the DDP module. None: the default one.
         module: the DDP module, or the one within it: needed for a policy, and to save and load residuals.
         timeout: how long a peer may stay silent before it counts as lost.
@@ -188,8 +187,7 @@ class DdpHookState:
             begin_threads(free_cores(peers.hosts.count(peers.hosts[peers.rank])))
             self._connection = _Connection(peers, Futures(device))
             self._plans = {}  # the ranks are to compare them
-            # not atexit, which forked ranks skip
-            self._end = Finalize(None, self._connection.end_of_process, exitpriority=0)
+            self._stay = at_exit(self._connection.close)
             self._steps = register_optimizer_step_pre_hook(self._before_step)
         return self._connection.peers
 
@@ -298,7 +296,7 @@ class DdpHookState:
     def close(self) -> None:
         """Disconnect. Idempotent, and no collective. The next backward connects again; residuals stay."""
         if self._connection is not None:
-            self._end.cancel()
+            self._stay()
             self._steps.remove()
             connection, self._connection = self._connection, None
             try:
@@ -402,7 +400,3 @@ class _Connection:
             ends.callback(self.peers.close)
             if not self.futures.close(_CLOSE_SECONDS) or error is not None:
                 self.peers.abort("the end of its process" if error is None else last_words(error))
-
-    def end_of_process(self) -> None:
-        """It may have ended in an error."""
-        self.close(getattr(sys, "last_value", None))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from datetime import timedelta
 from typing import Protocol
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Collective
+from ringstrategy.integrations.at_exit import at_exit
 from ringstrategy.transport.agree import agree_beside
 from ringstrategy.transport.base import Peers, Word
 from ringstrategy.transport.connect import connect
@@ -27,11 +27,12 @@ _open: weakref.WeakSet[_Closeable] = weakref.WeakSet()
 
 def close_at_exit(one: _Closeable) -> None:
     """If it still exists then: threads must not be within torch while the process ends."""
+    if not _open:
+        at_exit(_close_all)
     _open.add(one)
 
 
-@atexit.register
-def _close_all() -> None:
+def _close_all(error: BaseException | None) -> None:
     for one in list(_open):
         one.close()
 

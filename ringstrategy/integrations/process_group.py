@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.algorithms.memory import check_memory, check_width
-from ringstrategy.codecs import Codec, RandomK, TopK, derive_seed
+from ringstrategy.codecs import Codec, TopK, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
@@ -87,7 +87,7 @@ class GroupOptions:
             )
         if self.algorithm.error_feedback:
             raise ValueError(f"error_feedback=True has no place here. {_FEEDBACK}")
-        if isinstance(self.algorithm.codec, TopK | RandomK):
+        if isinstance(self.algorithm.codec, TopK):
             raise ValueError(f"{self.algorithm.codec} sends a few values and needs to remember the others. {_FEEDBACK}")
         if self.algorithm.local is not None or self.algorithm.uneven != "error":
             raise ValueError("a process group does not see parameters or batches: leave local and uneven as they are")

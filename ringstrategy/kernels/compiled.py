@@ -308,7 +308,7 @@ def _sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels | None:
         from ringstrategy.kernels import cpu_sparse
 
         made, nothing, bits = cpu_sparse.kernels(form), np.uint64(0), np.zeros(0, np.int16)
-        places = np.zeros(0, np.int64 if form.strided else np.uint8 if form.block <= 256 else np.uint16)
+        places = np.zeros(0, np.uint8 if form.block <= 256 else np.uint16)
         made.encode(np.zeros(0, np.int32), bits, places, _NO_VALUES, nothing, nothing)
         made.decode(bits, places, _NO_VALUES, False, nothing, nothing)
         return made

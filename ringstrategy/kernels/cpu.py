@@ -23,8 +23,8 @@ from ringstrategy.kernels.jit import kernel as _kernel
 from ringstrategy.kernels.jit import pointer
 from ringstrategy.kernels.layout import ROTATED
 
-KINDS = ("int", "minmax", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
-_MINMAX, _E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 6)
+KINDS = ("int", "e4m3", "e5m2", "sign", "gaussian")  # how a block is measured and rounded
+_E4M3, _E5M2, _SIGN, _GAUSSIAN = range(1, 5)
 
 _U = np.uint64
 _ROUND = np.float32(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to a whole number, ties to even
@@ -83,7 +83,7 @@ def _pack(small, length, bits, codes, first):
 
 
 @_inline
-def _spread(codes, first, width, padded, spacing, bias, scale, least, has_least, add, out, begin, length):
+def _spread(codes, first, width, padded, spacing, bias, scale, add, out, begin, length):
     """Write the values of codes in one plane to `out`, or add them to it."""
     run, mask, unit = padded * width // _U(8), np.uint8((_U(1) << width) - _U(1)), spacing
     for part in range(_runs(width)):
@@ -92,15 +92,13 @@ def _spread(codes, first, width, padded, spacing, bias, scale, least, has_least,
         at += begin
         for j in range(count):
             value = (np.float32(np.int32(codes[first + j] & mask)) * unit + bias) * scale
-            if has_least:
-                value += least
             out[at + j] = out[at + j] + value if add else value
         mask = np.uint8(mask << width)  # the code is masked where it stands, and its unit is the smaller: no shift
         unit *= np.float32(1) / np.float32(_U(1) << width)
 
 
 @_inline
-def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, small, add, out, begin, length):
+def _decode(codes, first, bits, spacing, bias, table, scale, small, add, out, begin, length):
     """Write the values of one block's codes to `out`, or add them to it."""
     padded = (length + _U(7)) // _U(8) * _U(8)
     if len(table):
@@ -111,10 +109,10 @@ def _decode(codes, first, bits, spacing, bias, table, scale, least, has_least, s
             for i in range(length):
                 out[begin + i] = table[codes[first + i]] * scale
     elif _width(bits, _U(0)) == bits:
-        _spread(codes, first, bits, padded, spacing, bias, scale, least, has_least, add, out, begin, length)
+        _spread(codes, first, bits, padded, spacing, bias, scale, add, out, begin, length)
     else:
         _unpack(codes, first, padded, bits, small)
-        _spread(small, _U(0), _U(8), padded, spacing, bias, scale, least, has_least, add, out, begin, length)
+        _spread(small, _U(0), _U(8), padded, spacing, bias, scale, add, out, begin, length)
 
 
 def _hadamard(flips_last):
@@ -172,29 +170,9 @@ _turn_back: Any = _hadamard(flips_last=True)
 
 
 @_inline
-def _begins(numel, block, has_least):
-    """Where in a message of `numel` values the scales and the codes begin."""
-    blocks = (numel + block - _U(1)) // block
-    scales = _U(4) * blocks if has_least else _U(0)
-    return scales, scales + _U(2) * blocks
-
-
-@_inline
 def _scale(message, at, word, real):
     """A bfloat16 in a message."""
     word[0] = (np.uint32(message[at]) << np.uint32(16)) | (np.uint32(message[at + _U(1)]) << np.uint32(24))
-    return real[0]
-
-
-@_inline
-def _least(message, at, word, real):
-    """A float32 in a message."""
-    word[0] = (
-        np.uint32(message[at])
-        | (np.uint32(message[at + _U(1)]) << np.uint32(8))
-        | (np.uint32(message[at + _U(2)]) << np.uint32(16))
-        | (np.uint32(message[at + _U(3)]) << np.uint32(24))
-    )
     return real[0]
 
 
@@ -351,35 +329,31 @@ def kernels(form: Format) -> Kernels:
     """The kernels of a format."""
     kind, block, bits, spacing, bias, _, highest, factor, smallest, too_large, stochastic = form
     table = np.array(form.table, np.float32)
-    has_least = kind == _MINMAX
     half = np.float32(_U(1) << (bits - _U(1)))
-    code_of_zero = np.uint8(0) if kind in (_MINMAX, _E4M3, _E5M2) else np.uint8(half)
+    code_of_zero = np.uint8(0) if kind in (_E4M3, _E5M2) else np.uint8(half)
 
     @_kernel(form)
     def decode(message, out, add, flips, first, last):
         """Write the values of the blocks [first, last) of a message to their places in `out`, or add them to it.
 
-        The message: float32 least values if the codec has them, bfloat16 scales, codes. `flips`: the signs / 16 of a
-        rotation by which values are turned back, or empty.
+        The message: bfloat16 scales, then codes. `flips`: the signs / 16 of a rotation by which values are turned
+        back, or empty.
         """
         small, word, x = np.empty(block, np.uint8), np.empty(1, np.uint32), np.empty(block, np.float32)
         real, numel, nothing = word.view(np.float32), _U(len(out)), _U(0)
-        scales, codes = _begins(numel, block, has_least)
+        codes = (numel + block - _U(1)) // block * _U(2)  # behind the scales
         for b in range(first, last):
             begin = b * block
-            scale = _scale(message, scales + _U(2) * b, word, real)
-            least = _least(message, _U(4) * b, word, real) if has_least else np.float32(0)
+            scale = _scale(message, _U(2) * b, word, real)
             at, length = codes + begin * bits // _U(8), min(block, numel - begin)
             if add and len(flips):
-                _decode(
-                    message, at, bits, spacing, bias, table, scale, least, has_least, small, False, x, nothing, length
-                )
+                _decode(message, at, bits, spacing, bias, table, scale, small, False, x, nothing, length)
                 for each in range(length // _ROTATED):
                     _turn_back(x, each * _ROTATED, flips)
                 for i in range(length):
                     out[begin + i] += x[i]
                 continue
-            _decode(message, at, bits, spacing, bias, table, scale, least, has_least, small, add, out, begin, length)
+            _decode(message, at, bits, spacing, bias, table, scale, small, add, out, begin, length)
             if len(flips):
                 for each in range(length // _ROTATED):
                     _turn_back(out, begin + each * _ROTATED, flips)
@@ -394,11 +368,11 @@ def kernels(form: Format) -> Kernels:
         `hashes`, `xors`, `odds`, `place`: of the noise, or empty.
         """
         x, levels = np.empty(block, np.float32), np.empty(block, np.float32)
-        keys, small = np.empty(block, np.int32), np.empty(block, np.uint8)
+        small = np.empty(block, np.uint8)
         lanes, more, word = np.empty(_LANES, np.float32), np.empty(_LANES, np.float32), np.empty(1, np.uint32)
         x_bits, level_bits, real = x.view(np.int32), levels.view(np.int32), word.view(np.float32)
         numel, nothing = _U(len(values)), _U(0)
-        scales, codes = _begins(numel, block, has_least)
+        codes = (numel + block - _U(1)) // block * _U(2)  # behind the scales
         for b in range(first, last):
             begin = b * block
             at, length = codes + begin * bits // _U(8), min(block, numel - begin)
@@ -414,11 +388,8 @@ def kernels(form: Format) -> Kernels:
                     _turn(x, each * _ROTATED, flips)
             for address in received:
                 arrived = numba.carray(pointer(address), (codes + (numel + _U(7)) // _U(8) * bits,), np.uint8)
-                scale = _scale(arrived, scales + _U(2) * b, word, real)
-                least = _least(arrived, _U(4) * b, word, real) if has_least else np.float32(0)
-                _decode(
-                    arrived, at, bits, spacing, bias, table, scale, least, has_least, small, True, x, nothing, length
-                )
+                scale = _scale(arrived, _U(2) * b, word, real)
+                _decode(arrived, at, bits, spacing, bias, table, scale, small, True, x, nothing, length)
 
             # measure
             most = np.int32(0)
@@ -426,22 +397,10 @@ def kernels(form: Format) -> Kernels:
                 most = max(most, np.int32(x_bits[i] & _MAGNITUDE))  # of what is not finite, more than of all else
             word[0] = np.uint32(most)
             largest = real[0]
-            header, least, step = _NAN, np.float32(0), np.float32(0)
+            header, step = _NAN, np.float32(0)
             if kind <= _E5M2:
-                spread = largest
-                if kind == _MINMAX and largest < too_large:
-                    for i in range(length):
-                        keys[i] = x_bits[i] ^ ((x_bits[i] >> 31) & _MAGNITUDE)  # whole numbers that sort as the values
-                    low, high = np.int32(0x7FFFFFFF), np.int32(-0x80000000)
-                    for i in range(length):
-                        low = min(low, keys[i])
-                        high = max(high, keys[i])
-                    word[0] = np.uint32(low ^ ((low >> 31) & _MAGNITUDE))
-                    least = real[0] + np.float32(0)  # -0 is sent as 0
-                    word[0] = np.uint32(high ^ ((high >> 31) & _MAGNITUDE))
-                    spread = real[0] - least
-                if largest < too_large and spread < too_large:
-                    header = _rounded_up(max(spread * factor, smallest), word, real)
+                if largest < too_large:
+                    header = _rounded_up(max(largest * factor, smallest), word, real)
             else:
                 step = _sum_of_magnitudes(x, length, lanes) / np.float32(length) * factor
                 if kind == _SIGN:
@@ -450,11 +409,8 @@ def kernels(form: Format) -> Kernels:
                     step = step if step >= smallest else np.float32(0)
                     header = np.uint16(0)
             if header >= np.uint16(0x7F80):  # it or a value is not finite: the same bytes whatever else the block holds
-                message[scales + _U(2) * b] = np.uint8(_NAN & np.uint16(0xFF))
-                message[scales + _U(2) * b + _U(1)] = np.uint8(_NAN >> np.uint16(8))
-                if has_least:
-                    for i in range(_U(4)):
-                        message[_U(4) * b + i] = np.uint8(0)
+                message[_U(2) * b] = np.uint8(_NAN & np.uint16(0xFF))
+                message[_U(2) * b + _U(1)] = np.uint8(_NAN >> np.uint16(8))
                 for i in range(padded):
                     small[i] = code_of_zero
                 _pack(small, padded, bits, message, at)
@@ -470,12 +426,8 @@ def kernels(form: Format) -> Kernels:
                 header = _rounded(step * (norm / along), word, real) if step > 0 else np.uint16(0)
             word[0] = np.uint32(header) << np.uint32(16)
             scale = real[0]
-            message[scales + _U(2) * b] = np.uint8(header & np.uint16(0xFF))
-            message[scales + _U(2) * b + _U(1)] = np.uint8(header >> np.uint16(8))
-            if has_least:
-                real[0] = least
-                for i in range(_U(4)):
-                    message[_U(4) * b + i] = np.uint8((word[0] >> np.uint32(_U(8) * i)) & np.uint32(0xFF))
+            message[_U(2) * b] = np.uint8(header & np.uint16(0xFF))
+            message[_U(2) * b + _U(1)] = np.uint8(header >> np.uint16(8))
             if kind <= _E5M2:
                 inverse = np.float32(1) / scale
                 if kind in (_E4M3, _E5M2):
@@ -488,19 +440,11 @@ def kernels(form: Format) -> Kernels:
                         for i in range(length):
                             small[i] = _to_float8(levels[i], level_bits[i], 5)
                 elif stochastic:
-                    if kind == _MINMAX:
-                        for i in range(length):
-                            levels[i] = (x[i] - least) * inverse
-                    else:
-                        for i in range(length):
-                            levels[i] = x[i] * inverse
+                    for i in range(length):
+                        levels[i] = x[i] * inverse
                     _add_noise(levels, length, hashes, xors, odds, place + begin)
-                    lowest, up = (np.float32(0), np.float32(0)) if kind == _MINMAX else (-highest, half)
                     for i in range(length):
-                        small[i] = np.uint8(np.int32(min(max((levels[i] + _ROUND) - _ROUND, lowest), highest) + up))
-                elif kind == _MINMAX:
-                    for i in range(length):
-                        small[i] = np.uint8(np.int32(((x[i] - least) * inverse + _ROUND) - _ROUND))
+                        small[i] = np.uint8(np.int32(min(max((levels[i] + _ROUND) - _ROUND, -highest), highest) + half))
                 else:
                     for i in range(length):
                         small[i] = np.uint8(np.int32(((x[i] * inverse + _ROUND) - _ROUND) + half))
@@ -514,9 +458,6 @@ def kernels(form: Format) -> Kernels:
                 if len(table):
                     for i in range(length):
                         x[i] -= table[small[i]] * scale
-                elif has_least:
-                    for i in range(length):
-                        x[i] -= (np.float32(small[i]) * spacing + bias) * scale + least
                 else:
                     for i in range(length):
                         x[i] -= (np.float32(small[i]) * spacing + bias) * scale

@@ -1,4 +1,4 @@
-"""The arithmetic of `TopK` and `RandomK` on a CPU: one pass a block, compiled by Numba for k, block and processor.
+"""The arithmetic of `TopK` on a CPU: one pass a block, compiled by Numba for k, block and processor.
 
 The bytes are the reference's (`ringstrategy.kernels.sparse`). Magnitudes are compared as the whole numbers that their
 bits are. The rules of `ringstrategy.kernels.cpu` for loops that LLVM can vectorize hold here too.
@@ -17,7 +17,6 @@ from ringstrategy.kernels.layout import SparseFormat
 
 _U = np.uint64
 _MAGNITUDE = np.int32(0x7FFFFFFF)
-_INFINITE = np.int32(0x7F800000)
 _TOO_LARGE = np.int32(0x7F7F8000)  # from here on a magnitude is infinite as bfloat16
 _NAN = np.int16(0x7FC0)  # as bfloat16
 _WORD = _U(64)
@@ -66,9 +65,7 @@ class Kernels(NamedTuple):
 @cache
 def kernels(form: SparseFormat) -> Kernels:
     """The kernels of a format."""
-    strided = form.strided
     k, block, count = _U(form.k), _U(form.block), np.int32(form.k)
-    stride = block // k
     words = (block + _WORD - _U(1)) // _WORD
     padding = words * _WORD
     lift = _U(-(1 << 15) % form.block)  # makes of an int16 plus 2**15 what it is modulo the block
@@ -78,7 +75,7 @@ def kernels(form: SparseFormat) -> Kernels:
         """Write the blocks [first, last) of a message, and to `lost`, which may be empty, what that loses.
 
         `values` are the bits of float32 (n,), int32; `kept` of bfloat16 (blocks * k,), int16. `places`: where the kept
-        values stand, (blocks * k,), uint8 or int16, to be written; strided: of the first of each block, (blocks,).
+        values stand, (blocks * k,), uint8 or int16, to be written.
         """
         x, keys = np.zeros(padding, np.int32), np.full(padding, -1, np.int32)
         at, numel = np.empty(k, np.uint64), _U(len(values))
@@ -95,38 +92,30 @@ def kernels(form: SparseFormat) -> Kernels:
                 keys[i] = key
                 most = max(most, key)
 
-            # choose
-            if strided:
-                broken = most >= _INFINITE
-                for j in range(k):
-                    at[j] = _U(places[b]) + j * stride
-                    broken |= keys[at[j]] >= _TOO_LARGE
-            else:
-                broken = most >= _TOO_LARGE  # the largest is among the chosen
-                if not broken:
-                    least, equal = _threshold(keys, padding, most, count)
-                    found = _U(0)
-                    for word in range(words):
-                        mask, base = _U(0), word * _WORD
-                        for i in range(_WORD):
-                            mask |= _U(keys[base + i] >= least) << i
-                        while mask and found < k:
-                            i = base + lowest(mask)
-                            mask &= mask - _U(1)
-                            if keys[i] == least:
-                                if equal == 0:
-                                    continue
-                                equal = np.int32(equal - 1)
-                            at[found] = i
-                            found += _U(1)
-                    for j in range(k):
-                        places[b * k + j] = at[j]
-            if broken:
+            if most >= _TOO_LARGE:  # and it would be among the chosen
                 for j in range(k):
                     kept[b * k + j] = _NAN
-                    if not strided:
-                        places[b * k + j] = j
+                    places[b * k + j] = j
                 continue
+
+            # choose
+            least, equal = _threshold(keys, padding, most, count)
+            found = _U(0)
+            for word in range(words):
+                mask, base = _U(0), word * _WORD
+                for i in range(_WORD):
+                    mask |= _U(keys[base + i] >= least) << i
+                while mask and found < k:
+                    i = base + lowest(mask)
+                    mask &= mask - _U(1)
+                    if keys[i] == least:
+                        if equal == 0:
+                            continue
+                        equal = np.int32(equal - 1)
+                    at[found] = i
+                    found += _U(1)
+            for j in range(k):
+                places[b * k + j] = at[j]
 
             # round
             if len(lost):
@@ -151,7 +140,7 @@ def kernels(form: SparseFormat) -> Kernels:
             length = min(block, numel - begin)
             broken = False
             for j in range(k):
-                at[j] = _U(places[b]) + j * stride if strided else ((_U(places[b * k + j]) ^ _U(0x8000)) + lift) % block
+                at[j] = ((_U(places[b * k + j]) ^ _U(0x8000)) + lift) % block
                 value = real(np.int32(np.int32(kept[b * k + j]) << 16))
                 broken |= value != value
                 x[at[j]] += value

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ringstrategy.kernels.layout import PLANES, ROTATED, Arithmetic, BlockFormat, Signs, round_up
+from ringstrategy.kernels.layout import HEADER_BYTES, PLANES, ROTATED, Arithmetic, BlockFormat, Signs, round_up
 
 _NAN = 0x7FC0  # as bfloat16: torch's own conversion gives NaN other bits on other processors
 
@@ -31,11 +31,9 @@ def encode(
     for arrived in wires:
         total = total + _decoded(arrived, values.numel(), form)
     for run in _runs(wire, values.numel(), how):
-        codes, scale, least = form.quantize(total[run.begin : run.end].view(-1, run.length), seed, offset + run.begin)
+        codes, scale = form.quantize(total[run.begin : run.end].view(-1, run.length), seed, offset + run.begin)
         broken = scale.isnan()  # then the same bytes, whatever the bits of the NaN and whatever else the block holds
         run.scale.view(torch.int16).copy_(torch.where(broken, _NAN, scale.view(torch.int32) >> 16))
-        if run.least is not None and least is not None:
-            run.least.copy_(least.masked_fill(broken, 0.0))
         codes = pad(codes.masked_fill(broken, how.zero), (0, round_up(run.length) - run.length), value=how.zero)
         run.packed.copy_(pack(codes, how.bits))
     if lost is not None:
@@ -56,8 +54,6 @@ def _decoded(wire: Tensor, numel: int, form: BlockFormat) -> Tensor:
     how, values = form.arithmetic, torch.empty(numel, dtype=torch.float32, device="cpu")
     for run in _runs(wire, numel, how):
         blocks = form.numbers(unpack(run.packed, how.bits)[:, : run.length]) * run.scale.float()
-        if run.least is not None:
-            blocks = blocks + run.least
         values[run.begin : run.end] = blocks.view(-1)
     return values
 
@@ -68,7 +64,6 @@ class _Run(NamedTuple):
     begin: int
     end: int
     length: int
-    least: Tensor | None  # float32 (blocks, 1)
     scale: Tensor  # bfloat16 (blocks, 1)
     packed: Tensor  # uint8 (blocks, length rounded up to a multiple of 8 * bits / 8)
 
@@ -76,9 +71,7 @@ class _Run(NamedTuple):
 def _runs(wire: Tensor, numel: int, how: Arithmetic) -> Iterator[_Run]:
     """The whole blocks of a message of `numel` values, and the short one at its end."""
     blocks, whole = -(-numel // how.block), numel // how.block
-    minima, scales, codes = wire.split_with_sizes(
-        [blocks * (how.header_bytes - 2), blocks * 2, round_up(numel) * how.bits // 8]
-    )
+    scales, codes = wire.split_with_sizes([blocks * HEADER_BYTES, round_up(numel) * how.bits // 8])
     for first, last, length in (0, whole, how.block), (whole, blocks, numel % how.block):
         if first == last:
             continue
@@ -88,7 +81,6 @@ def _runs(wire: Tensor, numel: int, how: Arithmetic) -> Iterator[_Run]:
             begin,
             begin + (last - first) * length,
             length,
-            minima.view(torch.float32)[first:last, None] if how.has_minima else None,
             scales.view(torch.bfloat16)[first:last, None],
             codes[at : at + (last - first) * width].view(-1, width),
         )

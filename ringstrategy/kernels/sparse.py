@@ -1,4 +1,4 @@
-"""The arithmetic of `TopK` and `RandomK` in torch, on any device: the reference for the kernels."""
+"""The arithmetic of `TopK` in torch, on any device: the reference for the kernels."""
 
 from __future__ import annotations
 
@@ -13,22 +13,13 @@ _NAN = 0x7FC0  # as bfloat16
 def encode(values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, lost: Tensor | None = None) -> None:
     """See `Engine.encode_sparse`."""
     blocks = _in_blocks(values, form.block)  # few operations: on a GPU each is a launch
-    magnitudes = blocks.abs()
-    if form.strided:
-        chosen = places + _steps(form, places.device)
-        rounded = blocks.gather(1, chosen).to(torch.bfloat16)
-        # a maximum of numbers and a NaN is NaN, which is not below anything
-        sound = torch.maximum(magnitudes.amax(1, keepdim=True), rounded.abs().amax(1, keepdim=True)) < torch.inf
-    else:
-        ordered = magnitudes.sort(dim=1, descending=True, stable=True)  # of equal ones the first; NaN before all
-        chosen = ordered.indices[:, : form.k].sort(dim=1).values
-        rounded = blocks.gather(1, chosen).to(torch.bfloat16)
-        sound = ordered.values[:, :1].to(torch.bfloat16) < torch.inf
-    broken = ~sound
+    ordered = blocks.abs().sort(dim=1, descending=True, stable=True)  # of equal ones the first; NaN before all
+    chosen = ordered.indices[:, : form.k].sort(dim=1).values
+    rounded = blocks.gather(1, chosen).to(torch.bfloat16)
+    broken = ~(ordered.values[:, :1].to(torch.bfloat16) < torch.inf)
     kept.copy_(rounded)
     kept.view(torch.int16).masked_fill_(broken, _NAN)
-    if not form.strided:
-        places.copy_(torch.where(broken, torch.arange(form.k, device=places.device), chosen))
+    places.copy_(torch.where(broken, torch.arange(form.k, device=places.device), chosen))
     if lost is not None:
         rest = blocks.scatter_add(1, chosen, -rounded.to(blocks.dtype))
         rest = torch.where(broken, _in_blocks(lost, form.block), rest)
@@ -37,12 +28,7 @@ def encode(values: Tensor, kept: Tensor, places: Tensor, form: SparseFormat, *, 
 
 def decode(kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat, *, add: bool = False) -> None:
     """See `Engine.decode_sparse`."""
-    if form.strided:
-        chosen = places + _steps(form, places.device)
-    elif places.dtype == torch.uint8 and form.block == 256:
-        chosen = places.long()
-    else:
-        chosen = places.long() % form.block
+    chosen = places.long() if form.block == 256 else places.long() % form.block  # one launch less where all fit
     blocks = out.new_zeros(len(kept), form.block)
     blocks.scatter_add_(1, chosen, kept.to(out.dtype))
     blocks.masked_fill_(kept.isnan().any(1, keepdim=True), torch.nan)
@@ -57,8 +43,3 @@ def _in_blocks(values: Tensor, block: int) -> Tensor:
     padded = values.new_zeros(-(-values.numel() // block), block)
     padded.view(-1)[: values.numel()] = values
     return padded
-
-
-def _steps(form: SparseFormat, device: torch.device) -> Tensor:
-    """From the first place of a block to all of them."""
-    return torch.arange(0, form.block, form.block // form.k, device=device)

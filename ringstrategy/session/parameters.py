@@ -7,6 +7,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from ringstrategy.algorithms.memory import apart, check_memory, check_width
+from ringstrategy.kernels.sample import sample
 from ringstrategy.transport.backend import backend_of
 
 
@@ -70,3 +71,9 @@ def sparse_parameters(module: Module) -> frozenset[str]:
         for parameter in part.parameters(recurse=False)
     }
     return frozenset(name for name, parameter in module.named_parameters() if parameter in weights)
+
+
+def glance(module: Module, *, buffers: bool = True) -> list[Tensor]:
+    """A few values of each parameter, and then of each buffer, to detect later whether they were replaced."""
+    seen = (*shared_parameters(module).values(), *(shared_buffers(module) if buffers else ()))
+    return [sample(tensor.detach()) for tensor in seen]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +15,9 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm, check_family
-from ringstrategy.errors import is_of_a_connection, last_words
-from ringstrategy.failure.detector import FailureDetector
-from ringstrategy.failure.orphans import end_with_agent
-from ringstrategy.failure.progress import Progress
-from ringstrategy.failure.waits import Wait
-from ringstrategy.failure.watchdog import CollectiveWatchdog
-from ringstrategy.kernels.sample import sample
-from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
+from ringstrategy.session.link import Link
 from ringstrategy.session.new_parts import NewParts
 from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of, stepped_within_backward
 from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
@@ -37,16 +30,7 @@ from ringstrategy.session.parameters import (
     sparse_parameters,
 )
 from ringstrategy.session.state import Means, copied
-from ringstrategy.transport.agree import compare_plans
-from ringstrategy.transport.backend import backend_of
-from ringstrategy.transport.base import Peers
-from ringstrategy.transport.connect import connect
-from ringstrategy.transport.gloo import break_off_default
 from ringstrategy.transport.stats import Stats
-
-_BROADCAST_BYTES = 250 * 2**20
-_FROM_RANK_0 = "a broadcast of rank 0's tensors"
-_NO_GROUP = "Session.open needs a process group: call torch.distributed.init_process_group before"
 
 
 class Session:
@@ -70,7 +54,7 @@ class Session:
 
     Attributes:
         accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
-        place: where training stands, for error messages.
+        link: what this rank has of the others.
     """
 
     def __init__(
@@ -90,14 +74,12 @@ class Session:
         self._gradients = algorithm  # gets what a backward and a step are to average
         self.stats = Stats() if stats is None else stats
         self.accumulating = False
-        self.place = "while setting up"
+        self.link = Link(timeout, self.stats, group)
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._group, self._divisor = group, divisor
         self._buffers_due = True
         self._joined = Joined(module)
-        self._peers: Peers | None = None
         self._host: Host | None = None  # where gradients are averaged within it
-        self._watch: CollectiveWatchdog | None = None
         self._steps: OptimizerSteps | None = None
         self._new_parts: NewParts | None = None
         self._noticed = 0  # steps in this batch
@@ -120,34 +102,27 @@ class Session:
             scaled_loss: there is a loss scaler.
             clips_by_norm: gradients are clipped by their norm.
         """
-        if not dist.is_initialized():
-            raise RuntimeError(_NO_GROUP)
-        end_with_agent()
-        if dist.get_world_size(self._group) == 1:
+        apart = self.algorithm.decentralized
+        peers = self.link.open(device, beside_steps=apart)
+        if peers is None:
             self._known = set(shared_parameters(self.module).values())
             if self._notices_steps:
                 self._steps = OptimizerSteps(lambda _: None, self.after_step, lambda _: None)
             return
-        apart = self.algorithm.decentralized
-        self._peers = connect(device, self._timeout, self.stats, beside_steps=apart, group=self._group)
-        begin_threads(free_cores(self._peers.hosts.count(self._peers.hosts[self._peers.rank])))
-        if backend_of("cpu") == "gloo":
-            self._watch = CollectiveWatchdog(self._listen, self._waits_in_vain, break_off_default)
         check_tensors(self.module)
         parameters = shared_parameters(self.module)
-        self.algorithm.setup(parameters, self._peers, sparse=sparse_parameters(self.module))
-        self.algorithm.attend(
-            lambda: averaged_buffers(self.module), lambda: self._optimizers, lambda: copied_buffers(self.module)
-        )
+        self.algorithm.setup(parameters, peers, sparse=sparse_parameters(self.module))
+        self.algorithm.attend(lambda: averaged_buffers(self.module), lambda: copied_buffers(self.module))
         within = self.algorithm.within
         if within is not None:
-            self._host = Host.around(self._peers, within, self._group, device, self._timeout)
+            self._host = Host.around(peers, within, self._group, device, self._timeout)
         if self._host is not None:
+            self.link.add(self._host.peers)
             self._gradients = self._host.algorithm
             self._gradients.setup(parameters, self._host.peers, sparse=sparse_parameters(self.module))
         self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         if self.algorithm.uneven == "join":
-            self._joined.open(self._peers.size, device, scales_local=scaled_loss and apart)
+            self._joined.open(peers.size, device, scales_local=scaled_loss and apart)
         self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self._before_step, self._after_step, self.check_within_backward)
@@ -157,14 +132,9 @@ class Session:
         self._known = set(parameters.values())
         self._equal = {p for n, p in parameters.items() if not self._gradients.is_local(n)}
 
-    def compare(self, text: str) -> None:
-        """PlanMismatchError on all ranks, which quotes the difference, unless all say the same; all ranks call it."""
-        if self._peers is not None:
-            compare_plans(self._peers, text)
-
     def synchronize(self) -> None:
         """Give every rank rank 0's parameters and buffers."""
-        self._from_rank_0([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
+        self.link.broadcast([*shared_parameters(self.module).values(), *shared_buffers(self.module)])
 
     def bind(self, optimizers: Sequence[Optimizer], *, others: Collection[Parameter] = ()) -> None:
         """Announce the optimizers. All ranks call it; where replicas are equal, optimizers must be equal too.
@@ -177,7 +147,7 @@ class Session:
             others: parameters that other sessions average, and these optimizers may step too.
         """
         self._optimizers = optimizers
-        if self._peers is None:
+        if self.link.peers is None:
             return
         check_registered(optimizers, {*self.module.parameters(), *others})
         if self.algorithm.decentralized:
@@ -192,23 +162,20 @@ class Session:
         `weight_decay`; other entries of a group may be a rank's own.
         Where ranks have parameters of their own, optimizers may differ.
         """
-        if self._peers is not None:
+        if self.link.peers is not None:
             self._gradients.compare("\n".join(options(self._optimizers, self._equal)))
 
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
-        peers, self._peers, watch, self._watch = self._peers, None, self._watch, None
         host, self._host = self._host, None
         self._joined = Joined(self.module)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
-            if peers is not None:
-                ends.callback(end_threads)
-                ends.callback(peers.close)
+            ends.callback(self.link.close)
             ends.callback(self.algorithm.close)
             if host is not None:
                 ends.callback(host.close)
                 self._gradients = self.algorithm
-            for watching in (self._new_parts, self._steps, watch):
+            for watching in (self._new_parts, self._steps):
                 if watching is not None:
                     ends.callback(watching.close)
 
@@ -255,7 +222,7 @@ class Session:
             Does any rank have another one? The same on all ranks.
         """
         assert self.joins, "the algorithm says uneven='error', or there is one rank"
-        with self.naming_lost_peers():
+        with self.link.naming_lost_peers():
             return self._joined.next_batch(has, more)
 
     # A batch
@@ -269,10 +236,9 @@ class Session:
             first: of its epoch.
             later_epoch: not of the first one.
         """
-        self.place, self._noticed = place, 0
+        self._noticed = 0
         self._joined.keep_buffers()
-        for progress in self._progress():
-            progress.begin_batch()
+        self.link.begin_batch(place)
         if self._new_parts is None:
             return
         if self._steps is not None:
@@ -282,7 +248,7 @@ class Session:
         # nothing tells of a part that was deleted, except that its optimizer is given others
         if self._new_parts.any_since() or first or self._optimized != before:
             self._adopt()
-        self.start()
+        self.algorithm.start()
         for parameters in self._optimized if first and later_epoch else ():
             self.algorithm.after_epoch(parameters)
 
@@ -294,7 +260,7 @@ class Session:
         if self._host is not None:
             self._host.algorithm.adopt(parameters, sparse=sparse_parameters(self.module))
         self._know(parameters)
-        self._from_rank_0(new)
+        self.link.broadcast(new)
 
     def end_batch(self, steps: int | None, *, skipped: bool = False) -> None:
         """All exchanges of this batch have begun.
@@ -307,18 +273,16 @@ class Session:
         Raises:
             ValueError: a step was dropped, and with several optimizers nobody knows whose it was.
         """
-        missing = 0 if steps is None or self._peers is None else steps - self._noticed
+        missing = 0 if steps is None or self.link.peers is None else steps - self._noticed
         if missing > 0 and len(self._optimizers) > 1:
             raise ValueError(
-                f"{self.place}: {missing} of {steps} steps were not made, and with {len(self._optimizers)} optimizers "
-                "it is not known whose: make the step of each optimizer on every rank, or call end_batch(None)"
+                f"{self.link.place}: {missing} of {steps} steps were not made, and with {len(self._optimizers)} "
+                "optimizers it is not known whose: make the step of each on every rank, or call end_batch(None)"
             )
-        while self._peers is not None and steps is not None and self._noticed < steps:
-            self._noticed += 1
+        for _ in range(missing):
             self._tell_of_step(stepped_by(self._optimizers[0]), False)
         self._joined.put_buffers_back()
-        for progress in self._progress():
-            progress.end_batch(skipped=skipped)
+        self.link.end_batch(skipped=skipped)
 
     def send_buffers(self, *, between: bool = False) -> None:
         """Before a forward: give all ranks rank 0's buffers; like torch DDP, not if the last one only accumulated.
@@ -327,23 +291,15 @@ class Session:
             between: batches, before a validation. No bytes may meet those of the next batch, so a rank that has one
                 more is told of here.
         """
-        sends = self._broadcast_buffers and self._buffers_due and self._peers is not None
+        sends = self._broadcast_buffers and self._buffers_due and self.link.peers is not None
         self._joined.put_buffers_back()
         if sends and not self._gradients.decentralized:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
-            self._from_rank_0(buffers, None if self._host is None else self._host.group)
+            self.link.broadcast(buffers, None if self._host is None else self._host.group)
         self._joined.keep_buffers()
         self._buffers_due = between is False and not self.accumulating
-
-    def _from_rank_0(self, tensors: Sequence[Tensor], group: dist.ProcessGroup | None = None) -> None:
-        filled = [tensor.detach() for tensor in tensors if tensor.numel()]
-        if filled and self._peers is not None:
-            with self.naming_lost_peers():
-                group = group or self._group or dist.group.WORLD
-                assert group is not None
-                dist._broadcast_coalesced(group, filled, _BROADCAST_BYTES, 0)
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
         """See `Algorithm.before_backward`. Learning rates that differ between ranks are a PlanMismatchError.
@@ -352,13 +308,13 @@ class Session:
         """
         self._joined.put_buffers_back()
         divisor = self._joined.divisor(exchanged=not self.accumulating) or self._divisor
-        if self._peers is not None:
+        if self.link.peers is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
             self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
         """Gradients are final when this returns, unless they accumulate."""
-        if self._peers is not None:
+        if self.link.peers is not None:
             self._gradients.after_backward()
 
     def backward(self, loss: Tensor) -> None:
@@ -387,7 +343,7 @@ class Session:
             optimizer: as the caller knows it; it may wrap one of torch's, or be none.
             scale: the loss scale now; None without a loss scaler.
         """
-        if self._peers is None:
+        if self.link.peers is None:
             with nullcontext() if self._steps is None else self._steps.expecting():
                 yield
             self.stats.step()
@@ -425,7 +381,7 @@ class Session:
 
     def _end_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
         self.stats.step()
-        if self._peers is None:
+        if self.link.peers is None:
             return
         self._joined.after_step(parameters)
         self._tell_of_step(parameters, stepped)
@@ -442,7 +398,7 @@ class Session:
 
         While this rank is `idle`, what is not averaged has no gradient, so the step passes it over.
         """
-        if self._peers is None:
+        if self.link.peers is None:
             return
         parameters = stepped_by(optimizer)
         self._joined.before_step(parameters - self._equal)
@@ -467,24 +423,17 @@ class Session:
 
     def leave_training(self, place: str, what: str) -> None:
         """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
-        self.place = place
-        for progress in self._progress():
-            progress.leave_training(what)
+        self.link.leave_training(place, what)
 
     def end_training(self) -> None:
         """Training has ended on this rank, and what it has begun to exchange."""
         self.leave_training("at the end of training", "the end of its training")
-        self.settle()
+        self.algorithm.settle()
 
     def compare_ends(self) -> None:
         """PeerLostError on all ranks if one trains on; all ranks call it when training has ended."""
-        if self._peers is not None:
+        if self.link.peers is not None:
             self._gradients.compare("the end of training")
-
-    @property
-    def shows_consensus(self) -> bool:
-        """Do validation, and whoever takes the model after training, see the same on all ranks?"""
-        return self.algorithm.consensus
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:
         """See `Algorithm.enter_consensus`, to which buffers are given too. False where replicas are equal."""
@@ -493,14 +442,6 @@ class Session:
             return self.algorithm.enter_consensus(
                 averaged_buffers(self.module), copied_buffers(self.module), replaced=replaced
             )
-
-    def leave_consensus(self) -> None:
-        """See `Algorithm.leave_consensus`."""
-        self.algorithm.leave_consensus()
-
-    def as_own(self) -> AbstractContextManager[None]:
-        """See `Algorithm.as_own`."""
-        return self.algorithm.as_own()
 
     @contextmanager
     def consensus(self, *, replaced: bool = False) -> Generator[None, None, None]:
@@ -511,13 +452,13 @@ class Session:
         try:
             entered = self.enter_consensus(replaced=replaced)
         except BaseException:
-            self.leave_consensus()  # perhaps it was half-way
+            self.algorithm.leave_consensus()  # perhaps it was half-way
             raise
         try:
             yield
         finally:
             if entered:
-                self.leave_consensus()
+                self.algorithm.leave_consensus()
 
     def means_of(self, state: Callable[[], dict[str, Any]]) -> Means:
         """What `state` gives of what all ranks see, and of this one; all ranks call it.
@@ -527,45 +468,24 @@ class Session:
         """
         if not self.enter_consensus():
             means = state()
-            with self.as_own():
+            with self.algorithm.as_own():
                 return Means(means, copied(state()))
         try:
             means = copied(state())
         finally:
-            self.leave_consensus()
+            self.algorithm.leave_consensus()
         return Means(means, state())
-
-    def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `Algorithm.consensus_distance`."""
-        return self.algorithm.consensus_distance(sample)
-
-    def settle(self) -> None:
-        """See `Algorithm.settle`."""
-        self.algorithm.settle()
-
-    def start(self) -> None:
-        """See `Algorithm.start`; `begin_batch` calls it, and nobody within a step that a rank may skip."""
-        self.algorithm.start()
 
     def finish(self) -> None:
         """See `Algorithm.finish`."""
-        with self.naming_lost_peers():
+        with self.link.naming_lost_peers():
             self.algorithm.finish()
-
-    def forget(self) -> None:
-        """See `Algorithm.forget`."""
-        self.algorithm.forget()
 
     def equal_values(self) -> dict[str, Tensor]:
         """What has the same bits on all ranks between two steps, by parameter name."""
         if self.algorithm.decentralized:
             return self.algorithm.shared_values()
         return {name: value for name, value in shared_parameters(self.module).items() if value in self._equal}
-
-    def glance(self, *, buffers: bool = True) -> list[Tensor]:
-        """A few values of each parameter, and then of each buffer, to detect later whether they were replaced."""
-        seen = (*shared_parameters(self.module).values(), *(shared_buffers(self.module) if buffers else ()))
-        return [sample(tensor.detach()) for tensor in seen]
 
     # State
 
@@ -574,10 +494,10 @@ class Session:
 
         Tensors and primitives only. Tensors may be views of the memory in use, but for the residuals.
         """
-        self.settle()
+        self.algorithm.settle()
         return {
-            "rank": dist.get_rank(self._group),
-            "world_size": dist.get_world_size(self._group),
+            "rank": self.link.rank,
+            "world_size": self.link.size,
             "decentralized": self.algorithm.decentralized,
             "shared": self.algorithm.state_dict(),
             "residuals": {name: value.clone() for name, value in self._gradients.residuals()},
@@ -589,13 +509,13 @@ class Session:
 
         ValueError if another rank gave it, or another algorithm, or there is no place for a residual.
         """
-        mine = dist.get_rank(self._group), dist.get_world_size(self._group)
+        mine = self.link.rank, self.link.size
         if (state["rank"], state["world_size"]) != mine:
             raise ValueError(
                 f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "
                 f"{mine[1]}: give each rank what it saved itself, and start as many"
             )
-        if self._peers is None:
+        if self.link.peers is None:
             return
         if state["decentralized"] != self.algorithm.decentralized:
             averaged = "parameters" if state["decentralized"] else "gradients"
@@ -613,71 +533,6 @@ class Session:
                 "model and the algorithm with which it was saved"
             )
 
-    # Errors
-
-    @contextmanager
-    def collective(self, what: str) -> Generator[None, None, None]:
-        """Around a collective that is no part of training: as `naming_lost_peers`, and all ranks learn where they wait.
-
-        All ranks call it, after as many batches. A rank that trains on meanwhile is an error on all.
-
-        Args:
-            what: the collective, for messages.
-        """
-        detector = self.detector
-        with nullcontext() if detector is None else detector.progress.elsewhere(what), self.naming_lost_peers():
-            yield
-
-    @property
-    def detector(self) -> FailureDetector | None:
-        """What this rank knows of failures, while peers are connected."""
-        peers = self._peers
-        return None if peers is None else peers.detector
-
-    def _progress(self) -> list[Progress]:
-        """Among all ranks, and among those of this host."""
-        detectors = [self.detector, None if self._host is None else self._host.peers.detector]
-        return [detector.progress for detector in detectors if detector is not None]
-
-    def _listen(self, waits_in: Wait | None) -> None:
-        detector = self.detector  # once: `close` may come between
-        if detector is not None:
-            detector.poll()
-            world: Any = dist.group.WORLD  # torch's stubs lack the method
-            detector.waits.compare(waits_in, world._get_sequence_number_for_group())
-
-    def _waits_in_vain(self) -> bool:
-        detector = self.detector  # once, as above
-        return detector is not None and detector.check(self.place) is not None
-
-    @contextmanager
-    def naming_lost_peers(self, what: str = _FROM_RANK_0) -> Generator[None, None, None]:
-        """Around a torch collective: ends it if ranks wait in vain, and makes its error name the lost rank.
-
-        Args:
-            what: this rank waits in, for messages, if no user's call of a collective shows it.
-        """
-        try:
-            with nullcontext() if self._watch is None else self._watch.over(what):
-                yield
-        except RuntimeError as error:
-            if self._peers is None or not is_of_a_connection(error):
-                raise
-            raise self._peers.explain(error, self.place) from error
-
-    def part(self) -> None:
-        """Before `close`, if this rank goes on with other ranks: disconnect, so that those that wait notice too."""
-        if self._host is not None:
-            self._host.peers.abort(None)
-        if self._peers is not None:
-            self._peers.abort(None)
-
     def tell(self, exception: BaseException) -> None:
         """This rank ends in an exception: tell the others why. No collective. A broken connection gets words."""
-        if self._peers is None:
-            return
-        if is_of_a_connection(exception):  # a collective outside `naming_lost_peers`
-            exception.args = (f"{self._peers.explain(exception, self.place)}",)
-        if self._host is not None:
-            self._host.peers.abort(last_words(exception))
-        self._peers.abort(last_words(exception))
+        self.link.tell(exception)

@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.exchange import Exchange, Mixing, Piece
-from ringstrategy.algorithms.parameters.group import Vector, row_of
+from ringstrategy.algorithms.parameters.exchange import Exchange, Mixed, Piece
+from ringstrategy.algorithms.parameters.group import Vector
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, cut
 from ringstrategy.topologies.base import Topology
@@ -27,7 +28,7 @@ class AllInOne(Exchange):
     """Vectors hold the values of all ranks, one after the other; nothing travels, but bytes are counted.
 
     Sums are those of `Exchange`, in its order and dtype. A codec that draws numbers draws others than real ranks would
-    (stochastic rounding), and `RandomK` other places on each rank; all else is as it would be.
+    (stochastic rounding); all else is as it would be.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -37,13 +38,13 @@ class AllInOne(Exchange):
         """None: the other ranks hold the same copy of a rank as the rank itself."""
         return {}
 
-    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixed, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """See `Exchange.mix`."""
-        topology, codec, gain = algorithm.topology, algorithm.codec, algorithm.gain
+        topology, codec, gain = mixing.topology, mixing.codec, mixing.gain
         piece = Piece(vector, 0, vector.values.numel(), peers, seed)
         nbytes = codec.nbytes(piece.end, piece.values.dtype)
-        wire = algorithm.write(piece, peers.scratch("simulator", nbytes, piece.values.device)[:nbytes])
-        seen = algorithm.read(piece, None, wire).view(self.ranks, -1).to(vector.correction.dtype)
+        wire = mixing.write(piece, peers.scratch("simulator", nbytes, piece.values.device)[:nbytes])
+        seen = mixing.read(piece, None, wire).view(self.ranks, -1).to(vector.correction.dtype)
         correction = vector.correction.zero_().view(self.ranks, -1)
         when = 0 if topology.static else step
         terms = _terms(topology, self.ranks, when)

@@ -1,4 +1,4 @@
-"""Who averages with whom: pure functions of rank, size and step. `python -m ringstrategy.topologies` compares them."""
+"""Who averages with whom: pure functions of rank, size and step."""
 
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.complete import Complete

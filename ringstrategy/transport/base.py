@@ -53,29 +53,6 @@ class Word(NamedTuple):
         return hashlib.sha256(self.said.encode()).digest()
 
 
-class Windows(ABC):
-    """Memory of the ranks of one host, which each of them can read by address, for one exchange.
-
-    Attributes:
-        memory: by rank, flat uint8 of at least the bytes that were asked for, from multiples of 16 bytes. A rank writes
-            only to its own.
-    """
-
-    memory: Mapping[int, Tensor]
-
-    @abstractmethod
-    def barrier(self, leaving: Sequence[Tensor], arriving: Sequence[Tensor]) -> None:
-        """What the ranks of the host have written before it can be read after it. All of them call it.
-
-        For devices it is queued on the current stream, as are the writes and the reads. It counts the bytes.
-
-        Args:
-            leaving: runs of this rank's memory that others will read, once for each reader. They must not change before
-                the next barrier, which may be that of the next exchange.
-            arriving: runs of other ranks' memory that this rank will read.
-        """
-
-
 class TransportError(RuntimeError):
     """A transfer failed; `peer` is the rank at the other end, None if all were."""
 
@@ -169,18 +146,6 @@ class Peers(ABC):
     def backlog(self) -> int:
         """How many submitted tasks have not ended, on the device too; 0 where that is not known."""
         return 0
-
-    def windows(self, nbytes: int) -> Windows | None:
-        """Memory that all ranks of this host can read by address, for one exchange. None where they cannot.
-
-        Called within a task: by all ranks, in one order, with the same `nbytes`.
-
-        Calls alternate between two windows, and each exchange has a barrier. So no rank overwrites what a slow one
-        still reads: who writes to a window for exchange e + 2 has passed the barrier of exchange e + 1, and every rank
-        reaches that after its last read of exchange e.
-        """
-        del nbytes
-        return None
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Wait for all, and count how long the training thread waited."""

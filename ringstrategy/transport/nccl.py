@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
-from ringstrategy.transport.base import FEW, Handle, Peers, Waitable, Windows
+from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
 from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
-from ringstrategy.transport.symmetric import SymmetricMemory
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
 _FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
@@ -50,7 +49,7 @@ class NcclPeers(Peers):
 
     queues = True
 
-    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device, timeout: timedelta) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
         super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
@@ -60,9 +59,6 @@ class NcclPeers(Peers):
         self._worker: Worker | None = Worker("ringstrategy-communication")
         self._held = Held()
         self._submitted = 0
-        self._shared = SymmetricMemory(
-            group, self._global_ranks, self.hosts, self.rank, self._device, timeout, self.stats
-        )
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
@@ -100,10 +96,6 @@ class NcclPeers(Peers):
     def backlog(self) -> int:
         """See `Peers.backlog`. After an error, tasks that never ran count too."""
         return self._submitted - self._held.done()
-
-    def windows(self, nbytes: int) -> Windows | None:
-        """See `Peers.windows`. A call for more memory than any before allocates it, and waits for all ranks."""
-        return self._shared.windows(nbytes)
 
     def submit(self, task: Task, where: str) -> Waitable:
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
@@ -173,7 +165,6 @@ class NcclPeers(Peers):
                 ended = self._held.release(limit)
                 self._count_spans()
             if group is not None and dist.is_initialized():
-                self._shared.close(aborted=self._aborted or not ended)
                 dist.destroy_process_group(group)
         finally:
             self._held.release(limit)

@@ -53,7 +53,7 @@ class Auto(GradientAlgorithm):
     def __init__(
         self,
         allow: Sequence[Codec] | None = None,
-        error_feedback: bool | None = None,
+        error_feedback: bool = False,
         find_unused_parameters: bool = False,
         local: Local | None = None,
         residual_dtype: torch.dtype | str | None = None,
@@ -172,7 +172,7 @@ class Auto(GradientAlgorithm):
         # a parameter that gets no gradient keeps its residual, so look ever more rarely
         looks = holds and count > 0 and count & (count - 1) == 0
         # where residuals are held, a lossy candidate needs feedback of its own, or they would have no place
-        changes = len(self._seconds) >= PASSES and (bool(self.error_feedback) or not holds)
+        changes = len(self._seconds) >= PASSES and (self.error_feedback or not holds)
         if not (looks or changes):
             return
         if self._any_rank(self._inner.undecided):  # gradients wait for their step: the next time, then
@@ -226,7 +226,7 @@ class Auto(GradientAlgorithm):
     # Averaging
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `GradientAlgorithm.check`."""
+        """See `Algorithm.check`."""
         self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
 
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
@@ -236,11 +236,11 @@ class Auto(GradientAlgorithm):
         return self._inner.adopt(parameters, sparse=sparse)
 
     def is_local(self, name: str) -> bool:
-        """See `GradientAlgorithm.is_local`."""
+        """See `Algorithm.is_local`."""
         return self._inner.is_local(name)
 
     def compare(self, text: str) -> None:
-        """See `GradientAlgorithm.compare`."""
+        """See `Algorithm.compare`."""
         self._inner.compare(text)
 
     def before_backward(
@@ -252,7 +252,7 @@ class Auto(GradientAlgorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `GradientAlgorithm.before_backward`."""
+        """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:
             if self._trials is not None or self._inner.delivers:
                 with self._peers.stats.probe():
@@ -261,7 +261,7 @@ class Auto(GradientAlgorithm):
         self._inner.before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
 
     def after_backward(self) -> None:
-        """See `GradientAlgorithm.after_backward`."""
+        """See `Algorithm.after_backward`."""
         if self._peers is None or self._begin is None:
             self._inner.after_backward()
             return
@@ -280,7 +280,7 @@ class Auto(GradientAlgorithm):
         return time.perf_counter()
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `GradientAlgorithm.before_step`."""
+        """See `Algorithm.before_step`."""
         self._inner.before_step(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
@@ -306,11 +306,11 @@ class Auto(GradientAlgorithm):
         self._inner.load_state_dict(state)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GradientAlgorithm.residuals`."""
+        """See `Algorithm.residuals`."""
         return self._inner.residuals()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `GradientAlgorithm.load_residuals`."""
+        """See `Algorithm.load_residuals`."""
         return self._inner.load_residuals(residuals)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described, feeds_back
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
@@ -29,8 +29,8 @@ class AllReduce(Synchronous):
             parameter) -> Codec` such as `SmallExact`, asked once when buckets are planned. Parameters share a bucket
             only if they share a codec.
         collective: how it travels.
-        error_feedback: add what a codec lost to the next step's gradients. None: as the codec prefers; lossless codecs
-            have nothing to feed back. It costs a residual of the size of the gradients, two under a loss scaler.
+        error_feedback: add what a lossy codec lost to the next step's gradients. It costs a residual of the size of the
+            gradients, two under a loss scaler.
         bucket_mb: see `Synchronous`, as for the arguments not named here.
         find_unused_parameters: see `Synchronous`.
         local: see `Synchronous`.
@@ -48,7 +48,7 @@ class AllReduce(Synchronous):
         self,
         codec: Codec | Policy | None = None,
         collective: Collective | None = None,
-        error_feedback: bool | None = None,
+        error_feedback: bool = False,
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
         local: Local | None = None,
@@ -101,4 +101,4 @@ class AllReduce(Synchronous):
 
     def feeds_back(self, codec: Codec) -> bool:
         """Do buckets of this codec keep residuals?"""
-        return self.delivers if codec.lossless else feeds_back(codec, self.error_feedback)
+        return self.delivers if codec.lossless else self.error_feedback

@@ -114,12 +114,10 @@ class Synchronous(GradientAlgorithm):
         self._news: list[str] = []
         self._step = 0
         self.launches: list[tuple[int, float]] = []
-        # by parameter name: what a checkpoint holds for parameters that are still frozen; what is left after `close`
-        self._awaited: dict[str, Tensor] = {}
-        self._awaited_state: dict[str, Tensor] = {}
+        # by parameter name, of those without a bucket: what a checkpoint holds for frozen ones; after `close` all
+        self._residuals: dict[str, Tensor] = {}
+        self._bucket_state: dict[str, Tensor] = {}
         self._stepped: dict[str, Tensor] = {}
-        self._left: dict[str, Tensor] = {}
-        self._left_state: dict[str, Tensor] = {}
 
     @abstractmethod
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
@@ -134,7 +132,7 @@ class Synchronous(GradientAlgorithm):
         """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self._peers, self._step = peers, 0
-        self._left, self._left_state, self._stepped = {}, {}, {}
+        self._residuals, self._bucket_state, self._stepped = {}, {}, {}
         self._unstepped, self._news = 0, []
         self._learn(parameters, sparse)
         self._append_unfrozen()
@@ -154,7 +152,7 @@ class Synchronous(GradientAlgorithm):
                 bucket.warm_up(self._peers, self.collective, small(self._capacity))
 
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `GradientAlgorithm.check`."""
+        """See `Algorithm.check`."""
         if scaled_loss:
             nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._local_names and (scaled_loss or clips_by_norm):
@@ -186,11 +184,11 @@ class Synchronous(GradientAlgorithm):
         return gone
 
     def is_local(self, name: str) -> bool:
-        """See `GradientAlgorithm.is_local`."""
+        """See `Algorithm.is_local`."""
         return name in self._local_names
 
     def compare(self, text: str) -> None:
-        """See `GradientAlgorithm.compare`."""
+        """See `Algorithm.compare`."""
         assert self._peers is not None
         compare_plans(self._peers, f"{self._plan_text}\n{text}")
 
@@ -222,9 +220,9 @@ class Synchronous(GradientAlgorithm):
                 # change the gradient. The node lives as long as somebody holds it.
                 node = _accumulator(slot.parameter)
                 self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
-                if slot.name in self._awaited:
-                    bucket.residuals.load(slot.name, self._awaited.pop(slot.name))
-            bucket.load_state(self._awaited_state)
+                if slot.name in self._residuals:
+                    bucket.residuals.load(slot.name, self._residuals.pop(slot.name))
+            bucket.load_state(self._bucket_state)
             bucket.residuals.load_parts(self._stepped)
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
         return new
@@ -238,7 +236,7 @@ class Synchronous(GradientAlgorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `GradientAlgorithm.before_backward`."""
+        """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
         if self._pass is not None:
@@ -275,7 +273,7 @@ class Synchronous(GradientAlgorithm):
             self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
 
     def after_backward(self) -> None:
-        """See `GradientAlgorithm.after_backward`."""
+        """See `Algorithm.after_backward`."""
         self._accumulating = False
         current = self._pass
         if current is not None:
@@ -334,7 +332,7 @@ class Synchronous(GradientAlgorithm):
             )
 
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `GradientAlgorithm.before_step`."""
+        """See `Algorithm.before_step`."""
         for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
             if parameter.grad is None or not parameter.grad.any():
                 del self._unaveraged[parameter]
@@ -360,7 +358,7 @@ class Synchronous(GradientAlgorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """The step, from which codecs draw their seeds, and what buckets and residuals keep beside themselves."""
-        buckets, stepped = {**self._awaited_state, **self._left_state}, dict(self._stepped)
+        buckets, stepped = dict(self._bucket_state), dict(self._stepped)
         for bucket in self._buckets:
             buckets |= bucket.state()
             stepped |= bucket.residuals.parts()
@@ -369,22 +367,21 @@ class Synchronous(GradientAlgorithm):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self._step = int(state["step"])
-        self._awaited_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
+        self._bucket_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
         self._stepped = dict(state.get("stepped", {}))
         for bucket in self._buckets:
             bucket.load_state(state["buckets"])
             bucket.residuals.load_parts(self._stepped)
 
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `GradientAlgorithm.residuals`."""
-        yield from self._left.items()
+        """See `Algorithm.residuals`."""
         for bucket in self._buckets:
             yield from bucket.residuals.state()
-        yield from self._awaited.items()
+        yield from self._residuals.items()
 
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `GradientAlgorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
-        self._awaited = {
+        """See `Algorithm.load_residuals`. Residuals of frozen parameters wait for their first bucket."""
+        self._residuals = {
             name: value
             for name, value in residuals.items()
             if name in self._frozen and self._frozen[name].shape == value.shape
@@ -393,7 +390,7 @@ class Synchronous(GradientAlgorithm):
         return [
             name
             for name, value in residuals.items()
-            if name not in self._awaited and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
+            if name not in self._residuals and not (name in bucket_of and bucket_of[name].residuals.load(name, value))
         ]
 
     def close(self) -> None:
@@ -407,15 +404,14 @@ class Synchronous(GradientAlgorithm):
                     state, left = {"buckets": {}, "stepped": {}}, {}
                     break
                 left[name] = value.cpu()
-            self._left = left
-            self._left_state = {name: value.cpu() for name, value in state["buckets"].items()}
+            self._residuals = left
+            self._bucket_state = {name: value.cpu() for name, value in state["buckets"].items()}
             self._stepped = {name: value.cpu() for name, value in state["stepped"].items()}
         for _, hook in self._hooks:
             hook.remove()
         self._peers = self._pass = None
         self._buckets, self._bucket_of, self._hooks = [], {}, []
         self._frozen, self._known, self._sparse, self._plan_text = {}, set(), frozenset(), ""
-        self._awaited, self._awaited_state = {}, {}
         self._local_names, self._local_parameters = [], []
         self._accumulating, self._unaveraged = False, {}
 

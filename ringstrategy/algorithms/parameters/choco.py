@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.schedule import Unit
-from ringstrategy.codecs.base import Codec
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.ring import RingGraph
@@ -29,13 +30,13 @@ class Choco(Decentralized):
         topology: who mixes with whom; static and symmetric, since copies must follow every change.
         codec: any.
         gain: how far to go towards the copies' mean (the paper's gamma), 0 < gain <= 1. With `BlockInt` and `Gaussian`
-            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` and `RandomK` far less,
+            of 2 bits and more, rotated or not, 1 converges; a coarser codec needs less, `TopK` far less,
             or ranks drift apart: look at the consensus distance.
-        interval: see `Decentralized`, as for the arguments not named here.
-        overlap: see `Decentralized`.
+        interval: see `Gossip`.
+        overlap: see `Gossip`.
         consensus: see `Decentralized`.
         local: see `Synchronous`.
-        unit: see `Decentralized`.
+        unit: see `Gossip`.
         uneven: see `Decentralized`.
     """
 
@@ -53,7 +54,8 @@ class Choco(Decentralized):
     ) -> None:
         topology = RingGraph() if topology is None else topology
         codec = BlockInt(8) if codec is None else codec
-        super().__init__(topology, codec, interval, overlap, consensus, local, unit, uneven)
+        mixing, schedule = Copies(topology, codec, gain), Schedule(interval, overlap, unit)
+        super().__init__(mixing, schedule, consensus, local, uneven)
         if not (topology.static and topology.symmetric and topology.doubly_stochastic):
             raise ValueError(
                 f"Choco keeps copies of its neighbours, so its topology must be one symmetric matrix for all steps, "
@@ -63,13 +65,18 @@ class Choco(Decentralized):
             raise ValueError(f"gain is a number, 0 < gain <= 1, got {gain!r}")
         self.gain = float(gain)
 
-    def begin(self, group: Group) -> None:
+
+class Copies(Mixing):
+    """What others do not know yet travels; copies of parameters, which follow it alike on all ranks, are mixed."""
+
+    algorithm = "Choco"
+
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """All copies are the mean of all ranks."""
-        assert self._peers is not None
-        neighbours = self.exchange.sources(self.topology, self._peers, 0)
+        neighbours = runtime.exchange.sources(self.topology, runtime.peers, 0)
         for flat in group.flats:
             mean = self.mass(flat)
-            self.exchange.average_(mean, self._peers, "for the mean from which copies start")
+            runtime.exchange.average_(mean, runtime.peers, "for the mean from which copies start")
             for whose in (None, *neighbours):
                 flat.memory[_copy(whose)] = mean.clone()
 
@@ -83,20 +90,16 @@ class Choco(Decentralized):
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
         """It, encoded."""
-        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)
+        own_seed = derive_seed(piece.seed, piece.peers.rank)
         self.codec.hop([], piece.values, wire, seed=piece.seed, own_seed=own_seed, offset=piece.begin)
         return wire
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
         """The copy, which follows."""
-        copy = piece.of(_memory(piece, whose))
+        copy = piece.of(piece.vector.memory[_copy(whose)])
         self.codec.deliver(wire, copy, seed=piece.seed, add=True)
         return copy
 
 
 def _copy(whose: int | None) -> str:
     return "copy" if whose is None else f"copy of {whose}"
-
-
-def _memory(piece: Piece, whose: int | None) -> Tensor:
-    return piece.vector.memory[_copy(whose)]

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, by_dtype, cut_like, cut_words, row_of, words_of
+from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.rows import by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.transport.base import Peers
@@ -88,7 +89,7 @@ class Consensus:
         numel = sum(group.numel for group in groups)
         for group in groups:
             for flat in group.flats:
-                own, mass, part = row_of(flat.parameters), of(flat), 1.0
+                own, mass, part = flat.row(), of(flat), 1.0
                 if sample is not None and numel > sample:
                     count = max(1, sample * len(own) // numel)
                     generator = torch.Generator("cpu").manual_seed(derive_seed(group.seed, group.steps))

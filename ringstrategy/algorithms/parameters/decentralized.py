@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy.algorithms.local import Local
+from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.periodic import Periodic, row_of_parameters, warm_up_codec
-from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.parameters.periodic import Periodic
+from ringstrategy.algorithms.parameters.schedule import Schedule
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.kernels.engine import engine
@@ -21,7 +23,7 @@ from ringstrategy.transport.base import Peers
 
 
 class Decentralized(Periodic):
-    """Every rank steps with its own gradients; every `interval` steps of an optimizer its parameters are mixed.
+    """Every rank steps with its own gradients; every few steps of an optimizer its parameters are mixed.
 
     Parameters of one optimizer are mixed together, after its own steps, also after one that a loss scaler skipped.
     Validation, test, checkpoints and what training returns see the exact mean over ranks, also of the `running_mean`
@@ -31,56 +33,59 @@ class Decentralized(Periodic):
     number of ranks goes on bit for bit; another number starts from the mean, as do ranks whose optimizer gets more
     parameters.
 
-    Subclasses define how values become bytes and back (`write`, `read`), and how corrections are used (`apply`).
+    Args:
+        mixing: what is mixed, with whom, and how it travels.
+        schedule: when.
+        consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
+        local: see `Synchronous`.
+        uneven: see `Algorithm`. With "join" a rank without data mixes, and does not step.
+    """
+
+    def __init__(self, mixing: Mixing, schedule: Schedule, consensus: bool, local: Local | None, uneven: str) -> None:
+        super().__init__(schedule, mixing, consensus, local, uneven)
+        self.mixing = mixing
+
+    @property
+    def topology(self) -> Topology:
+        """Who mixes with whom."""
+        return self.mixing.topology
+
+    @property
+    def codec(self) -> Codec:
+        """How values travel."""
+        return self.mixing.codec
+
+    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
+        """See `Algorithm.setup`."""
+        self.topology.check(peers.size)
+        super().setup(parameters, peers, sparse=sparse)
+
+
+class Mixing(Averager):
+    """Mixes the values of each vector of a group with those of the neighbours: see `Exchange.mix`.
 
     Args:
         topology: who mixes with whom.
         codec: how values travel.
-        interval: optimizer steps from one mixing to the next. More: fewer bytes, ranks drift further apart.
-        overlap: True: send while the next `interval` steps are computed, and apply what came as a correction at their
-            end: the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
-            largest stable learning rate is lower and more steps may be needed, the more so with long intervals. False:
-            wait for it at once. A number from 1 to `interval`: apply it after so many steps (DaSGD, Zhou et al. 2020),
-            best so few that their compute is just longer than the exchange. 1 is one step, not True.
-        consensus: False: each rank validates, and ends with, its own parameters. Checkpoints hold the mean even so.
-        local: see `Synchronous`.
-        unit: "step", or "epoch": the interval counts epochs.
-        uneven: see `Algorithm`. With "join" a rank without data mixes, and does not step.
+        gain: factor of the difference to neighbours.
+
+    Attributes:
+        algorithm: that mixes so, for messages.
     """
 
-    gain = 1.0  # of the difference to neighbours
+    algorithm: str
 
-    def __init__(
-        self,
-        topology: Topology,
-        codec: Codec,
-        interval: int,
-        overlap: bool | int,
-        consensus: bool,
-        local: Local | None,
-        unit: Unit,
-        uneven: str,
-    ) -> None:
-        super().__init__(consensus, local, uneven)
+    def __init__(self, topology: Topology, codec: Codec, gain: float = 1.0) -> None:
         if not isinstance(topology, Topology):
             raise TypeError(f"topology is a Topology such as ringstrategy.topologies.RingGraph(), got {topology!r}")
         if not isinstance(codec, Codec):
             raise TypeError(f"codec is a Codec such as ringstrategy.Identity(), got {codec!r}")
-        Schedule(interval, overlap, unit)  # refuses what these cannot be
-        self.topology, self.codec, self.interval, self.unit = topology, codec, interval, unit
-        self.overlap = overlap
+        self.topology, self.codec, self.gain = topology, codec, gain
 
     @property
-    def schedule(self) -> Schedule:
-        """See `Periodic.schedule`."""
-        return Schedule(self.interval, self.overlap, self.unit)
-
-    @property
-    def late(self) -> int:
-        """See `Schedule`."""
-        return self.schedule.late
-
-    # What subclasses say
+    def keeper(self) -> str:
+        """What is mixed, and with whom."""
+        return f"{self.algorithm} over {self.topology}"
 
     def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of mixed values, for parameters of `dtype`."""
@@ -92,16 +97,16 @@ class Decentralized(Periodic):
         assert dtype is not None, "a codec whose bytes are no values needs another `read`"
         return dtype
 
+    @abstractmethod
     def fill(self, flat: Flat) -> None:
         """Fill `flat.values` with the values to mix."""
-        flat.gather()
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
         """Encode the values of the piece; `wire` is memory for the bytes."""
         raw = self.codec.raw(piece.values)
         if raw is not None:
             return raw
-        own_seed = self.codec.own_seed(piece.seed, piece.peers.rank)  # this rank's own noise
+        own_seed = derive_seed(piece.seed, piece.peers.rank)  # this rank's own noise
         self.codec.encode(piece.values, wire, seed=own_seed, offset=piece.begin)
         return wire
 
@@ -109,43 +114,37 @@ class Decentralized(Periodic):
         """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
         return wire.view(self.seen_dtype(piece.values.dtype))
 
-    def apply(self, group: Group) -> None:
-        """Add the corrections to the parameters."""
-        for flat in group.flats:
-            flat.add(flat.correction)
-
-    # See `Periodic`
-
-    def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
-        self.topology.check(peers.size)
-        super().setup(parameters, peers, sparse=sparse)
-
-    def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """See `Periodic.group`."""
+    def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
+        """See `Averager.group`."""
         warm_up_codec(self.codec, parameters)
         group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
             engine(flat.device).warm_up_mix(self.seen_dtype(flat.dtype))
         return group
 
-    def gather(self, group: Group) -> None:
+    def gather(self, group: Group, runtime: Runtime, *, first: bool) -> None:
         """The values to mix."""
         for flat in group.flats:
             self.fill(flat)
 
-    def meet(self, group: Group, peers: Peers, number: int) -> None:
+    def meet(self, group: Group, runtime: Runtime, number: int) -> None:
         """Mix them."""
         for place, vector in enumerate(group.vectors):
-            self.exchange.mix(self, vector, peers, number, derive_seed(group.seed, number, place))
+            seed = derive_seed(group.seed, number, place)
+            runtime.exchange.mix(self, vector, runtime.peers, number, seed)
 
-    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
+    def apply(self, group: Group, runtime: Runtime) -> None:
+        """Add the corrections to the parameters."""
+        for flat in group.flats:
+            flat.add(flat.correction)
+
+    def seen(self, group: Group, runtime: Runtime, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
         """The exact mean of all ranks."""
-        assert self._view is not None
-        return self._view.means(group, row_of_parameters if replaced else self.mass)
+        return runtime.view.means(group, Flat.row if replaced else self.mass)
 
-    def rehearse(self, group: Group, peers: Peers) -> None:
-        """See `Periodic.rehearse`."""
+    def rehearse(self, group: Group, runtime: Runtime) -> None:
+        """See `Averager.rehearse`."""
+        peers = runtime.peers
         corrections = [vector.correction for vector in group.vectors]
         for vector in group.vectors:
             vector.correction = torch.empty_like(vector.correction)
@@ -153,17 +152,11 @@ class Decentralized(Periodic):
             flat.values.zero_()
 
         def work() -> None:
-            self.meet(group, peers, 0)
-            device = group.flats[0].device
+            self.meet(group, runtime, 0)
             for step in range(1, self.topology.period(peers.size)):
-                self.exchange.connect(self.topology, peers, step, device)
+                runtime.exchange.connect(self.topology, peers, step, group.flats[0].device)
 
         with peers.stats.probe():
             peers.submit(work, "while setting up").wait()
         for vector, correction in zip(group.vectors, corrections, strict=True):
             vector.correction = correction
-
-    @property
-    def keeper(self) -> str:
-        """The algorithm and topology."""
-        return f"{type(self).__name__} over {self.topology}"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.parameters.digests import Digests, differing
-from ringstrategy.algorithms.parameters.group import Vector, row_of
+from ringstrategy.algorithms.parameters.group import Vector
+from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective, Summand, cut, mean_
@@ -43,26 +44,18 @@ class Piece:
         return self.of(self.vector.values)
 
 
-class Mixing(Protocol):
-    """The part of an algorithm that an exchange uses: see `Decentralized`."""
+class Mixed(Protocol):
+    """What an exchange with neighbours asks of a `Mixing`, which see."""
 
-    @property
-    def topology(self) -> Topology:
-        """The topology."""
-
-    @property
-    def codec(self) -> Codec:
-        """How values travel."""
-
-    @property
-    def gain(self) -> float:
-        """Factor of the difference to neighbours."""
+    topology: Topology
+    codec: Codec
+    gain: float
 
     def write(self, piece: Piece, wire: Tensor) -> Tensor:
-        """The bytes that say these values; `wire` is memory for them."""
+        """Encode the values of the piece."""
 
     def read(self, piece: Piece, whose: int | None, wire: Tensor) -> Tensor:
-        """What all see of a rank's values after these bytes, while they stay; `whose` None: this rank's."""
+        """The values that all ranks see in these bytes."""
 
 
 class Exchange:
@@ -79,12 +72,12 @@ class Exchange:
         row = topology.weights(peers.rank, peers.size, step)
         return {peer: weight for peer, weight in row.items() if peer != peers.rank}
 
-    def mix(self, algorithm: Mixing, vector: Vector, peers: Peers, step: int, seed: int) -> None:
+    def mix(self, mixing: Mixed, vector: Vector, peers: Peers, step: int, seed: int) -> None:
         """Set the correction to gain times row `rank` of W x - x, where x are the values that all ranks decode.
 
         As a sum of weight * (theirs - own): what ranks agree about is then not rounded away.
         """
-        topology, codec, values = algorithm.topology, algorithm.codec, vector.values
+        topology, codec, values = mixing.topology, mixing.codec, vector.values
         weights, row = self.sources(topology, peers, step), topology.weights(peers.rank, peers.size, step)
         surplus = 0.0 if topology.doubly_stochastic else sum(row.values()) - 1
         targets = _targets(topology, peers, step)
@@ -98,12 +91,12 @@ class Exchange:
                 return peers.scratch(f"gossip.{name}.{k % 2}", nbytes, values.device)[:nbytes]
 
             with span("encode"):
-                wire = algorithm.write(pieces[k], memory("leaving"))
+                wire = mixing.write(pieces[k], memory("leaving"))
             arriving = {peer: memory(f"arriving.{peer}") for peer in weights}
             with span("send"):
                 return wire, arriving, peers.post(dict.fromkeys(targets, wire), arriving)
 
-        gains = [algorithm.gain * weight for weight in weights.values()]
+        gains = [mixing.gain * weight for weight in weights.values()]
         under_way = [post(0)]
         for k, piece in enumerate(pieces):
             if k + 1 < len(pieces):
@@ -112,11 +105,11 @@ class Exchange:
             with span("wait"):
                 handle.wait()
             with span("decode and mix"):
-                own, correction = algorithm.read(piece, None, wire), piece.of(vector.correction)
-                theirs = [algorithm.read(piece, peer, arrived) for peer, arrived in arriving.items()]
+                own, correction = mixing.read(piece, None, wire), piece.of(vector.correction)
+                theirs = [mixing.read(piece, peer, arrived) for peer, arrived in arriving.items()]
                 engine(values.device).mix(own, theirs, gains, correction)
                 if surplus:
-                    correction.add_(own, alpha=algorithm.gain * surplus)
+                    correction.add_(own, alpha=mixing.gain * surplus)
 
     def connect(self, topology: Topology, peers: Peers, step: int, device: torch.device) -> None:
         """Exchange a byte with the neighbours of `step`: NCCL connects a pair at its first message."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
-from ringstrategy.algorithms.parameters.schedule import Unit
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
@@ -23,11 +24,15 @@ class Gossip(Decentralized):
     Args:
         topology: who mixes with whom; rows and columns of its matrix sum to 1.
         codec: `Identity()`, or `Cast(...)`: half the bytes. For fewer: `Choco`.
-        interval: see `Decentralized`, as for the arguments not named here.
-        overlap: see `Decentralized`.
+        interval: optimizer steps from one mixing to the next. More: fewer bytes, ranks drift further apart.
+        overlap: True: send while the next `interval` steps are computed, and apply what came as a correction at their
+            end: the wire then costs no time while it is faster than they are. Its price: corrections come late, so the
+            largest stable learning rate is lower and more steps may be needed, the more so with long intervals. False:
+            wait for it at once. A number from 1 to `interval`: apply it after so many steps (DaSGD, Zhou et al. 2020),
+            best so few that their compute is just longer than the exchange. 1 is one step, not True.
         consensus: see `Decentralized`.
         local: see `Synchronous`.
-        unit: see `Decentralized`.
+        unit: "step", or "epoch": the interval counts epochs.
         unequal_data: undo the pull of each rank's own data (exact diffusion, Yuan et al. 2019; D2, Tang et al. 2018),
             for the same bytes; one more vector of memory, with overlap two. With an interval of 1 and SGD, ranks then
             end where the mean of their losses is least; without, short of it. With longer intervals they end nearer.
@@ -49,7 +54,9 @@ class Gossip(Decentralized):
     ) -> None:
         topology = RingGraph() if topology is None else topology
         codec = Identity() if codec is None else codec
-        super().__init__(topology, codec, interval, overlap, consensus, local, unit, uneven)
+        schedule = Schedule(interval, overlap, unit)
+        mixing = Diffusion(topology, codec, late=bool(overlap)) if unequal_data else Averaging(topology, codec)
+        super().__init__(mixing, schedule, consensus, local, uneven)
         if not isinstance(codec, Identity | Cast):
             raise ValueError(
                 f"codec is Identity() or Cast(...), got {codec!r}: parameters sent in fewer bits would never agree. "
@@ -69,36 +76,60 @@ class Gossip(Decentralized):
         if unequal_data and not (topology.static and topology.symmetric):
             raise ValueError(f"unequal_data needs the same symmetric matrix at each step, but {topology} has others")
         self.unequal_data = unequal_data
-        self.gain = 0.5 if unequal_data else 1.0
+
+
+class Averaging(Mixing):
+    """Parameters as they are."""
+
+    algorithm = "Gossip"
+
+    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The parameters'."""
+        return dtype
+
+    def fill(self, flat: Flat) -> None:
+        """The parameters."""
+        flat.gather()
+
+
+class Diffusion(Mixing):
+    """Exact diffusion: parameters extrapolated by the last correction; each correction is applied again ever after.
+
+    Args:
+        topology: static and symmetric.
+        codec: see `Gossip`.
+        late: are corrections applied an interval after the parameters were sent?
+    """
+
+    algorithm = "Gossip(unequal_data=True)"
+
+    def __init__(self, topology: Topology, codec: Codec, *, late: bool) -> None:
+        super().__init__(topology, codec, gain=0.5)
+        self.late = late
 
     @property
     def keeper(self) -> str:
-        """A group and the tensors that this algorithm keeps for it."""
-        kept = f" for unequal data, overlap={self.overlap}" if self.unequal_data else ""
-        return super().keeper + kept
+        """It keeps one vector more if corrections are late."""
+        return f"{super().keeper}, late={self.late}"
 
-    def values_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The parameters' dtype; the dtype of sums if `unequal_data`."""
-        return super().values_dtype(dtype) if self.unequal_data else dtype
-
-    def begin(self, group: Group) -> None:
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """Nothing was corrected so far, and nothing has moved."""
-        for flat in group.flats if self.unequal_data else ():
+        for flat in group.flats:
             flat.memory["corrected"] = torch.zeros_like(flat.correction)
-            if self.overlap:
+            if self.late:
                 flat.gather(into=flat.memory.setdefault("before", torch.empty_like(flat.correction)))
 
     def fill(self, flat: Flat) -> None:
-        """The parameters; for unequal data, where they would be after as much again as was corrected last."""
-        super().fill(flat)
-        if self.unequal_data and self.overlap:  # the last correction is in what they have moved by since the last time
+        """The parameters plus the last correction: where they would be if it came once more."""
+        flat.gather()
+        if self.late:  # the last correction is in what they have moved by since the last time
             before = flat.memory["before"]
             flat.values.add_(torch.sub(flat.values, before, out=before))
             flat.gather(into=before)
-        elif self.unequal_data:  # it was applied after they were sent
+        else:  # it was applied after they were sent
             flat.values.add_(flat.memory["corrected"])
 
-    def apply(self, group: Group) -> None:
-        """The correction; for unequal data, with all before once more."""
+    def apply(self, group: Group, runtime: Runtime) -> None:
+        """The correction, with all before once more."""
         for flat in group.flats:
-            flat.add(flat.memory["corrected"].add_(flat.correction) if self.unequal_data else flat.correction)
+            flat.add(flat.memory["corrected"].add_(flat.correction))

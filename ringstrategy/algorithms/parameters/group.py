@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ringstrategy.algorithms.parameters.outer import Shared
+from ringstrategy.algorithms.parameters.rows import by_kind, cut_like, kind_of, row_of
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.transport.base import Waitable
-
-Item = TypeVar("Item")
 
 
 class Vector:
@@ -46,7 +44,13 @@ class Vector:
 
 
 class Flat(Vector):
-    """Parameters of one dtype on one device that travel by one codec, and memory for all their values in a row."""
+    """Parameters of one dtype on one device that travel by one codec, and memory for all their values in a row.
+
+    Attributes:
+        shared: their values that have the same bits on all ranks, if an algorithm keeps such.
+    """
+
+    shared: Shared | None = None
 
     def __init__(self, named: Mapping[str, Parameter], dtype: torch.dtype, codec: Codec) -> None:
         self.names = list(named)
@@ -58,6 +62,10 @@ class Flat(Vector):
     def by_name(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of `flat`, one a parameter."""
         return dict(zip(self.names, cut_like(flat, self.parameters), strict=True))
+
+    def row(self) -> Tensor:
+        """A copy of the parameters' values, in the dtype of sums."""
+        return row_of(self.parameters)
 
     @torch.no_grad()
     def gather(self, into: Tensor | None = None) -> None:
@@ -89,12 +97,6 @@ class Flat(Vector):
         """Copy into the parameters."""
         torch._foreach_copy_(self.parameters, cut_like(flat, self.parameters))
 
-    @torch.no_grad()
-    def blend(self, flat: Tensor, share: float) -> None:
-        """The parameters become share * parameters + (1 - share) * flat."""
-        torch._foreach_mul_(self.parameters, share)
-        torch._foreach_add_(self.parameters, cut_like(flat, self.parameters), alpha=1.0 - share)
-
 
 class Group:
     """The parameters that one optimizer steps, or a fragment of them, exchanged together.
@@ -124,7 +126,7 @@ class Group:
     ) -> None:
         self.parameters = dict(parameters)
         self.place = (0, 1)
-        kinds = by_kind(parameters.items(), lambda named: (*_kind(named[1]), codec(*named)))
+        kinds = by_kind(parameters.items(), lambda named: (*kind_of(named[1]), codec(*named)))
         flats = [Flat(dict(those), dtype(those[0][1].dtype), codec(*those[0])) for those in kinds]
         self.flats = [flat for flat in flats if flat.numel]
         self.others: dict[str, Vector] = {}
@@ -135,6 +137,15 @@ class Group:
         self.seed = zlib.crc32("\n".join(parameters).encode())
 
     @property
+    def counts(self) -> dict[str, int]:
+        """Steps, turns and mixings."""
+        return {"steps": self.steps, "turns": self.turns, "mixings": self.mixings}
+
+    @counts.setter
+    def counts(self, counts: Mapping[str, int]) -> None:
+        self.steps, self.turns, self.mixings = counts["steps"], counts["turns"], counts["mixings"]
+
+    @property
     def vectors(self) -> list[Vector]:
         """All that is mixed."""
         return [*self.flats, *self.others.values()]
@@ -143,46 +154,3 @@ class Group:
     def numel(self) -> int:
         """Values of parameters."""
         return sum(flat.numel for flat in self.flats)
-
-
-def by_dtype(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Group tensors by dtype and device, in order."""
-    return by_kind(tensors, _kind)
-
-
-def by_kind(items: Iterable[Item], kind: Callable[[Item], Hashable]) -> Iterable[list[Item]]:
-    """Group the items by what `kind` says of them, in order."""
-    kinds: dict[Hashable, list[Item]] = {}
-    for item in items:
-        kinds.setdefault(kind(item), []).append(item)
-    return kinds.values()
-
-
-def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
-    return tensor.dtype, tensor.device
-
-
-def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """`flat` as tensors of these shapes, one after the other."""
-    runs = flat.split([tensor.numel() for tensor in like])
-    return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
-
-
-def words_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Their bytes, of any dtypes, as numbers of 32 bits: flat, float64."""
-    runs = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    whole = torch.cat([*runs, runs[0].new_zeros(-sum(map(len, runs)) % 4)])
-    return whole.view(torch.int32).double()
-
-
-def cut_words(words: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of these dtypes and shapes whose `words_of` these are."""
-    whole = words.to(torch.int32).view(torch.uint8)
-    ends = list(accumulate(tensor.nbytes for tensor in like))
-    runs = [whole[end - tensor.nbytes : end].clone() for end, tensor in zip(ends, like, strict=True)]
-    return [run.view(tensor.dtype).view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
-
-
-def row_of(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of all their values, in the dtype of sums."""
-    return torch.cat([tensor.detach().reshape(-1).to(sums_dtype(tensor.dtype)) for tensor in tensors])

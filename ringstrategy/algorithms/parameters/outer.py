@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.parameters.group import Flat, cut_like, row_of
+from ringstrategy.algorithms.parameters.rows import cut_like, row_of
 from ringstrategy.kernels.engine import engine
 
 Outer = Callable[[Iterable[Parameter]], Optimizer]
@@ -82,20 +82,21 @@ def described_outer(outer: Outer | None) -> str:
 
 
 class Shared:
-    """The shared values of a flat's parameters, and their outer optimizer.
+    """Shared values of parameters, and their outer optimizer.
 
     Args:
-        flat: whose parameters they begin with.
+        names: of the parameters.
+        parameters: the values begin as theirs.
         outer: None: parameters move by exactly what they are given.
 
     Attributes:
         values: flat, in the dtype of sums.
     """
 
-    def __init__(self, flat: Flat, outer: Outer | None) -> None:
-        self.names = flat.names
-        self.values = row_of(flat.parameters)
-        self._parts = [Parameter(part, requires_grad=False) for part in cut_like(self.values, flat.parameters)]
+    def __init__(self, names: Sequence[str], parameters: Sequence[Tensor], outer: Outer | None) -> None:
+        self.names = names
+        self.values = row_of(parameters)
+        self._parts = [Parameter(part, requires_grad=False) for part in cut_like(self.values, parameters)]
         self._optimizer = None if outer is None else outer(self._parts)
 
     @torch.no_grad()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -16,15 +15,15 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.memory import firsts
+from ringstrategy.algorithms.parameters.averager import Averager, Runtime
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.parameters.group import Flat, Group, row_of
+from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.kept import Kept
-from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.algorithms.policy import described
-from ringstrategy.codecs.base import Codec, check_carried
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
-from ringstrategy.transport.base import Peers
+from ringstrategy.transport.base import Peers, Waitable
 
 
 class Periodic(ParameterAlgorithm):
@@ -32,32 +31,32 @@ class Periodic(ParameterAlgorithm):
 
     Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.
 
-    Subclasses say what is exchanged (`parts`, `group`, `begin`, `gather`, `meet`), what becomes of it (`apply`), and
-    what validation and checkpoints see (`seen`).
-
     Args:
+        schedule: when.
+        averager: what is exchanged, what becomes of it, and what validation and checkpoints see.
         consensus: False: each rank validates, and ends with, its own parameters.
         local: see `Synchronous`.
         uneven: see `Algorithm`. With "join" a rank without data exchanges, and does not step.
     """
 
-    def __init__(self, consensus: bool, local: Local | None, uneven: str) -> None:
+    def __init__(
+        self, schedule: Schedule, averager: Averager, consensus: bool, local: Local | None, uneven: str
+    ) -> None:
         if not isinstance(consensus, bool):
             raise TypeError(f"consensus is True or False, got {consensus!r}")
         check_local(local)
         check_uneven(uneven)
+        self.schedule, self.averager = schedule, averager
         self.consensus, self.local, self.uneven = consensus, local, uneven
 
         self.exchange = Exchange()
-        self._peers: Peers | None = None
+        self._runtime: Runtime | None = None
         self._all: dict[str, Parameter] = {}
         self._known: dict[str, Parameter] = {}  # those that are averaged, one of those in the same memory
         self._first: dict[Parameter, Parameter] = {}  # of those in a parameter's memory
         self._groups: list[Group] = []
         self._bound: dict[frozenset[Parameter], list[Group]] = {}  # by what an optimizer steps
-        self._view: Consensus | None = None  # while there are peers
         self._kept = Kept()
-        self._counts: dict[str, dict[str, int]] = {}  # of a checkpoint: a parameter's group's
 
     def __repr__(self) -> str:
         """The arguments."""
@@ -69,68 +68,39 @@ class Periodic(ParameterAlgorithm):
         value = getattr(self, name)
         return described(value) if callable(value) else str(value)
 
-    # What subclasses say
+    @property
+    def interval(self) -> int:
+        """See `Schedule`."""
+        return self.schedule.interval
 
     @property
-    @abstractmethod
-    def schedule(self) -> Schedule:
-        """When parameters are exchanged."""
+    def overlap(self) -> bool | int:
+        """See `Schedule`."""
+        return self.schedule.overlap
 
-    @abstractmethod
-    def group(self, parameters: Mapping[str, Parameter]) -> Group:
-        """A new group of these, in the same order on all ranks. The kernels for them are ready when this returns."""
+    @property
+    def unit(self) -> Unit:
+        """See `Schedule`."""
+        return self.schedule.unit
 
-    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
-        """The parameters of one optimizer as groups that are exchanged at different times; the same on all ranks."""
-        return [dict(parameters)]
+    @property
+    def runtime(self) -> Runtime:
+        """Between `setup` and `close`."""
+        assert self._runtime is not None
+        return self._runtime
 
-    def begin(self, group: Group) -> None:
-        """Before the first exchange of a group that no checkpoint knows; all ranks call it."""
-
-    @abstractmethod
-    def gather(self, group: Group) -> None:
-        """Copy what is to be exchanged."""
-
-    @abstractmethod
-    def meet(self, group: Group, peers: Peers, number: int) -> None:
-        """Exchange it, in the communication thread; `number`: of this group's exchange, from 0."""
-
-    @abstractmethod
-    def apply(self, group: Group) -> None:
-        """Change the parameters by what came of the exchange."""
-
-    @abstractmethod
-    def rehearse(self, group: Group, peers: Peers) -> None:
-        """Exchange zeros with all ranks to which this group will ever send, and keep everything as it is."""
-
-    @abstractmethod
-    def seen(self, group: Group, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the values that all ranks see at validation, the same on all of them; all ranks call it.
-
-        Args:
-            group: with nothing under way.
-            replaced: see `ParameterAlgorithm.enter_consensus`.
-        """
-
-    def left(self, group: Group) -> Iterable[tuple[Flat, Tensor]]:
-        """For each flat the values that stay when its optimizer steps other parameters; all ranks call it."""
-        return self.seen(group)
-
-    def line(self, name: str, parameter: Parameter) -> str:
-        """What ranks compare of a parameter."""
-        return f"{INDENT}{name}: {tuple(parameter.shape)} {parameter.dtype}"
-
-    def mass(self, flat: Flat) -> Tensor:
-        """A copy of the values whose mean over ranks is what ranks are some distance from."""
-        return row_of_parameters(flat)
+    @property
+    def entered(self) -> bool:
+        """Do parameters show what all ranks see?"""
+        return self._runtime is not None and self._runtime.view.entered
 
     # The contract
 
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
         """See `Algorithm.setup`."""
-        assert self._peers is None, "close() first"
-        self._peers, self._counts, self._kept = peers, {}, Kept()
-        self._view = Consensus(peers, self.exchange)
+        assert self._runtime is None, "close() first"
+        self._kept = Kept()
+        self._runtime = Runtime(peers, self.exchange, Consensus(peers, self.exchange), self._kept)
         self._learn(parameters)
         self._agree(self._known)
 
@@ -139,8 +109,8 @@ class Periodic(ParameterAlgorithm):
         there = set(parameters.values())
         gone = [name for name, parameter in self._all.items() if parameter not in there]
         new = self._learn(parameters)
-        if (new or gone) and self._peers is not None:
-            compare_changes(self._peers, "", new, gone)
+        if (new or gone) and self._runtime is not None:
+            compare_changes(self._runtime.peers, "", new, gone)
         return list(new.values())
 
     def _learn(self, parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
@@ -153,12 +123,12 @@ class Periodic(ParameterAlgorithm):
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
 
     def bind(self, parameters: Collection[Parameter]) -> None:
-        """See `ParameterAlgorithm.bind`."""
+        """See `Algorithm.bind`."""
         self._groups_of(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`. RuntimeError while parameters show what all ranks see."""
-        if self._view is not None and self._view.entered:
+        if self.entered:
             raise RuntimeError(
                 "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
                 "parameters: leave `with consensus(...)` before you train on"
@@ -170,39 +140,43 @@ class Periodic(ParameterAlgorithm):
             self._turn(groups)
 
     def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
-        """See `ParameterAlgorithm.after_epoch`."""
+        """See `Algorithm.after_epoch`."""
         if self.schedule.unit == "epoch":
             self._turn(self._groups_of(parameters))
 
     def _turn(self, groups: Sequence[Group]) -> None:
-        schedule = self.schedule
+        begins, late = [], self.schedule.late
         for group in groups:
             group.turns += 1
             group.trains = True
-            if schedule.applies(group.turns, group.place):
+            since = self.schedule.since(group.turns, group.place)
+            if since in (0, late):
                 self._apply(group)
-        for group in groups:
-            if schedule.mixes(group.turns, group.place):
-                self._begin_exchange(group)
-        for group in groups:
-            if schedule.waits(group.turns, group.place):
+            if since == 0:
+                begins.append(group)
+        for group in begins:
+            self._begin_exchange(group)
+        for group in begins:
+            if self.schedule.waits(group.turns):
                 self._apply(group)
 
     def _begin_exchange(self, group: Group) -> None:
-        peers = self._peers
-        assert peers is not None
+        peers = self.runtime.peers
         if peers.detector is not None:
             peers.detector.progress.begin_exchange()
-        with torch.no_grad():
-            self.gather(group)
-        group.under_way = peers.submit(partial(self.meet, group, peers, group.mixings), f"at mixing {group.mixings}")
+        group.under_way = self._exchange(group, f"at mixing {group.mixings}")
         peers.stats.exchanges += 1
         peers.stats.values_averaged += group.numel
 
+    @torch.no_grad()
+    def _exchange(self, group: Group, where: str) -> Waitable:
+        runtime = self.runtime
+        self.averager.gather(group, runtime, first=group is self._groups[0])
+        return runtime.peers.submit(partial(self.averager.meet, group, runtime, group.mixings), where)
+
     def _wait(self, group: Group) -> None:
         if group.under_way is not None:
-            assert self._peers is not None
-            self._peers.finish([group.under_way])
+            self.runtime.peers.finish([group.under_way])
             group.under_way, group.arrived = None, True
 
     @torch.no_grad()
@@ -211,11 +185,11 @@ class Periodic(ParameterAlgorithm):
         if group.arrived:
             group.arrived = False
             group.mixings += 1
-            self.apply(group)
+            self.averager.apply(group, self.runtime)
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
         """The groups of an optimizer, by the parameters that it steps; none if none of them is averaged."""
-        if self._peers is None:
+        if self._runtime is None:
             return []
         asked = frozenset(parameters)
         if asked not in self._bound:
@@ -227,44 +201,46 @@ class Periodic(ParameterAlgorithm):
     @torch.no_grad()
     def _bind(self, wanted: Mapping[str, Parameter]) -> list[Group]:
         """The groups of these parameters. Ranks compare the members of new groups, which replace older ones."""
-        parts = self.parts(wanted)
+        parts = self.averager.parts(wanted)
         same = [group for group in self._groups if any(_equal(group.parameters, part) for part in parts)]
         if len(same) == len(parts):
             return same
         self._agree(wanted, parts)
-        counts: dict[str, int] = {}
+        counts: dict[str, int] | None = None
         olds = [group for group in self._groups if _overlap(group.parameters, wanted)]
         for old in olds:
             self._refuse_to_share(old, wanted)
         # callbacks of a run that resumes may give an optimizer the parameters that it had, after it was bound
-        resumes = wanted.keys() <= self._counts.keys() and not any(group.trains for group in olds)
+        resumes = wanted.keys() <= self._kept.counts.keys() and not any(group.trains for group in olds)
         for old in olds:
             if resumes and all(self._known.get(name) is each for name, each in old.parameters.items()):
-                self._put_back(old)
+                self._kept.put_back(old)  # what it took of a checkpoint is there again
+                self._drop(old)
             else:
                 counts = self._end(old)  # its optimizer has got or lost parameters
         groups = [self._make(part, (place, len(parts)), counts) for place, part in enumerate(parts)]
         self._groups += groups
         return groups
 
-    def _make(self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int]) -> Group:
-        group = self.group(parameters)
+    def _make(
+        self, parameters: Mapping[str, Parameter], place: tuple[int, int], counts: Mapping[str, int] | None
+    ) -> Group:
+        group = self.averager.group(parameters, self.runtime)
         group.place = place
-        for name, count in (counts or self._counts.get(next(iter(parameters)), {})).items():
-            setattr(group, name, count)
+        counts = counts or self._kept.counts.get(next(iter(parameters)))
+        if counts is not None:
+            group.counts = dict(counts)
         if not self._kept.resume(group):
-            self.begin(group)
+            self.averager.begin(group, self.runtime)
         self._warm_up(group)
         return group
 
     def _warm_up(self, group: Group) -> None:
         """On GPUs: exchange zeros as values will travel. So no exchange compiles or connects."""
-        peers = self._peers
-        assert peers is not None
-        if not peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
+        if not self.runtime.peers.queues and all(flat.device.type == "cpu" for flat in group.flats):
             return
         self.settle()  # what is under way is no part of this
-        self.rehearse(group, peers)
+        self.averager.rehearse(group, self.runtime)
 
     def _refuse_to_share(self, group: Group, wanted: Mapping[str, Parameter]) -> None:
         """ValueError if another optimizer still steps parameters of this group that are not `wanted`."""
@@ -280,31 +256,25 @@ class Periodic(ParameterAlgorithm):
     def _end(self, group: Group) -> dict[str, int]:
         """Apply what is pending, set the parameters to what all see, and drop the group; returns its counts."""
         self._apply(group)
-        for flat, values in self.left(group):
+        for flat, values in self.averager.left(group, self.runtime):
             flat.write(values)
         self._drop(group)
-        return _counts(group)
-
-    def _put_back(self, group: Group) -> None:
-        """Drop a group that has not trained; what it took of a checkpoint is there again."""
-        self._kept.put_back(group)
-        self._drop(group)
+        return group.counts
 
     def _drop(self, group: Group) -> None:
         self._groups.remove(group)
         self._bound = {asked: bound for asked, bound in self._bound.items() if group not in bound}
 
     def _agree(self, parameters: Mapping[str, Parameter], parts: Sequence[Mapping[str, Parameter]] = ()) -> None:
-        assert self._peers is not None
-        lines = [self.line(name, parameter) for name, parameter in parameters.items()]
+        lines = [self.averager.line(name, parameter) for name, parameter in parameters.items()]
         if len(parts) > 1:
             lines += [f"{INDENT}{name}: fragment {number}" for number, part in enumerate(parts) for name in part]
-        compare_plans(self._peers, self.plan_text(self._peers.size, lines))
+        compare_plans(self.runtime.peers, self.plan_text(self.runtime.peers.size, lines))
 
     # What all ranks see
 
     def settle(self) -> None:
-        """See `ParameterAlgorithm.settle`."""
+        """See `Algorithm.settle`."""
         for group in self._groups:
             self._wait(group)
 
@@ -312,79 +282,61 @@ class Periodic(ParameterAlgorithm):
     def enter_consensus(
         self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
     ) -> bool:
-        """See `ParameterAlgorithm.enter_consensus`."""
-        if self._peers is None or self._view is None or self._view.entered:
+        """See `Algorithm.enter_consensus`."""
+        runtime = self._runtime
+        if runtime is None or runtime.view.entered:
             return False
         # bytes of the mean must not meet those of a mixing: a rank with fewer batches waits here until it is told
         trains = (f"{INDENT}{n}: {'trained' if p.requires_grad else 'frozen'}" for n, p in self._known.items())
-        compare_plans(self._peers, "\n".join(["the mean of all ranks", *trains]))
+        compare_plans(runtime.peers, "\n".join(["the mean of all ranks", *trains]))
         self.settle()
-        seen = (pair for group in self._groups for pair in self.seen(group, replaced=replaced))
-        self._view.enter(seen, [*self._known.values(), *others], copied)
+        seen = (pair for group in self._groups for pair in self.averager.seen(group, runtime, replaced=replaced))
+        runtime.view.enter(seen, [*self._known.values(), *others], copied)
         return True
 
     def leave_consensus(self) -> None:
-        """See `ParameterAlgorithm.leave_consensus`."""
-        if self._view is not None:
-            self._view.leave()
+        """See `Algorithm.leave_consensus`."""
+        if self._runtime is not None:
+            self._runtime.view.leave()
 
     def as_own(self) -> AbstractContextManager[None]:
-        """See `ParameterAlgorithm.as_own`."""
-        return nullcontext() if self._view is None else self._view.hidden()
+        """See `Algorithm.as_own`."""
+        return nullcontext() if self._runtime is None else self._runtime.view.hidden()
 
     @torch.no_grad()
     def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `ParameterAlgorithm.consensus_distance`."""
-        return None if self._view is None else self._view.distance(self._groups, self.mass, sample)
+        """See `Algorithm.consensus_distance`."""
+        runtime = self._runtime
+        return None if runtime is None else runtime.view.distance(self._groups, self.averager.mass, sample)
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts of each parameter's group."""
-        counts = self._counts | {name: _counts(group) for group in self._groups for name in group.parameters}
-        return {"step": max((count["steps"] for count in counts.values()), default=0), "counts": counts}
+        """The counts of each parameter's group, and what ranks hold with the same bits."""
+        state = self._kept.shared_state(self._groups)
+        return {"step": max((count["steps"] for count in state["counts"].values()), default=0), **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Algorithm.load_state_dict`."""
         self.settle()
-        self._groups, self._bound, self._counts = [], {}, dict(state["counts"])
+        self._groups, self._bound = [], {}
+        self._kept.load_shared(state)
 
     def own_state(self) -> dict[str, Any]:
-        """See `ParameterAlgorithm.own_state`."""
-        return {"of": self.keeper, **self._kept.state_of(self._groups)}
-
-    @property
-    def keeper(self) -> str:
-        """Names whoever can use this state: state of another one is of no use."""
-        return type(self).__name__
+        """See `Algorithm.own_state`."""
+        return {"of": self.averager.keeper, **self._kept.own_state(self._groups)}
 
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """See `ParameterAlgorithm.load_own_state`."""
-        mine = bool(state["of"] == self.keeper)
-        self._kept = Kept(state if mine else None)
+        """See `Algorithm.load_own_state`."""
+        mine = bool(state["of"] == self.averager.keeper)
+        self._kept.load_own(state if mine else {})
         return mine
 
     def close(self) -> None:
-        """Forget the parameters, and drop an exchange in flight. The counts stay."""
-        self._counts = self.state_dict()["counts"]
-        self._peers, self._view, self._groups, self._bound = None, None, [], {}
+        """Forget the parameters, and drop an exchange in flight. What `state_dict` gives stays."""
+        self._kept.load_shared(self._kept.shared_state(self._groups))
+        self._runtime, self._groups, self._bound = None, [], {}
         self._all, self._known, self._first = {}, {}, {}
-
-
-def warm_up_codec(codec: Codec, parameters: Mapping[str, Parameter]) -> None:
-    """Raise if it cannot carry them, and compile what it needs for them."""
-    for name, parameter in parameters.items():
-        check_carried(codec, name, parameter.dtype)
-        codec.warm_up(parameter.device)
-
-
-def row_of_parameters(flat: Flat) -> Tensor:
-    """A copy of their values, in the dtype of sums."""
-    return row_of(flat.parameters)
-
-
-def _counts(group: Group) -> dict[str, int]:
-    return {"steps": group.steps, "turns": group.turns, "mixings": group.mixings}
 
 
 def _equal(some: Mapping[str, Parameter], others: Mapping[str, Parameter]) -> bool:

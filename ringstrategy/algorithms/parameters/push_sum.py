@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Group, Vector, cut_like
-from ringstrategy.algorithms.parameters.schedule import Unit
+from ringstrategy.algorithms.parameters.averager import Runtime
+from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
+from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
+from ringstrategy.algorithms.parameters.rows import cut_like
+from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.exponential import OnePeerExponential
@@ -23,11 +25,11 @@ class PushSum(Decentralized):
 
     Args:
         topology: who mixes with whom. The default is that of stochastic gradient push.
-        interval: see `Decentralized`, as for the arguments not named here.
-        overlap: see `Decentralized`.
+        interval: see `Gossip`.
+        overlap: see `Gossip`.
         consensus: see `Decentralized`.
         local: see `Synchronous`.
-        unit: see `Decentralized`.
+        unit: see `Gossip`.
         uneven: see `Decentralized`.
     """
 
@@ -42,13 +44,20 @@ class PushSum(Decentralized):
         uneven: str = "error",
     ) -> None:
         topology = OnePeerExponential() if topology is None else topology
-        super().__init__(topology, Identity(), interval, overlap, consensus, local, unit, uneven)
+        schedule = Schedule(interval, overlap, unit)
+        super().__init__(Numerators(topology, Identity()), schedule, consensus, local, uneven)
 
-    def begin(self, group: Group) -> None:
+
+class Numerators(Mixing):
+    """x travels, in a vector of each flat, and w beside it."""
+
+    algorithm = "PushSum"
+
+    def begin(self, group: Group, runtime: Runtime) -> None:
         """The parameters are x, the numerators over the weight."""
         for flat in group.flats:
             flat.memory["excess"] = torch.zeros_like(flat.correction)  # x minus the parameters
-        ones = torch.ones(self.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
+        ones = torch.ones(runtime.exchange.ranks, dtype=torch.float64, device=group.flats[0].device)
         group.others["weight"] = Vector.of(ones)
 
     def mass(self, flat: Flat) -> Tensor:
@@ -59,7 +68,7 @@ class PushSum(Decentralized):
         """x."""
         flat.gather_sum(flat.memory["excess"])
 
-    def apply(self, group: Group) -> None:
+    def apply(self, group: Group, runtime: Runtime) -> None:
         """Divide the new x by the new w."""
         weight = group.others["weight"]
         divisor = weight.values.add_(weight.correction)[:, None]

@@ -24,7 +24,7 @@ class Schedule:
 
     interval: int
     overlap: bool | int
-    unit: Unit
+    unit: Unit = "step"
     start: int = 0
 
     def __post_init__(self) -> None:
@@ -45,20 +45,14 @@ class Schedule:
         """Turns from the beginning of an exchange until its correction is applied; 0: at once."""
         return self.overlap * self.interval if isinstance(self.overlap, bool) else self.overlap
 
-    def mixes(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
-        """Does an exchange begin at this turn? Turns are counted from 1."""
-        return turn <= self.start or self._since(turn, place) == 0
-
-    def applies(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
-        """Is what came of an earlier exchange applied at this turn, before another one begins?"""
-        return turn <= self.start or self._since(turn, place) in (0, self.late)
-
-    def waits(self, turn: int, place: tuple[int, int] = (0, 1)) -> bool:
-        """Do ranks wait at this turn for the exchange that begins?"""
-        return turn <= self.start or (self.late == 0 and self.mixes(turn, place))
-
-    def _since(self, turn: int, place: tuple[int, int]) -> int:
-        """Turns since an exchange began, or would have."""
+    def since(self, turn: int, place: tuple[int, int] = (0, 1)) -> int:
+        """Turns since an exchange began, or would have; 0: one begins. Turns are counted from 1."""
+        if turn <= self.start:
+            return 0
         number, parts = place
         first = (number + 1) * self.interval // parts
         return (turn - self.start - first) % self.interval
+
+    def waits(self, turn: int) -> bool:
+        """Do ranks wait for an exchange that begins at this turn?"""
+        return turn <= self.start or self.late == 0

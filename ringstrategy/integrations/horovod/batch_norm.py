@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ringstrategy.integrations.horovod.differentiable import allreduce
+from ringstrategy.integrations.horovod.operations import allreduce
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Sum
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ringstrategy.integrations.horovod.operations import submit
+from typing import Any
+
+from ringstrategy.integrations.horovod.call import Call
 from ringstrategy.integrations.horovod.process_sets import global_process_set
 from ringstrategy.integrations.horovod.values import broadcast_optimizer_state, broadcast_parameters
 from ringstrategy.integrations.horovod.world import world
@@ -23,18 +25,18 @@ def join(device: int = -1) -> int:
         ValueError: several optimizers join, so it is not known whose exchange comes next; or it averages parameters.
     """
     del device
-    members, optimizers = global_process_set.members, [each for each in world().optimizers if each.session.joins]
+    optimizers = [each for each in world().optimizers if each.session.joins]
     if len(optimizers) > 1:
         raise ValueError(
             f"{len(optimizers)} optimizers have uneven='join', and hvd.join() knows only one: give all ranks the same "
             "number of batches, or step all parameters by one optimizer"
         )
-    ticket = members.ticket("join")
+    ticket = global_process_set.members.ticket("join")
     for optimizer in optimizers:
-        optimizer.idle()
-    tickets = submit("join", None, "", ticket, [], members, lambda said: said).wait()
-    last = int(max(range(len(tickets)), key=tickets.__getitem__))
+        optimizer._exchange.idle()
+    tickets = Call[Any]("join", [], None, global_process_set, own=ticket).submit(list).wait()
+    last = max(range(len(tickets)), key=tickets.__getitem__)
     for optimizer in optimizers:
-        broadcast_parameters(optimizer.named(), last)
+        broadcast_parameters(optimizer._exchange.module.named, last)
         broadcast_optimizer_state(optimizer, last)
     return last

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -36,8 +36,11 @@ _TOGETHER = 64  # places whose keys are deleted at once
 _CLOSE_SECONDS = 5.0
 
 
+Result = TypeVar("Result")
+
+
 @dataclass
-class Handle:
+class Handle(Generic[Result]):
     """An operation under way: `done`, and `wait` for its result.
 
     Attributes:
@@ -48,31 +51,31 @@ class Handle:
     _key: str
     _operations: NamedOperations | None
     _event: threading.Event = field(default_factory=threading.Event)
-    _result: Any = None
+    _result: Result | None = None
     _error: BaseException | None = None
 
     def done(self) -> bool:
         """Has it ended, well or not?"""
         return self._event.is_set()
 
-    def wait(self) -> Any:
+    def wait(self) -> Result:
         """Its result. Raises its error, or one that names the ranks that do not take part."""
         if self._operations is not None and not self.done():
             self._operations.wait(self._event, self._key, self.name)
         if self._error is not None:
             raise self._error
-        return self._result
+        return cast(Result, self._result)
 
     __call__ = wait
 
-    def end(self, result: Any, error: BaseException | None) -> None:
+    def end(self, result: Result | None, error: BaseException | None) -> None:
         """It has ended."""
         self._result, self._error = result, error
         self._event.set()
 
 
 @dataclass(frozen=True)
-class Operation:
+class Operation(Generic[Result]):
     """What a rank submits.
 
     Args:
@@ -85,7 +88,7 @@ class Operation:
     name: str
     same: str
     own: Any
-    run: Callable[[list[Any]], Any]
+    run: Callable[[list[Any]], Result]
 
 
 class NamedOperations:
@@ -110,14 +113,14 @@ class NamedOperations:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch may wait on the default one
         self._used: dict[str, int] = {}  # how often, by name
         self._changed = threading.Condition()
-        self._pending: dict[str, tuple[Operation, Handle]] = {}  # by key
+        self._pending: dict[str, tuple[Operation[Any], Handle[Any]]] = {}  # by key
         self._closing = False
         self._failure: BaseException | None = None
         self._announcer = Worker("ringstrategy-horovod-names")
         self._runner = threading.Thread(target=self._run_all, name="ringstrategy-horovod", daemon=True)
         self._runner.start()
 
-    def submit(self, operation: Operation) -> Handle:
+    def submit(self, operation: Operation[Result]) -> Handle[Result]:
         """Begin it. ValueError if one of this name is under way."""
         with self._changed:
             if self._failure is not None:
@@ -131,13 +134,13 @@ class NamedOperations:
                 )
             count = self._used[operation.name] = self._used.get(operation.name, 0) + 1
             key = f"{operation.name}/{count}"
-            handle = Handle(operation.name, key, self)
+            handle: Handle[Result] = Handle(operation.name, key, self)
             self._pending[key] = operation, handle
             self._changed.notify_all()
         self._announcer.submit(lambda: self._announce(key, operation), lambda: None)
         return handle
 
-    def _announce(self, key: str, operation: Operation) -> None:
+    def _announce(self, key: str, operation: Operation[Any]) -> None:
         try:
             size, store = len(self._ranks), self._store
             store.append(f"said/{key}", json.dumps([self._rank, operation.same, operation.own]) + "\n")  # type: ignore[attr-defined]

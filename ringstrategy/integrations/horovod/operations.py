@@ -3,336 +3,135 @@
 Each has a name. Operations of one name belong together, in whatever order ranks submit them; those without a name are
 counted, so ranks must submit them in the same order. The forms with `_async` return a `Handle` at once, for
 `synchronize` and `poll`; their tensor must not change until then. Those with `_` put the result into the tensor.
+
+Gradients flow back through the forms without either: each makes the way of its value in reverse. Its factor is
+Horovod's, so that a port trains as before. With N ranks, and measured by the gradient of the sum of all ranks' losses,
+that of `allgather` and `broadcast` is 1/N of it, that of `reducescatter` is N times it, and those of `allreduce` and
+`alltoall` are equal to it.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from ringstrategy.integrations.flats import in_flats
+from ringstrategy.integrations.horovod.call import Call, begins, grouped, has_parts, waits
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.members import Members
-from ringstrategy.integrations.horovod.named import Handle, Operation
+from ringstrategy.integrations.horovod.named import Handle, Result
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Average, ReduceOp, Reduction, Sum, reduction
-from ringstrategy.integrations.memory import memory_of
 
-Run = Callable[[list[Any]], Any]
+Given = Tensor | Sequence[Tensor]  # for one tensor a user gets a tensor, and for several ones a list
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Handle[Any]) -> bool:
     """Has the operation ended, so that `synchronize` returns at once?"""
     return handle.done()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle[Result]) -> Result:
     """Wait for the operation; returns its result, or raises its error."""
     return handle.wait()
 
 
-# All-reduce
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when all ranks have called it."""
+    Call[Any]("barrier", [], None, process_set).submit(lambda said: None).wait()
 
 
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `allreduce`."""
-    how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return reduce([tensor], None, name, how, process_set, lambda outputs: outputs[0])
+# What each kind does, and how its gradients flow back
 
 
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `allreduce_`."""
-    how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return reduce([tensor], [tensor], name, how, process_set, lambda outputs: outputs[0])
+def _reduce(given: Given, name: str | None, how: Reduction, process_set: ProcessSet) -> Call[Any]:
+    """Those of one dtype travel together."""
+    (tensors, result), members = _several(given), process_set.members
+    same = _checked(how, tensors)
+
+    def run(said: object) -> list[Tensor]:
+        return in_flats(tensors, lambda flat: how.reduce_(flat, members))
+
+    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
+        reduced: list[Tensor] = _reduce(gradients, None, how, process_set).begin().wait()
+        return reduced
+
+    flows = adjoint if how.op in (Average, Sum) else None
+    return Call("allreduce", tensors, name, process_set, same, None, run, result, flows)
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> Tensor:
-    """As `allreduce`, into the tensor itself."""
-    handle = allreduce_async_(
-        tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression=compression
-    )
-    return _tensor(handle)
-
-
-def grouped_allreduce_async(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `grouped_allreduce`."""
-    how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return reduce(tensors, None, name, how, process_set, list)
-
-
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `grouped_allreduce_`."""
-    how = reduction(op, average, compression, prescale_factor, postscale_factor)
-    return reduce(tensors, tensors, name, how, process_set, list)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    compression: object = Compression.none,
-) -> list[Tensor]:
-    """As `grouped_allreduce`, into the tensors themselves."""
-    handle = grouped_allreduce_async_(
-        tensors, average, name, op, prescale_factor, postscale_factor, process_set, compression=compression
-    )
-    outputs: list[Tensor] = handle.wait()
-    return outputs
-
-
-def reduce(
-    tensors: Sequence[Tensor],
-    outputs: Sequence[Tensor] | None,
-    name: str | None,
-    how: Reduction,
-    process_set: ProcessSet,
-    result: Callable[[Sequence[Tensor]], Any],
-) -> Handle:
-    """Begin to reduce; tensors of one dtype travel together. `outputs`: where the results go, None: to new tensors."""
-    for tensor in tensors:
-        how.check(tensor)
-    members = process_set.members
-
-    def run(said: list[Any]) -> Any:
-        into = [torch.empty_like(tensor) for tensor in tensors] if outputs is None else outputs
-        kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-        for places in kinds.values():
-            flat = torch.cat([tensors[place].reshape(-1) for place in places])
-            how.reduce_(flat, members)
-            for place, values in zip(places, flat.split([tensors[place].numel() for place in places]), strict=True):
-                memory_of(into[place]).copy_(values.view(tensors[place].shape))
-        return result(into)
-
-    said = f"{how}, {', '.join(map(_shown, tensors))}"
-    return submit("allreduce", name, said, None, tensors, members, run)
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `reducescatter`."""
-    how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    return scatter([tensor], name, how, process_set, lambda outputs: outputs[0])
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[Tensor],
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    *,
-    compression: object = Compression.none,
-) -> Handle:
-    """Begin `grouped_reducescatter`."""
-    how = reduction(op, None, compression, prescale_factor, postscale_factor)
-    return scatter(tensors, name, how, process_set, list)
-
-
-def scatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    how: Reduction,
-    process_set: ProcessSet,
-    result: Callable[[Sequence[Tensor]], Any],
-) -> Handle:
-    """Begin to reduce, so that each rank gets its rows; `result`: what becomes of them."""
-    members = process_set.members
-    for tensor in tensors:
-        how.check(tensor)
-        if tensor.dim() == 0:
-            raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
+def _scatter(given: Given, name: str | None, how: Reduction, process_set: ProcessSet) -> Call[Any]:
+    """Each rank gets its rows of the reduced tensors."""
+    (tensors, result), members = _several(given), process_set.members
+    same = _checked(how, tensors)
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter shares out rows, and this tensor has no dimension: give it one")
 
     def scattered(tensor: Tensor) -> Tensor:
-        rows = shares(len(tensor), members.size)
+        rows = _shares(len(tensor), members.size)
         chunks = tensor.new_zeros((members.size, rows[0], *tensor.shape[1:]))
         for chunk, share in zip(chunks, tensor.split(rows), strict=True):
             chunk[: len(share)] = share
         own = how.scatter_(chunks.view(members.size, -1), members)
-        return own.view(chunks.shape[1:])[: rows[members.rank]].clone()
+        return own.view(chunks.shape[1:])[: rows[members.rank]]
 
-    shown = f"{how}, {', '.join(map(_shown, tensors))}"
-    return submit("reducescatter", name, shown, None, tensors, members, lambda said: result([*map(scattered, tensors)]))
+    def run(said: object) -> list[Tensor]:
+        return [*map(scattered, tensors)]
+
+    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
+        factor = how.before * how.after * (process_set.size() if how.op is Sum else 1)
+        return [whole * factor for whole in _gather(gradients, None, process_set).begin().wait()]
+
+    flows = adjoint if how.op in (Average, Sum) else None
+    return Call("reducescatter", tensors, name, process_set, same, None, run, result, flows)
 
 
-def shares(rows: int, size: int) -> list[int]:
+def _shares(rows: int, size: int) -> list[int]:
     """How many rows each rank gets: the first ones get one more if they cannot all get as many."""
     return [rows // size + (rank < rows % size) for rank in range(size)]
 
 
-# All-gather, broadcast, all-to-all
-
-
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin `allgather`."""
-    return gather("allgather", [tensor], name, process_set, lambda outputs, rows: outputs[0])
-
-
-def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin `grouped_allgather`."""
-    return gather("allgather", tensors, name, process_set, lambda outputs, rows: outputs)
-
-
-def gather(
-    kind: str,
-    tensors: Sequence[Tensor],
-    name: str | None,
-    process_set: ProcessSet,
-    result: Callable[[list[Tensor], list[tuple[int, ...]]], Any],
-    same: str = "",
-) -> Handle:
-    """Begin to gather the rows of all ranks.
-
-    Args:
-        kind: of the operation.
-        tensors: of each the rows.
-        name: see `submit`.
-        process_set: the ranks.
-        result: what becomes of them, and of how many rows came from each rank, by tensor.
-        same: what ranks must say alike, besides what the rows are.
-    """
-    members = process_set.members
+def _gather(given: Given, name: str | None, process_set: ProcessSet) -> Call[Any]:
+    """The rows of all ranks."""
+    (tensors, result), members = _several(given), process_set.members
     if any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError("allgather puts rows behind each other, and this tensor has no dimension: pass tensor[None]")
 
-    def run(said: list[list[int]]) -> Any:
-        rows = list(zip(*said, strict=True))
-        return result(
-            [torch.cat(members.gather(tensor, each)) for tensor, each in zip(tensors, rows, strict=True)], rows
-        )
+    def run(said: list[list[int]]) -> list[Tensor]:
+        rows = zip(*said, strict=True)
+        return [torch.cat(members.gather(tensor, each)) for tensor, each in zip(tensors, rows, strict=True)]
 
-    shown = ", ".join([same] * bool(same) + [_shown(tensor, rows=False) for tensor in tensors])
-    return submit(kind, name, shown, [len(tensor) for tensor in tensors], tensors, members, run)
+    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor | None]:
+        means = iter(_averages([gradient for gradient in gradients if has_parts(gradient)], process_set))
+        rows = zip(*said, strict=True)
+        return [
+            next(means).split(each)[members.rank] if has_parts(gradient) else None
+            for gradient, each in zip(gradients, rows, strict=True)
+        ]
 
-
-def sparse_allreduce_async(
-    tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin the `Sum` or `Average` of sparse COO tensors of one shape; ranks may differ in which rows they have.
-
-    The result is not coalesced. `synchronize` waits for it; so does a call of the handle, as with Horovod's.
-    """
-    if not tensor.is_sparse or op not in (Average, Sum):
-        raise ValueError(f"sparse_allreduce_async takes a sparse tensor and hvd.Average or hvd.Sum, got {op}")
-    if op is Average and not tensor.is_floating_point():
-        raise ValueError(f"sparse_allreduce_async averages floating-point tensors, got {tensor.dtype}: use hvd.Sum")
-    size = process_set.size()
-
-    def summed(gathered: list[Tensor], rows: object) -> Tensor:
-        del rows
-        indices, values = gathered
-        return torch.sparse_coo_tensor(indices.t(), values / size if op is Average else values, tensor.shape)
-
-    parts = [tensor._indices().t().contiguous(), tensor._values()]
-    same = f"{op.value} of {tuple(tensor.shape)}"
-    return gather("sparse_allreduce", parts, name, process_set, summed, same)
+    same, own = ", ".join(_shown(tensor, rows=False) for tensor in tensors), [len(tensor) for tensor in tensors]
+    return Call("allgather", tensors, name, process_set, same, own, run, result, adjoint)
 
 
-def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin `broadcast`."""
-    return _broadcast(tensor, False, root_rank, name, process_set)
-
-
-def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
-    """Begin `broadcast_`."""
-    return _broadcast(tensor, True, root_rank, name, process_set)
-
-
-def broadcast_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Tensor:
-    """As `broadcast`, into the tensor itself."""
-    return _tensor(broadcast_async_(tensor, root_rank, name, process_set))
-
-
-def _broadcast(tensor: Tensor, in_place: bool, root_rank: int, name: str | None, process_set: ProcessSet) -> Handle:
-    members = process_set.members
+def send(given: Given, root_rank: int, name: str | None, process_set: ProcessSet) -> Call[Any]:
+    """One rank's tensors, of which those of one dtype travel together."""
+    (tensors, result), members = _several(given), process_set.members
     check_root(root_rank, members)
 
-    def run(said: list[Any]) -> Tensor:
-        values = tensor.resolve_conj().clone(memory_format=torch.contiguous_format)
-        members.broadcast_(values, root_rank)
-        if in_place:
-            memory_of(tensor).copy_(values)
-        return tensor if in_place else values
+    def run(said: object) -> list[Tensor]:
+        return in_flats(tensors, lambda flat: members.broadcast_(flat, root_rank))
 
-    said = f"from rank {root_rank}, {_shown(tensor)}"
-    return submit("broadcast", name, said, None, [tensor], members, run)
+    def adjoint(gradients: Sequence[Tensor], said: object) -> list[Tensor]:
+        is_root = members.ranks[members.rank] == root_rank
+        return [mean if is_root else torch.zeros_like(mean) for mean in _averages(gradients, process_set)]
+
+    same = f"from rank {root_rank}, {', '.join(map(_shown, tensors))}"
+    return Call("broadcast", tensors, name, process_set, same, None, run, result, adjoint)
 
 
 def check_root(root_rank: int, members: Members) -> None:
@@ -341,25 +140,27 @@ def check_root(root_rank: int, members: Members) -> None:
         raise ValueError(f"root_rank is one of the ranks {members.ranks}, got {root_rank}")
 
 
-def alltoall_async(
-    tensor: Tensor,
-    splits: Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Begin `alltoall`."""
+def _exchange(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> Call[Any]:
+    """Rows to each rank and from each."""
     members = process_set.members
-    leaving = splits_of(tensor, splits, members.size)
+    leaving = _leaving(tensor, splits, members.size)
 
-    def run(said: list[list[int]]) -> Any:
+    def run(said: list[list[int]]) -> list[Tensor]:
         arriving = [rows[members.rank] for rows in said]
         arrived = members.all_to_all(tensor.resolve_conj().contiguous(), leaving, arriving)
-        return arrived if splits is None else (arrived, torch.tensor(arriving, dtype=torch.int32))
+        return [arrived, torch.tensor(arriving, dtype=torch.int32)]
 
-    return submit("alltoall", name, _shown(tensor, rows=False), leaving, [tensor], members, run)
+    def adjoint(gradients: Sequence[Tensor], said: list[list[int]]) -> list[Tensor]:
+        back = _exchange(gradients[0], [rows[members.rank] for rows in said], None, process_set)
+        return [back.begin().wait()[0]]
+
+    result: Any = itemgetter(0) if splits is None else tuple
+    return Call("alltoall", [tensor], name, process_set, _shown(tensor, rows=False), leaving, run, result, adjoint)
 
 
-def splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
+def _leaving(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) -> list[int]:
     """How many rows each rank gets. ValueError with the cure if that cannot be."""
     if tensor.dim() == 0:
         raise ValueError("alltoall shares out rows, and this tensor has no dimension: give it one")
@@ -376,36 +177,21 @@ def splits_of(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: int) 
     return rows
 
 
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when all ranks have called it."""
-    submit("barrier", None, "", None, [], process_set.members, lambda said: None).wait()
+def _several(given: Given) -> tuple[Sequence[Tensor], Any]:
+    """The tensors, and what makes a user's result of those that they become."""
+    return ([given], itemgetter(0)) if isinstance(given, Tensor) else (given, list)
 
 
-# What all have in common
-
-
-def submit(
-    kind: str, name: str | None, same: str, own: Any, tensors: Sequence[Tensor], members: Members, run: Run
-) -> Handle:
-    """Begin an operation, see `Operation`. On GPUs it begins after what is queued, and ends when it is done."""
+def _checked(how: Reduction, tensors: Sequence[Tensor]) -> str:
+    """What ranks compare of a reduction that is possible."""
     for tensor in tensors:
-        members.check_device(tensor.device)
-    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    queued = [torch.cuda.current_stream(device).record_event() for device in devices]
+        how.check(tensor)
+    return f"{how}, {', '.join(map(_shown, tensors))}"
 
-    @torch.no_grad()
-    def after(said: list[Any]) -> Any:
-        for event in queued:
-            event.synchronize()
-        result = run(said)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
-        return result
 
-    if name is None:
-        counter = _unnamed.setdefault(members, itertools.count())
-        name = f"{kind}.noname.{next(counter)}"
-    return members.operations.submit(Operation(name, f"{kind}: {same}", own, after))
+def _averages(tensors: Sequence[Tensor], process_set: ProcessSet) -> list[Tensor]:
+    averages: list[Tensor] = _reduce(tensors, None, reduction(), process_set).begin().wait()
+    return averages
 
 
 def _shown(tensor: Tensor, *, rows: bool = True) -> str:
@@ -413,10 +199,158 @@ def _shown(tensor: Tensor, *, rows: bool = True) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} ({', '.join(shape)}) on {tensor.device.type}"
 
 
-def _tensor(handle: Handle) -> Tensor:
-    result: Tensor = handle.wait()
-    return result
+# What users call: of each operation its arguments, in Horovod's places, and then the table of its forms
 
 
-# how many operations of some members had no name
-_unnamed: WeakKeyDictionary[Members, itertools.count[int]] = WeakKeyDictionary()
+def _allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: object = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Call[Tensor]:
+    """The average of all ranks' tensors, or what `op` says, in a new tensor. Differentiable for Average and Sum.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        average: an older form of `op`: True is Average, False is Sum.
+        name: see `operations`.
+        compression: a codec, for floating-point averages and sums. Sums are taken in float32. No error feedback.
+        op: `Average`, `Sum`, `Min`, `Max` or `Product`. Of integers the average is rounded down.
+        prescale_factor: each rank's tensor is multiplied by it.
+        postscale_factor: the result is multiplied by it.
+        process_set: the ranks.
+
+    Raises:
+        PlanMismatchError: on all ranks, if they differ in shape, dtype or arguments, or not all take part.
+    """
+    how = reduction(op, average, compression, prescale_factor, postscale_factor)
+    return _reduce(tensor, name, how, process_set)
+
+
+def _allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    compression: object = Compression.none,
+) -> Call[Tensor]:
+    return _allreduce(tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set)
+
+
+def _reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: object = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Call[Tensor]:
+    """This rank's rows of the average of all ranks' tensors, or of what `op` says. Differentiable for Average and Sum.
+
+    The first ranks get one row more if they cannot all get as many.
+    """
+    how = reduction(op, None, compression, prescale_factor, postscale_factor)
+    return _scatter(tensor, name, how, process_set)
+
+
+def _reducescatter_(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    *,
+    compression: object = Compression.none,
+) -> Call[Tensor]:
+    return _reducescatter(tensor, name, compression, op, process_set, prescale_factor, postscale_factor)
+
+
+def _allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Call[Tensor]:
+    """All ranks' rows behind each other, in the order of ranks. Differentiable.
+
+    Args:
+        tensor: its first dimension may differ between ranks, the others not.
+        name: see `operations`.
+        process_set: the ranks.
+    """
+    return _gather(tensor, name, process_set)
+
+
+def _broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Call[Tensor]:
+    """The tensor of one rank, in a new tensor on each. Differentiable.
+
+    Args:
+        tensor: of the same shape and dtype on all ranks.
+        root_rank: whose; counted among all ranks, for a process set too.
+        name: see `operations`.
+        process_set: the ranks.
+    """
+    return send(tensor, root_rank, name, process_set)
+
+
+def _alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Call[Any]:
+    """Rows to each rank, and from each the rows for this one, in the order of ranks. Differentiable.
+
+    Args:
+        tensor: its first dimension may differ between ranks, the others not.
+        splits: how many rows each rank gets; None: all as many.
+        name: see `operations`.
+        process_set: the ranks.
+
+    Returns:
+        The rows; with `splits` also how many came from each rank, int32.
+    """
+    return _exchange(tensor, splits, name, process_set)
+
+
+allreduce, grouped_allreduce = waits(_allreduce), waits(grouped(_allreduce))
+allreduce_, grouped_allreduce_ = waits(_allreduce_, in_place=True), waits(grouped(_allreduce_), in_place=True)
+allreduce_async, grouped_allreduce_async = begins(_allreduce_), begins(grouped(_allreduce_))
+allreduce_async_ = begins(_allreduce_, in_place=True)
+grouped_allreduce_async_ = begins(grouped(_allreduce_), in_place=True)
+reducescatter, grouped_reducescatter = waits(_reducescatter), waits(grouped(_reducescatter))
+reducescatter_async, grouped_reducescatter_async = begins(_reducescatter_), begins(grouped(_reducescatter_))
+allgather, grouped_allgather = waits(_allgather), waits(grouped(_allgather))
+allgather_async, grouped_allgather_async = begins(_allgather), begins(grouped(_allgather))
+broadcast, broadcast_ = waits(_broadcast), waits(_broadcast, in_place=True)
+broadcast_async, broadcast_async_ = begins(_broadcast), begins(_broadcast, in_place=True)
+alltoall, alltoall_async = waits(_alltoall), begins(_alltoall)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> Handle[Tensor]:
+    """Begin the `Sum` or `Average` of sparse COO tensors of one shape; ranks may differ in which rows they have.
+
+    The result is not coalesced. `synchronize` waits for it; so does a call of the handle, as with Horovod's.
+    """
+    if not tensor.is_sparse or op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce_async takes a sparse tensor and hvd.Average or hvd.Sum, got {op}")
+    if op is Average and not tensor.is_floating_point():
+        raise ValueError(f"sparse_allreduce_async averages floating-point tensors, got {tensor.dtype}: use hvd.Sum")
+    size = process_set.size()
+
+    def summed(gathered: Sequence[Tensor]) -> Tensor:
+        indices, values = gathered
+        return torch.sparse_coo_tensor(indices.t(), values / size if op is Average else values, tensor.shape)
+
+    rows = _gather([tensor._indices().t().contiguous(), tensor._values()], name, process_set)
+    same = f"{op.value} of {tuple(tensor.shape)}, {rows.same}"
+    return replace(rows, kind="sparse_allreduce", same=same, result=summed).begin()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -94,7 +94,6 @@ def DistributedOptimizer(  # Horovod's name
     if gradient_predivide_factor != 1.0 and op is not Average:
         raise ValueError("gradient_predivide_factor is for op=hvd.Average: leave it out")
     del num_groups, groups
-    averages = process_set.included() and process_set.size() > 1
     named = _named(optimizer, named_parameters)
     for other in world().optimizers:
         if not stepped_by(other).isdisjoint(named.values()):
@@ -106,45 +105,25 @@ def DistributedOptimizer(  # Horovod's name
     if chosen.uneven == "join" and process_set is not global_process_set:
         raise ValueError("hvd.join() is for all ranks: leave out process_set, or uneven='join'")
     _mark_local(named, local)
-    devices = {parameter.device for parameter in named.values()}
-    for device in devices if averages else ():
-        process_set.members.check_device(device)
     if isinstance(optimizer, torch.optim.SparseAdam):  # which steps no others
         sparse = named
     unknown = set(sparse) - set(named)
     if unknown:
         raise ValueError(f"sparse has the names {sorted(unknown)}, which no parameter of the optimizer has")
-    module = _Named(named, frozenset() if sparse_as_dense else frozenset(sparse))
-    with ExitStack() as ends:  # of its connections
-        group = None
-        if averages and process_set is not global_process_set:
-            group = process_set.lend_group()
-            ends.callback(process_set.take_group_back, group)
-        session = Session(
-            module,
-            chosen,
-            timeout=world().timeout,
-            notice_steps=False,
-            group=group,
-            divisor=1.0 if op is Sum else None,
-        )
-        ends.callback(session.close)
-        exchange = _Exchange(
-            optimizer,
-            module,
-            session,
-            passes=backward_passes_per_step,
-            averages=averages,
-            sparse_as_dense=sparse_as_dense,
-            scaler=scaler,
-        )
-        ends.callback(exchange.remove_hooks)
-        exchange.open(next(iter(devices), torch.device("cpu")))
-        cls = type(optimizer)
-        optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
-        optimizer._exchange = exchange  # type: ignore[attr-defined]
-        world().optimizers.append(optimizer)
-        exchange.ends = ends.pop_all()
+    exchange = _Exchange(
+        optimizer,
+        _Named(named, frozenset() if sparse_as_dense else frozenset(sparse)),
+        chosen,
+        process_set,
+        op=op,
+        passes=backward_passes_per_step,
+        sparse_as_dense=sparse_as_dense,
+        scaler=scaler,
+    )
+    cls = type(optimizer)
+    optimizer.__class__ = type(cls.__name__, (Distributed, cls), {"__module__": cls.__module__})
+    optimizer._exchange = exchange  # type: ignore[attr-defined]
+    world().optimizers.append(optimizer)
     return optimizer
 
 
@@ -251,37 +230,40 @@ class _Named(Module):
 class _Exchange:
     """What an optimizer's gradients are waiting for, between two steps.
 
+    It opens a session: all ranks connect, and compare what they have.
+
     Args:
         optimizer: whose.
         module: its parameters.
-        session: does the work.
-        passes: backward passes between two exchanges.
-        averages: with other ranks; else it steps this rank's own gradients.
-        sparse_as_dense: see `DistributedOptimizer`.
-        scaler: see `DistributedOptimizer`.
+        algorithm: what is averaged, and when.
+        process_set: the ranks; on others it steps their own gradients.
+        op: see `DistributedOptimizer`, as of `sparse_as_dense` and `scaler`.
+        passes: backward passes between two exchanges; may be changed between two steps.
+        sparse_as_dense: see above.
+        scaler: see above.
 
     Attributes:
-        passes: as above; may be changed between two steps.
+        session: does the work.
         synchronizes: a step ends the exchange.
         synchronized: gradients are those of all ranks, and not stepped yet.
-        ends: what to close.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         module: _Named,
-        session: Session,
+        algorithm: Algorithm,
+        process_set: ProcessSet,
         *,
+        op: ReduceOp,
         passes: int,
-        averages: bool,
         sparse_as_dense: bool,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        self.ends = ExitStack()
-        self.optimizer, self.module, self.session = optimizer, module, session
+        self.optimizer, self.module = optimizer, module
         self.passes, self.synchronizes, self.synchronized = passes, True, False
-        self._alone, self._sparse_as_dense, self._scaler = not averages, sparse_as_dense, scaler
+        self._sparse_as_dense, self._scaler = sparse_as_dense, scaler
+        self._alone = not process_set.included() or process_set.size() == 1
         self._steps = 0
         self._is_open = False
         self._seen: Counter[Parameter] = Counter()  # gradients since the last exchange
@@ -289,48 +271,54 @@ class _Exchange:
         self._notes_end = False
         self._nodes: dict[Parameter, Node] = {}  # which live as long as somebody holds them
         self._hooks: list[RemovableHandle] = []
-
-    def open(self, device: torch.device) -> None:
-        """All ranks connect, and compare what they have."""
-        self._device = device
-        self._watch()
-        self._connect()
-        if not self._alone:
-            self._hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
-        self._hooks.append(self.optimizer.register_step_pre_hook(self._before_step))
-        self._hooks.append(self.optimizer.register_step_post_hook(self._after_step))
+        devices = [parameter.device for parameter in module.named.values()]
+        for device in devices if not self._alone else ():
+            process_set.members.check_device(device)
+        self._device = devices[0] if devices else torch.device("cpu")
+        with ExitStack() as ends:  # of connections and hooks, if it fails too
+            group = None
+            if not self._alone and process_set is not global_process_set:
+                group = process_set.lend_group()
+                ends.callback(process_set.take_group_back, group)
+            self.session = Session(
+                module,
+                algorithm,
+                timeout=world().timeout,
+                notice_steps=False,
+                group=group,
+                divisor=1.0 if op is Sum else None,
+            )
+            ends.callback(self.session.close)
+            ends.callback(self._remove_hooks)
+            self._watch()
+            self._connect()
+            if not self._alone:
+                self._hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            self._ends = ends.pop_all()
 
     def close(self) -> None:
         """Remove the hooks, and end the connections. Idempotent, and no collective."""
         self._seen.clear()
         self._is_open = False
-        self.ends.close()
+        self._ends.close()
 
-    def remove_hooks(self) -> None:
-        """Backward and the optimizer's steps are again as they were."""
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._nodes = [], {}
-
-    def reopen(self) -> None:
-        """All ranks plan anew, before the first step."""
-        self.session.close()
-        self._connect()
 
     def _connect(self) -> None:
         if not self._alone:
             self.session.open(self._device, scaled_loss=self._scaler is not None)
         self.session.bind([self.optimizer])
 
-    @torch.enable_grad()
     def _watch(self) -> None:
         """Hooks on the parameters that have none and are not frozen."""
         for name, parameter in self.module.named.items():
             if parameter.requires_grad and parameter not in self._nodes:
-                view = parameter.view_as(parameter)
-                assert view.grad_fn is not None
-                node = view.grad_fn.next_functions[0][0]
-                assert node is not None
+                node = get_gradient_edge(parameter).node
                 if not self._alone:
                     self._hooks.append(node.register_prehook(partial(self._on_gradient, name, parameter)))
                 if self._sparse_as_dense:  # before the algorithm's own hook, which comes later
@@ -502,7 +490,8 @@ class _Exchange:
         if self._steps or self._seen:
             raise ValueError("register_local_var comes before the first backward(): ranks plan what they average once")
         parameter.ring_local = True  # type: ignore[attr-defined]
-        self.reopen()
+        self.session.close()
+        self._connect()  # all ranks plan anew
 
 
 class Distributed(Optimizer):
@@ -535,14 +524,6 @@ class Distributed(Optimizer):
     def register_local_var(self, parameter: Parameter) -> None:
         """This parameter is never averaged. All ranks call it, before the first backward."""
         self._exchange.make_local(parameter)
-
-    def named(self) -> dict[str, Parameter]:
-        """Its parameters, by the names that ranks compare."""
-        return dict(self._exchange.module.named)
-
-    def idle(self) -> None:
-        """What `hvd.join` does on a rank without data."""
-        self._exchange.idle()
 
     def close(self) -> None:
         """It averages no more, and its parameters may get another `DistributedOptimizer`. No collective."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringstrategy.algorithms.memory import check_width
 from ringstrategy.codecs.base import Codec
-from ringstrategy.integrations.horovod.compression import check_codec
+from ringstrategy.integrations.horovod.compression import Compression, check_codec
 from ringstrategy.integrations.horovod.members import Members
 
 
@@ -113,7 +113,13 @@ class Reduction:
             values.copy_(values * self.after)
 
 
-def reduction(op: ReduceOp | None, average: bool | None, compression: object, before: float, after: float) -> Reduction:
+def reduction(
+    op: ReduceOp | None = None,
+    average: bool | None = None,
+    compression: object = Compression.none,
+    before: float = 1.0,
+    after: float = 1.0,
+) -> Reduction:
     """Checked. ValueError or TypeError with the cure."""
     codec = check_codec(compression)
     if op is not None and average is not None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ringstrategy.integrations.horovod.call import Call
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.operations import (
-    allreduce_async,
+    allgather_async,
+    allreduce,
     check_root,
     grouped_allreduce_async,
-    submit,
+    send,
 )
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import ReduceOp
-from ringstrategy.integrations.memory import memory_of
 
 
 def broadcast_parameters(
@@ -44,23 +47,8 @@ def broadcast_parameters(
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("params is model.state_dict() or model.named_parameters(), not model.parameters()")
     named = {name: value for name, value in pairs if isinstance(value, Tensor)}
-    members = process_set.members
-    check_root(root_rank, members)
-
-    def run(said: list[Any]) -> None:
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for value in named.values():
-            kinds.setdefault((value.dtype, value.device), []).append(value)
-        for values in kinds.values():
-            flat = torch.cat([value.reshape(-1) for value in values])
-            members.broadcast_(flat, root_rank)
-            for value, part in zip(values, flat.split([value.numel() for value in values]), strict=True):
-                memory_of(value).copy_(part.view(value.shape))
-
-    lines = ", ".join(f"{name} {value.dtype} {tuple(value.shape)}" for name, value in named.items())
-    submit(
-        "broadcast_parameters", None, f"from rank {root_rank}, {lines}", None, [*named.values()], members, run
-    ).wait()
+    call = send([*named.values()], root_rank, None, process_set)
+    replace(call, kind="broadcast_parameters", same=f"{call.same}, {', '.join(named)}").begin_().wait()
 
 
 def broadcast_optimizer_state(
@@ -103,19 +91,15 @@ def broadcast_object(
         members.broadcast_(whole, root_rank)
         return whole
 
-    said = submit("broadcast_object", name, f"from rank {root_rank}", len(mine), [mine], members, run).wait()
-    return obj if members.rank == root else _unpickled(said)
+    call = Call[Any]("broadcast_object", [mine], name, process_set, f"from rank {root_rank}", len(mine))
+    pickled = call.submit(run).wait()
+    return obj if members.rank == root else pickle.loads(pickled.numpy().tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """All ranks' objects, on each of them, in the order of ranks; they are pickled."""
-    members = process_set.members
-    mine = _pickled(obj)
-
-    def run(lengths: list[int]) -> list[Tensor]:
-        return members.gather(mine, lengths)
-
-    return [*map(_unpickled, submit("allgather_object", name, "", len(mine), [mine], members, run).wait())]
+    pickled = io.BytesIO(allgather_async(_pickled(obj), name, process_set).wait().numpy().tobytes())
+    return [pickle.load(pickled) for _ in range(process_set.size())]
 
 
 def average_gradients(
@@ -149,14 +133,10 @@ def average_metrics(
     """The average of each metric over the ranks, which have the same names; exact to float64."""
     names = sorted(metrics)
     values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float64)
-    averages = allreduce_async(values, name=f"metrics {', '.join(names)}", process_set=process_set).wait().tolist()
+    averages = allreduce(values, name=f"metrics {', '.join(names)}", process_set=process_set).tolist()
     by_name = dict(zip(names, averages, strict=True))
     return {name: by_name[name] for name in metrics}
 
 
 def _pickled(obj: Any) -> Tensor:
     return torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-
-
-def _unpickled(said: Tensor) -> Any:
-    return pickle.loads(said.numpy().tobytes())

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import itertools
 import os
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from ringstrategy.errors import last_words
 from ringstrategy.failure.board import has_agent_store
 from ringstrategy.failure.orphans import end_with_agent
 from ringstrategy.failure.store import poll_seconds
+from ringstrategy.integrations.at_exit import at_exit
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.operations import barrier
 from ringstrategy.integrations.horovod.process_sets import NOT_INITIALIZED, ProcessSet, global_process_set
@@ -47,6 +46,7 @@ class World:
         store: of these ranks.
         has_failed: an error has ended it, on this rank.
         stats: bytes of the operations; sessions count their own.
+        ids: of process sets to come.
         sets: in use, by id.
         optimizers: that average.
         recording: the timeline that `start_timeline` began.
@@ -60,6 +60,7 @@ class World:
     store: dist.Store
     has_failed: bool = False
     stats: Stats = field(default_factory=Stats)
+    ids: Iterator[int] = field(default_factory=itertools.count)
     sets: dict[int, ProcessSet] = field(default_factory=dict)
     optimizers: list[Any] = field(default_factory=list)
     recording: ExitStack = field(default_factory=ExitStack)
@@ -90,7 +91,6 @@ class World:
 
 _now: list[World] = []
 _store_kept: list[dist.Store] = []
-_next_id: list[int] = []
 
 
 def world() -> World:
@@ -136,9 +136,8 @@ def init(
     end_with_agent()
     store = _store(rank)
     _now.append(World(rank, size, _places(store, rank, size), timeout, owned, store))
-    _next_id[:] = [0]
     _take_into_use(global_process_set, range(size))
-    _hear_of_the_end()
+    at_exit(_end)
     for each in process_sets or ():
         add_process_set(each)
 
@@ -177,8 +176,7 @@ def _take_into_use(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     backend = "cpu:gloo,cuda:nccl" if nccl else None
     groups = [dist.new_group(list(ranks), timeout=this.timeout, backend=backend) for _ in range(count)]
     members = Members(groups[0], this.timeout, this.stats) if this.rank in ranks else None
-    number = _next_id[0]
-    _next_id[0] += 1
+    number = next(this.ids)
     process_set.begin(number, ranks, members, groups)
     this.sets[number] = process_set
 
@@ -237,18 +235,10 @@ def shutdown() -> None:
         ends.enter_context(this.recording)
 
 
-def _hear_of_the_end() -> None:
-    """Close at the end of the process; an error that ends it is told to the other ranks."""
-    atexit.register(shutdown)
-    before = sys.excepthook
-
-    def told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _end(error: BaseException | None) -> None:
+    if error is not None:
         tell(error)
-        before(kind, error, trace)
-
-    if not getattr(before, "of_horovod", False):
-        told.of_horovod = True  # type: ignore[attr-defined]
-        sys.excepthook = told
+    shutdown()
 
 
 def tell(error: BaseException) -> None:

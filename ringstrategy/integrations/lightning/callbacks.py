@@ -94,7 +94,7 @@ class CommunicationMonitorMixin(Callback):
             return
         self._asked_before = now
         session = self._strategy(trainer).session
-        distance = None if session is None else session.consensus_distance(_SAMPLE)
+        distance = None if session is None else session.algorithm.consensus_distance(_SAMPLE)
         if distance is not None:
             for logger in trainer.loggers:
                 logger.log_metrics({"communication/consensus_distance": distance}, step=now - 1)

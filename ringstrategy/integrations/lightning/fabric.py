@@ -305,7 +305,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         with ExitStack() as steps:
             for model in models:
                 if closure is None:
-                    model.session.start()  # weights may have been loaded since the batch began
+                    model.session.algorithm.start()  # weights may have been loaded since the batch began
                     model.session.check_step(optimizer)
                 else:
                     model.begin_batch()  # else the closure's forward would, within the step
@@ -338,7 +338,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         of_all = group is None or group is torch.distributed.group.WORLD
         with ExitStack() as around:
             for session in (model.session for model in self._models):
-                around.enter_context(session.collective(what) if of_all else session.naming_lost_peers())
+                around.enter_context(session.link.collective(what) if of_all else session.link.naming_lost_peers())
             yield
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
@@ -382,7 +382,7 @@ class RingFabricStrategyMixin(DDPStrategy):
         """See `get_module_state_dict`."""
         super().load_module_state_dict(_without_ring(module), state_dict, strict)
         if isinstance(module, RingModule) and self.world_size > 1:
-            module.session.forget()
+            module.session.algorithm.forget()
 
     def save_checkpoint(
         self,
@@ -409,7 +409,7 @@ class RingFabricStrategyMixin(DDPStrategy):
             means: dict[str, Any] = {}
             owns: dict[str, Any] = {}  # also if this is within `consensus`
             for key, model in models.items():
-                with model.session.collective("fabric.save()"):
+                with model.session.link.collective("fabric.save()"):
                     both = model.session.means_of(model.module.state_dict)
                     means[key], owns[key] = dict(both.means), dict(both.own)
             filters = {key: value for key, value in filter.items() if key in means}
@@ -549,7 +549,7 @@ def consensus(model: Module, *, replaced: bool = False) -> Generator[None, None,
     ring = _set_up(model, "consensus")
     with ExitStack() as within:
         if ring is not None:
-            with ring.session.collective("the mean of all ranks"):
+            with ring.session.link.collective("the mean of all ranks"):
                 within.enter_context(ring.session.consensus(replaced=replaced))
         yield
 
@@ -565,7 +565,7 @@ def finish(model: Module) -> None:
     """
     ring = _set_up(model, "finish")
     if ring is not None:
-        with ring.session.collective("the end of training"):
+        with ring.session.link.collective("the end of training"):
             ring.session.finish()
 
 

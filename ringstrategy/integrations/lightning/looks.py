@@ -10,6 +10,7 @@ from torch import Tensor
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.kernels.sample import same
 from ringstrategy.session import Session
+from ringstrategy.session.parameters import glance
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -63,24 +64,24 @@ class LooksMixin(Callback):
         self._session.end_training()
         if trainer.strategy.on_peer_loss == "raise":  # type: ignore[attr-defined]  # of this package
             self._session.compare_ends()
-        if self._session.shows_consensus:
+        if self._session.algorithm.consensus:
             self._session.finish()
             self._session.enter_consensus()
         self._remember()
 
     def after_train_end(self) -> None:
         """After all others: what they have put in is averaged too."""
-        if not self._session.shows_consensus or not self.replaced():
+        if not self._session.algorithm.consensus or not self.replaced():
             return
         replaced = self.replaced(buffers=False)
-        self._session.leave_consensus()  # but for what was put in
+        self._session.algorithm.leave_consensus()  # but for what was put in
         self._session.enter_consensus(replaced=replaced)
         if replaced:
-            self._session.forget()
+            self._session.algorithm.forget()
 
     def _remember(self) -> None:
-        if self._session.shows_consensus:
-            self._before = self._session.glance()
+        if self._session.algorithm.consensus:
+            self._before = glance(self._session.module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Before all others."""
@@ -108,7 +109,7 @@ class LooksMixin(Callback):
         if not self._due:
             return
         self._due = False
-        if self._session.shows_consensus:
+        if self._session.algorithm.consensus:
             self._replaced = self.replaced()
             self._session.enter_consensus(replaced=self._replaced)
         else:
@@ -123,13 +124,13 @@ class LooksMixin(Callback):
     def end(self) -> None:
         """Each rank goes on with its own."""
         self._replaced = False
-        self._session.leave_consensus()
+        self._session.algorithm.leave_consensus()
 
     def replaced(self, *, buffers: bool = True) -> bool:
         """Has any rank put other values into parameters since, or into buffers?"""
         # an average may have the very values of the parameters, as at first, and is swapped all the same
         averages = any(isinstance(callback, self.package.WeightAveraging) for callback in callbacks(self._trainer))
-        now = self._session.glance(buffers=buffers)
+        now = glance(self._session.module, buffers=buffers)
         mine = averages or not all(same(*pair) for pair in zip(now, self._before[: len(now)], strict=True))
         return self._trainer.strategy.reduce_boolean_decision(mine, all=False)
 

@@ -191,13 +191,13 @@ class ProcessesMixin(DDPStrategy):
         return module is not None and module._trainer is not None and module._trainer.interrupted
 
     def _naming_lost_peers(self, what: str = "") -> AbstractContextManager[None]:
-        return nullcontext() if self.session is None else self.session.naming_lost_peers(what)
+        return nullcontext() if self.session is None else self.session.link.naming_lost_peers(what)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """As `ddp`; after an exception only with other ranks that have failed, and hanging nobody."""
         if self.alone:
-            if self.session is not None and self.session.detector is not None:
-                self.session.detector.barrier.wait()
+            if self.session is not None and self.session.link.detector is not None:
+                self.session.link.detector.barrier.wait()
             return
         with self._naming_lost_peers():
             super().barrier(*args, **kwargs)

@@ -136,7 +136,7 @@ class Stopping:
             if self._asked == _REQUEUE:
                 self._asked = _GO_ON
             self._told = _GO_ON
-            detector = self._session.detector
+            detector = self._session.link.detector
             if detector is not None and self._trainer.is_global_zero:
                 with contextlib.suppress(RuntimeError):
                     detector.board.store.forget(_ASKED[_REQUEUE])
@@ -144,7 +144,7 @@ class Stopping:
 
     def _look(self) -> int:
         """On rank 0 what any rank was asked. The others write theirs to the store."""
-        detector = self._session.detector
+        detector = self._session.link.detector
         store = None if detector is None else detector.board.store  # None if no other rank is left
         with contextlib.suppress(RuntimeError):  # if the store is lost, the exchange will say so; if it is slow, again
             if store is not None and not self._trainer.is_global_zero:

@@ -177,7 +177,7 @@ class RingStrategyMixin(ProcessesMixin):
             )
         self._open_session(module)
         if self.session is not None:
-            self.session.compare(f"  resumes from: {self._resumed or 'nothing'}")
+            self.session.link.compare(f"  resumes from: {self._resumed or 'nothing'}")
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
         if self.joins:
             return
@@ -239,13 +239,13 @@ class RingStrategyMixin(ProcessesMixin):
             lost: a rank was lost, and others may wait for this one: they are told first.
         """
         session = self._fit
-        session.leave_consensus()
+        session.algorithm.leave_consensus()
         self._means = None
         if lost:
-            session.part()
+            session.link.leave()
         if self._kept is None and not self.joins:  # else it is from before another loss
             if self.world_size == 1:
-                session.forget()  # this rank has gone on by itself from what ranks shared
+                session.algorithm.forget()  # this rank has gone on by itself from what ranks shared
             self._kept = (
                 self.algorithm.state_dict(),
                 {name: value.clone() for name, value in self.algorithm.residuals()},
@@ -500,7 +500,7 @@ class RingStrategyMixin(ProcessesMixin):
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks why this one goes; no collective."""
         if self.session is not None:
-            self.session.leave_consensus()
+            self.session.algorithm.leave_consensus()
         self._means = None
         super().on_exception(exception)
 
@@ -522,7 +522,7 @@ class RingStrategyMixin(ProcessesMixin):
             if self._joining is not None:
                 ends.callback(self._joining.close)
             try:
-                if looks is not None and session is not None and not self.alone and session.shows_consensus:
+                if looks is not None and session is not None and not self.alone and session.algorithm.consensus:
                     if looks.attends and not self._has_ended:
                         session.finish()
                     session.enter_consensus()  # False if training has ended with that

@@ -1,8 +1,5 @@
 """What the compiler makes of the Triton kernels: registers, spills, widths of loads and stores. Compiled without a GPU.
 
-python -m benchmarks sass                       # print the table
-python -m benchmarks sass --write docs/gpu.md   # replace the table on this page
-
 `cuobjdump` and `nvdisasm`, which come with triton, read what `ptxas` made. Messages and buckets are those of whole
 blocks, at multiples of 16 bytes.
 """
@@ -13,8 +10,8 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,14 +19,11 @@ from unittest import mock
 
 import torch
 
-from benchmarks import harness
-from ringstrategy.codecs import BlockInt, Gaussian
 from ringstrategy.codecs.blocked import Blocked
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels.feedback import FADES
 from ringstrategy.kernels.sample import PLACES
 
-GPUS = ("sm_80", "sm_90", "sm_100")
 SEED = 2**60 + 7
 RANK = 4  # of PowerSGD's columns
 _TURN = signs(SEED)
@@ -165,62 +159,3 @@ def _tool(name: str, *arguments: str) -> str:
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
-
-
-def _rows(name: str, codec: Blocked, *, rotated: bool) -> dict[str, Variant]:
-    """Of a codec: with one message, and what a bucket launches over NCCL."""
-    one = Variant("encode", codec, lost=False, rotated=rotated)
-    fed_back = replace(one, residual=_F32, lost=True)
-    bucket, bucket_fed_back = (replace(each, parts=True, gathered=True) for each in (one, fed_back))
-    return {
-        f"encode {name}": one,
-        f"reduce {name}, feedback": replace(fed_back, kernel="reduce"),
-        f"decode {name}": replace(one, kernel="decode"),
-        f"encode {name}, bucket": bucket,
-        f"encode {name}, bucket, feedback": bucket_fed_back,
-        f"reduce {name}, bucket": replace(bucket, kernel="reduce"),
-        f"reduce {name}, bucket, feedback": replace(bucket_fed_back, kernel="reduce"),
-        f"decode {name}, bucket": replace(one, kernel="decode", parts=True),
-    }
-
-
-ROWS = {
-    **_rows("`BlockInt(8)`", BlockInt(8), rotated=False),
-    **_rows("`Rotated(Gaussian(4))`", Gaussian(4), rotated=True),
-    **_rows("`Rotated(Gaussian(1))`", Gaussian(1), rotated=True),
-    **{kernel: Variant(kernel) for kernel in ("add", "pack", "unpack", "rotate", "orthonormalise")},
-}
-
-
-def line(name: str, gpu: str) -> str:
-    """A row of the table, as Markdown."""
-    code = read(compiled(ROWS[name], gpu)["cubin"])
-    cells = [name, gpu, code.registers, code.spilled, max(code.loads), max(code.stores)]
-    return f"| {' | '.join(map(str, cells))} |"
-
-
-def version() -> str:
-    """Of Triton, on which registers depend."""
-    import triton
-
-    return f"Triton {triton.__version__}."
-
-
-def lines() -> Iterator[str]:
-    """The table, and what compiled it."""
-    yield "| kernel | GPU | registers | bytes spilled | widest load | widest store |"
-    yield "|---|---|---|---|---|---|"
-    for name in ROWS:
-        for gpu in GPUS:
-            yield line(name, gpu)
-    yield ""
-    yield version()
-
-
-def main(given: Sequence[str]) -> None:
-    """Print the table, or write it."""
-    parser = harness.arguments("sass", __doc__, rounds=None, cases=False)
-    parser.add_argument("--write", type=Path, help="replace the table in this page")
-    options = parser.parse_args(given)
-    with harness.refusing(parser):
-        harness.show_or_write("".join(f"{row}\n" for row in lines()), "sass", options.write)

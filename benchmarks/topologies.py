@@ -1,12 +1,13 @@
 """Compare topologies: messages, spectral gap and steps to consensus for sizes 2, 4, 8, ..., and a drawing if asked.
 
-python -m ringstrategy.topologies --most 1024 --png topologies.png
+python -m benchmarks topologies --most 1024 --png topologies.png
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -91,14 +92,14 @@ def draw(path: Path, size: int, steps: int) -> None:
     figure.savefig(path, dpi=90, format="png")
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Print and draw."""
-    parser = argparse.ArgumentParser(prog="python -m ringstrategy.topologies", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks topologies", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--most", type=int, default=64, help="largest size of the table (1024 takes a minute)")
     parser.add_argument("--png", type=Path, help="draw them into this file; default: only the table is printed")
     parser.add_argument("--size", type=int, default=16, help="ranks in the drawing")
     parser.add_argument("--steps", type=int, default=40, help="steps in the drawing")
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     if options.png is not None:
         require(f"{parser.prog} --png", "matplotlib")
         make_writable(options.png.parent, parser, "--png")
@@ -106,7 +107,3 @@ def main() -> None:
     if options.png is not None:
         draw(options.png, options.size, options.steps)
         print(f"drawn: {options.png}")
-
-
-if __name__ == "__main__":
-    main()

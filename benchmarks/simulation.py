@@ -1,12 +1,13 @@
-"""Steps to consensus, and loss against rounds and against bytes, of each topology and algorithm: tables and a drawing.
+"""Steps to consensus, and loss against rounds and against bytes, of each topology and algorithm.
 
-python -m ringstrategy.simulator --sizes 8,64,512,4096 --out benchmarks/results
+python -m benchmarks simulation --sizes 8,64,512,4096 --out benchmarks/results
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +18,6 @@ from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text_table import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
-from ringstrategy.extras import require
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.topologies import (
     Complete,
@@ -176,31 +176,6 @@ def _training_table(name: str, size: int, rate: float, curves: dict[str, Curve])
     return f"SGD, {name}, {size} ranks, learning rate {rate:g}", header, rows
 
 
-def _draw(path: Path, title: str, curves: dict[str, Curve], steps: Steps) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 10), layout="constrained")
-    by_rounds, by_bytes, by_codec, by_size = figure.subplots(2, 2).flatten()
-    for name, curve in curves.items():
-        kilobytes = [sent / 1e3 for sent in curve.bytes_sent]
-        if name == "all-reduce" or name in topologies(1):
-            by_rounds.semilogy([look * _EVERY for look in range(len(curve.losses))], curve.losses, label=name)
-            by_bytes.loglog(kilobytes[1:], curve.losses[1:], label=name)
-        if name not in topologies(1) or name == "RingGraph":
-            by_codec.loglog(kilobytes[1:], curve.losses[1:], label=name)
-    for name in topologies(1):
-        found = [(size, result[0]) for (whose, size), result in steps.items() if whose == name and result]
-        by_size.loglog(*zip(*found, strict=True), marker="o", label=name)
-    by_rounds.set(title=f"Gossip: {title}", xlabel="rounds", ylabel="excess loss of the mean model, over the first")
-    by_bytes.set(title="the same against what a rank sent", xlabel="kB", ylabel="excess loss")
-    by_codec.set(title="more algorithms", xlabel="kB", ylabel="excess loss")
-    by_size.set(title="pure mixing until the squared distance is 1e-6 of the first", xlabel="ranks", ylabel="steps")
-    for axis in (by_rounds, by_bytes, by_codec, by_size):
-        axis.legend(fontsize=7)
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=80)
-
-
 _ABOUT = """# Decentralized averaging, simulated
 
 Made by `{command}` with torch {torch}.
@@ -225,23 +200,20 @@ def _markdown(table: Table) -> str:
     return f"\n## {title}\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> None:
     """Simulate and print; write and draw if asked."""
-    parser = argparse.ArgumentParser(prog="python -m ringstrategy.simulator", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser("python -m benchmarks simulation", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default="8,64,512", help="ranks; 8,64,512,4096 takes about three minutes")
     parser.add_argument("--size", type=int, default=64, help="ranks that train with every algorithm")
     parser.add_argument("--rounds", type=int, default=400, help="of training; half as many for each size")
-    parser.add_argument(
-        "--out", type=Path, help="folder for simulation.md and simulation.png; default: tables are only printed"
-    )
-    options = parser.parse_args()
+    parser.add_argument("--out", type=Path, help="folder for simulation.md; default: tables are only printed")
+    options = parser.parse_args(given)
     if options.out is not None:
-        require(f"{parser.prog} --out", "matplotlib")
         make_writable(options.out, parser, "--out")
     sizes = [int(size) for size in options.sizes.split(",")]
     torch.set_num_threads(1)
     steps = {(name, size): steps_to_consensus(t, size) for size in sizes for name, t in topologies(size).items()}
-    tables, curves = [_consensus_table(sizes, steps), _size_table(sizes, options.rounds // 2)], {}
+    tables = [_consensus_table(sizes, steps), _size_table(sizes, options.rounds // 2)]
     for name, (problem, rate) in problems(options.size).items():
         curves = {
             whose: train(algorithm, problem, rate, options.rounds)
@@ -255,9 +227,4 @@ def main() -> None:
     command = f"{parser.prog} --sizes {options.sizes} --size {options.size} --rounds {options.rounds}"
     about = _ABOUT.format(command=command, torch=torch.__version__)
     (options.out / "simulation.md").write_text(about + "".join(map(_markdown, tables)))
-    _draw(options.out / "simulation.png", tables[-1][0], curves, steps)
-    print(f"written: {options.out / 'simulation.md'} and .png")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"written: {options.out / 'simulation.md'}")

@@ -1,0 +1,162 @@
+"""How ranks agree on shared parameters: the mean of their progress, by which an outer optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
+from ringstrategy.algorithms.parameters.beside import Beside
+from ringstrategy.algorithms.parameters.fragments import cut_fragments
+from ringstrategy.algorithms.parameters.group import Flat, Group
+from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared
+from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.policy import Policy, codec_of, described
+from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.codecs.identity import Identity
+from ringstrategy.collectives.base import Collective, Summand, sums_dtype
+from ringstrategy.kernels.engine import engine
+
+
+class Agreement(Averager):
+    """Theta, the shared parameters of a group, and how it moves: see `LocalSGD`, as for the arguments.
+
+    Attributes:
+        beside: what is averaged exactly beside the parameters of the first group.
+        ends: this is the last agreement.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        outer: Outer | None,
+        codec: Codec | Policy,
+        collective: Collective,
+        error_feedback: bool,
+        fragments: int,
+    ) -> None:
+        self.schedule, self.outer, self.codec, self.collective = schedule, outer, codec, collective
+        self.error_feedback, self.fragments = error_feedback, fragments
+        self.beside, self.ends = Beside(), False
+
+    @property
+    def keeper(self) -> str:
+        """What is kept depends on these."""
+        overlaps = bool(self.schedule.overlap)
+        return f"LocalSGD by {described(self.codec)}, error_feedback={self.error_feedback}, overlap={overlaps}"
+
+    def _is_plain(self, group: Group) -> bool:
+        """Is this agreement an exact mean: one of the warm-up, or the last?"""
+        return self.ends or group.turns <= self.schedule.start
+
+    def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
+        """See `Averager.parts`."""
+        return cut_fragments({name: value for name, value in parameters.items() if value.numel()}, self.fragments)
+
+    def line(self, name: str, parameter: Parameter) -> str:
+        """See `Averager.line`."""
+        return f"{super().line(name, parameter)} by {codec_of(self.codec, self.collective, name, parameter)}"
+
+    def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
+        """See `Averager.group`. Theta is a checkpoint's, or what the ranks have. Nothing was lost or sent yet."""
+        group = Group(parameters, sums_dtype, lambda *named: codec_of(self.codec, self.collective, *named))
+        for flat in group.flats:
+            warm_up_codec(flat.codec, {name: parameters[name] for name in flat.names})
+            if isinstance(self.outer, Nesterov):
+                engine(flat.device).warm_up_nesterov()
+            kinds = ["residual"] if self.error_feedback and not flat.codec.lossless else []  # what its codec lost
+            kinds += ["sent"] if self.schedule.overlap else []  # what this rank had, which goes on meanwhile
+            flat.memory = {kind: torch.zeros_like(flat.correction) for kind in kinds}
+            flat.shared = Shared(flat.names, flat.parameters, self.outer)
+            if not runtime.kept.take_shared(flat):
+                _share(flat, runtime)
+        return group
+
+    def gather(self, group: Group, runtime: Runtime, *, first: bool) -> None:
+        """The progress since the last agreement; of the first group, its squared norm and buffers beside it."""
+        for flat in group.flats:
+            shared = theta(flat).values
+            begun = shared.to(flat.parameters[0].dtype).to(shared.dtype)  # where a rank began, rounded
+            flat.gather_sum(begun, -1.0, into=flat.correction)
+            if "sent" in flat.memory:
+                flat.gather(into=flat.memory["sent"])
+        if first:
+            self.beside.gather(group, runtime.exchange, runtime.peers)
+        else:
+            group.others.clear()
+
+    def meet(self, group: Group, runtime: Runtime, number: int) -> None:
+        """Average the progress, and exactly what is beside it."""
+        plain = self._is_plain(group)
+        summands = [
+            Summand(
+                flat.correction,
+                Identity() if plain else flat.codec,
+                flat.memory.get("residual"),
+                seed=derive_seed(group.seed, number, place),
+            )
+            for place, flat in enumerate(group.flats)
+        ]
+        summands += [Summand(vector.correction, Identity()) for vector in group.others.values()]
+        runtime.exchange.means_(summands, runtime.peers, self.collective)
+
+    def apply(self, group: Group, runtime: Runtime) -> None:
+        """Step Theta, and take it over."""
+        plain = self._is_plain(group)
+        waited = plain or self.schedule.waits(group.turns)
+        self.beside.apply(group, runtime.exchange.ranks, runtime.peers.size, waited=waited)
+        for flat in group.flats:
+            shared = theta(flat)
+            shared.step(flat.correction, plain=plain)
+            if waited:
+                flat.write(shared.values)
+            else:
+                flat.add(torch.sub(shared.values, flat.memory["sent"], out=flat.correction))
+
+    def seen(self, group: Group, runtime: Runtime, *, replaced: bool = False) -> Iterable[tuple[Flat, Tensor]]:
+        """Theta; or the mean of all ranks, where the parameters hold other values."""
+        if replaced:
+            return runtime.view.means(group, Flat.row)
+        self.share_anew(group, runtime)
+        return [(flat, theta(flat).values) for flat in group.flats]
+
+    def left(self, group: Group, runtime: Runtime) -> Iterable[tuple[Flat, Tensor]]:
+        """See `Averager.left`: the mean of all ranks, with the steps since the last agreement."""
+        return runtime.view.means(group, Flat.row)
+
+    def share_anew(self, group: Group, runtime: Runtime) -> None:
+        """Theta becomes what the ranks have, if weights may have been loaded since. All ranks call it."""
+        if group.steps == 0:  # not turns: with unit="epoch" the first may still be to come
+            for flat in group.flats:
+                _share(flat, runtime)
+
+    def rehearse(self, group: Group, runtime: Runtime) -> None:
+        """See `Averager.rehearse`."""
+        summands = [
+            Summand(
+                torch.zeros_like(flat.correction),
+                flat.codec,
+                torch.zeros_like(flat.correction) if "residual" in flat.memory else None,
+                seed=group.seed,
+            )
+            for flat in group.flats
+        ]
+        with runtime.peers.stats.probe():
+            work = partial(runtime.exchange.means_, summands, runtime.peers, self.collective)
+            runtime.peers.submit(work, "while setting up").wait()
+
+
+def theta(flat: Flat) -> Shared:
+    """The shared parameters of a flat."""
+    assert flat.shared is not None
+    return flat.shared
+
+
+def _share(flat: Flat, runtime: Runtime) -> None:
+    """Theta becomes what the ranks have."""
+    values = runtime.exchange.common(flat.parameters, runtime.peers, "for the shared parameters")
+    theta(flat).values.copy_(values)
