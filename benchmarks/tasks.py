@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy.app.data.digits import Digits
-from ringstrategy.app.data.stdlib_text import StdlibText, Windows
-from ringstrategy.app.models.cnn import CNN
-from ringstrategy.app.models.gpt import GPT
+from ringstrategy.examples.data.digits import Digits
+from ringstrategy.examples.data.stdlib_text import StdlibText, Windows
+from ringstrategy.examples.models.cnn import CNN
+from ringstrategy.examples.models.gpt import GPT
 
 _INPUTS, _OUTPUTS = 1024, 512
 _CONTEXT = 64

@@ -194,7 +194,7 @@ class _Steps:
                 latency=_LATENCY,
                 cores=(os.cpu_count() or 1) / dist.get_world_size(),
                 codecs=measured_codecs(named.values(), cpu),
-                pack_seconds=pack_seconds(cpu, undisturbed=True),
+                pack_seconds=pack_seconds(cpu),
             )
             torch.set_num_threads(threads)
             profile = Profile(rest=alone[0] + alone[2], backward=alone[1])

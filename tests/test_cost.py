@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import time
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import FakePeers, on_all_ranks
 from pairs import all_pairs
-from pool import Pool
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -35,8 +31,6 @@ from ringstrategy import (
 )
 from ringstrategy.collectives import mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict, probe
-from ringstrategy.cost.probe import measure
-from ringstrategy.transport import Stats, connect
 
 CPU = torch.device("cpu")
 NOTHING = Work(0.0, 0.0)
@@ -212,107 +206,6 @@ def test_where_cores_are_shared_codecs_slow_the_backward_down() -> None:
 # What is measured
 
 
-def _measure() -> list[tuple[Machines, Stats]]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    found = []
-    for longest in (40_000, math.inf):
-        peers = connect(CPU, timedelta(seconds=60))
-        peers.hosts = ("a", "a", "b")
-        random = torch.get_rng_state()
-        with peers.stats.probe():
-            measured = measure(peers, [(Identity(), False), (BlockInt(8), True)], CPU, longest)
-        assert torch.equal(torch.get_rng_state(), random), "seeds are the user's"
-        peers.close()
-        found.append((measured, peers.stats))
-    return found
-
-
-def test_ranks_measure_together_and_agree(ranks: Pool) -> None:
-    every_rank = ranks(3, _measure)
-    for run, longest in enumerate((40_000, math.inf)):
-        measured = [found[run][0] for found in every_rank]
-        assert measured[1:] == measured[:1] * 2
-        [first, *_], stats = measured, every_rank[0][run][1]
-        assert first.longest == longest
-        assert first.hosts == ("a", "a", "b")
-        for link in (first.across, first.inside):
-            assert min(link.alpha, link.beta) > 0
-        codecs = first.codecs[BlockInt(8), True]
-        assert min(first.post, first.pack.per_value, codecs.encode.per_value + codecs.encode.fixed) > 0
-        assert min(first.transport, first.wake, first.crowding) >= 0
-        assert first.crowding <= 1
-        counted = Stats(
-            probe_bytes_sent=stats.probe_bytes_sent,
-            probe_bytes_received=stats.probe_bytes_received,
-            probe_seconds=stats.probe_seconds,
-        )
-        assert stats == counted, "nothing of it is training's"
-        assert stats.probe_bytes_sent > 40_000
-        assert stats.probe_bytes_sent < 2 * 5 * longest, "of two kinds of links, each a few times"
-
-
-class Wire:
-    """Instead of laps: what each would take on links of so many bytes a second, and the sizes that were asked for.
-
-    Args:
-        rate: bytes a second.
-        burst: so many bytes pass at once before.
-        held_up: one long message is, for a while.
-        busy: seconds that each message waits for a core: the first, then all others.
-    """
-
-    def __init__(self, rate: float, burst: int = 0, held_up: int = -1, busy: tuple[float, float] = (0, 0)) -> None:
-        self.rate, self.left, self.held_up, self.busy = rate, float(burst), held_up, busy
-        self.sizes: list[int] = []
-
-    def lap(self, peers: FakePeers, members: list[int], nbytes: int, device: torch.device) -> probe._Lap:
-        if nbytes != 8:
-            self.sizes.append(nbytes)
-        passed = min(self.left, nbytes)
-        self.left -= passed
-        late = 0.3 if len(self.sizes) == self.held_up else self.busy[bool(self.sizes)]
-        return probe._Lap(1e-5, 1e-4 + (nbytes - passed) / self.rate + late, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("wire", "longest", "largest", "known"),
-    [
-        (Wire(1.2e7), math.inf, 1 << 18, True),
-        (Wire(1.2e8), math.inf, 1 << 22, True),
-        (Wire(1e12), math.inf, 1 << 24, True),  # so fast that no message says more
-        (Wire(1e12), 1 << 25, 1 << 24, True),
-        (Wire(1e12), 3_000_000, 3_000_000, False),
-        (Wire(1.2e7), 40_000, 40_000, False),
-        (Wire(1.2e7), 3_000_000, 1 << 18, True),
-        (Wire(1.2e7), 0, 1, False),  # nothing is trained yet
-        (Wire(1.2e7, burst=600_000), math.inf, 1 << 20, True),
-        (Wire(1.2e8, held_up=1), math.inf, 1 << 22, True),
-        (Wire(1.2e8, busy=(0.02, 0.02)), math.inf, 1 << 22, True),  # as long as a long message, and says nothing
-    ],
-)
-def test_messages_grow_until_their_bytes_take_long_enough_or_are_as_many_as_an_exchange_has(
-    monkeypatch: pytest.MonkeyPatch, wire: Wire, longest: float, largest: int, known: bool
-) -> None:
-    monkeypatch.setattr(probe, "_lap", wire.lap)
-    [found] = on_all_ranks(1, lambda peers: probe._link(peers, [0], longest, CPU, 0.0))
-    assert max(wire.sizes) == largest
-    assert sum(wire.sizes) < 6 * largest + 5 * (1 << 16)
-    assert found.longest == (math.inf if known else longest)
-    if largest > 1:
-        assert found.beta == pytest.approx(1 / wire.rate, rel=0.01)
-    assert found.alpha == pytest.approx(1e-4 + wire.busy[0], rel=0.01)
-
-
-@pytest.mark.parametrize("longest", [40_000, math.inf])
-def test_no_link_is_faster_than_memory(monkeypatch: pytest.MonkeyPatch, longest: float) -> None:
-    wire = Wire(1e12, busy=(0.01, 0.009))  # on a busy machine a long message may take less than a short one
-    monkeypatch.setattr(probe, "_lap", wire.lap)
-    [found] = on_all_ranks(1, lambda peers: probe._link(peers, [0], longest, CPU, 1e-10))
-    assert found.beta == 1e-10
-    [found] = on_all_ranks(1, lambda peers: probe.measure(peers, [(Identity(), False)], CPU, longest))
-    assert found.across.beta == found.inside.beta == found.pack.per_value / 8 > 0
-
-
 class Interrupted(Identity):
     """Loses its core in each call."""
 
@@ -321,40 +214,6 @@ class Interrupted(Identity):
         time.sleep(0.02)
 
 
-def test_what_a_codec_would_take_undisturbed_leaves_out_when_it_lost_its_core() -> None:
-    disturbed, undisturbed = (
-        probe.codec_cost(Interrupted(), False, CPU, lambda work: work(), undisturbed=alone).encode.seconds(MANY)
-        for alone in (False, True)
-    )
-    assert disturbed > 0.02 > undisturbed > 0
-
-
-def test_a_post_that_lost_its_core_counts_as_latency(monkeypatch: pytest.MonkeyPatch) -> None:
-    posts = [2e-3, 1e-5, 2e-3]
-
-    def lap(peers: FakePeers, members: list[int], nbytes: int, device: torch.device) -> probe._Lap:
-        if nbytes > 8:
-            return probe._Lap(1e-5, 1.0, 0.0)
-        posts.append(posts.pop(0))
-        return probe._Lap(posts[-1], 2.5e-3 - posts[-1], 0.0)
-
-    monkeypatch.setattr(probe, "_lap", lap)
-    for found in on_all_ranks(2, lambda peers: probe._link(peers, [0, 1], math.inf, CPU, 0.0)):
-        assert 2 * found.post == pytest.approx(1e-5)
-        assert 2 * found.post + found.alpha == pytest.approx(2.5e-3)
-
-
-def test_who_has_no_laps_computes_until_the_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    laps = []
-
-    def lap(peers: FakePeers, members: list[int], *_: object) -> probe._Lap:
-        time.sleep(0.001 * (peers.rank in members))
-        laps.append(peers.rank)
-        return probe._Lap(0.0, 0.02, 0.0)
-
-    def seen_at_the_end(peers: FakePeers) -> int:
-        probe._lap_beside_computing(peers, [0], CPU)
-        return laps.count(0)
-
-    monkeypatch.setattr(probe, "_lap", lap)
-    assert on_all_ranks(2, seen_at_the_end) == [probe._LAPS] * 2
+def test_what_a_codec_takes_leaves_out_when_it_lost_its_core() -> None:
+    assert 0.02 > probe.codec_cost(Interrupted(), False, CPU).encode.seconds(MANY) > 0
+    assert probe.pack_seconds(CPU) > 0

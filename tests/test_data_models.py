@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from ringstrategy.app.data.digits import Digits
-from ringstrategy.app.data.regression import COEFFICIENTS, MEANS, Regression
-from ringstrategy.app.data.stdlib_text import StdlibText, read_stdlib_text
-from ringstrategy.app.models.cnn import CNN
-from ringstrategy.app.models.gpt import GPT
-from ringstrategy.app.models.mlp import MLP
+from ringstrategy.examples.data.digits import Digits
+from ringstrategy.examples.data.regression import COEFFICIENTS, MEANS, Regression
+from ringstrategy.examples.data.stdlib_text import StdlibText, read_stdlib_text
+from ringstrategy.examples.models.cnn import CNN
+from ringstrategy.examples.models.gpt import GPT
+from ringstrategy.examples.models.mlp import MLP
 
 
 def ready(data):

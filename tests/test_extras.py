@@ -21,7 +21,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
-APP = ("matplotlib", "plotly", "rich", "sklearn", "tensorboard")  # and numpy, which lightning needs
+APP = ("matplotlib", "pandas", "plotly", "rich", "sklearn", "tensorboard")  # and numpy, which lightning needs
 TRITON = "triton"  # which only tests ask for
 CURE = "in a clone of ringstrategy run python -m pip install '.[app]'"
 

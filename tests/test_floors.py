@@ -21,7 +21,7 @@ FLOORS = [  # from the ground; a room is a package or a module of the top level
     {"cost"},
     {"algorithms"},
     {"names", "session", "simulator"},
-    {"integrations", "horovod", "lightning_fabric", "pytorch_lightning"},
+    {"examples", "integrations", "horovod", "lightning_fabric", "pytorch_lightning"},
     {"app"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

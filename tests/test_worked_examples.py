@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import AllReduce
-from ringstrategy.app.data.regression import Regression
-from ringstrategy.app.models.linear import Linear
-from ringstrategy.app.models.optimizers import SGD
+from ringstrategy.examples.data.regression import Regression
+from ringstrategy.examples.models.linear import Linear
+from ringstrategy.examples.models.optimizers import SGD
 from ringstrategy.transport.connect import connect
 
 CLOSE = {"rtol": 0, "atol": 1e-5}

@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 MOST_POINTS = 500  # a longer run is averaged down to this many before it is drawn
 STEPS_FILE = "steps.csv"
@@ -67,19 +68,14 @@ def write_curves(folder: Path, curves: Curves) -> None:
     _write(folder / VALIDATION_FILE, VALIDATION_COLUMNS, curves.validation_losses)
 
 
-def read_curves(folder: Path) -> Curves:
-    """Read both files back. ValueError: they are not what `write_curves` writes."""
-    curves = Curves()
-    for step, loss, seconds, _, sent, exposed, communication in _read(folder / STEPS_FILE, STEP_COLUMNS):
-        curves.steps.append(int(step))
-        curves.losses.append(_measured(loss))
-        curves.step_seconds.append(float(seconds))
-        curves.bytes_sent.append(int(sent) if sent else None)
-        curves.exposed_seconds.append(_measured(exposed))
-        curves.communication_seconds.append(_measured(communication))
-    for step, loss in _read(folder / VALIDATION_FILE, VALIDATION_COLUMNS):
-        curves.validation_losses.append((int(step), float(loss)))
-    return curves
+def read_steps(folder: Path) -> pd.DataFrame:
+    """Read `steps.csv`; NaN if not measured. ValueError: it is not what `write_curves` writes."""
+    return _read(folder / STEPS_FILE, STEP_COLUMNS)
+
+
+def read_validation(folder: Path) -> pd.DataFrame:
+    """Read `validation.csv`. ValueError: it is not what `write_curves` writes."""
+    return _read(folder / VALIDATION_FILE, VALIDATION_COLUMNS)
 
 
 def thin(values: Sequence[float | None]) -> list[float]:
@@ -100,10 +96,6 @@ def warm_mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(measured[max(1, len(measured) // 10) :] or measured)
 
 
-def _measured(cell: str) -> float | None:
-    return float(cell) if cell else None
-
-
 def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
@@ -111,9 +103,10 @@ def _write(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]])
         writer.writerows(rows)
 
 
-def _read(path: Path, columns: Sequence[str]) -> list[list[str]]:
-    with open(path, newline="") as file:
-        header, *rows = list(csv.reader(file)) or [[]]
-    if header != list(columns) or any(len(row) != len(columns) for row in rows):
-        raise ValueError(f"{path} should have the columns {', '.join(columns)}, has {', '.join(header)}: run it again")
-    return rows
+def _read(path: Path, columns: Sequence[str]) -> pd.DataFrame:
+    table = pd.read_csv(path)
+    if list(table.columns) != list(columns):
+        raise ValueError(
+            f"{path} should have the columns {', '.join(columns)}, has {', '.join(table.columns)}: run it again"
+        )
+    return table.astype({"step": "int64"} | dict.fromkeys(columns[1:], "float64"))

@@ -110,7 +110,7 @@ def _keys(algorithms: Iterable[AllReduce]) -> list[tuple[Codec, bool]]:
 
 def measured_codecs(algorithms: Iterable[AllReduce], device: torch.device) -> CodecCosts:
     """Measure what the codecs cost here on one thread, as well as other load on the machine allows."""
-    return {key: codec_cost(*key, device, lambda work: work(), undisturbed=True) for key in _keys(algorithms)}
+    return {key: codec_cost(*key, device) for key in _keys(algorithms)}
 
 
 def _given_codecs(algorithms: Iterable[AllReduce], gb_per_second: float) -> CodecCosts:
@@ -137,7 +137,7 @@ def _speeds(algorithms: Iterable[AllReduce], arguments: Arguments) -> _Speeds:
         return _Speeds(reference.CODECS, reference.PACK_SECONDS, source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)  # codecs get one core
-    costs, packing = measured_codecs(algorithms, device), pack_seconds(device, undisturbed=True)
+    costs, packing = measured_codecs(algorithms, device), pack_seconds(device)
     where = f"one core of this machine; {on_gpus}" if device.type == "cpu" else torch.cuda.get_device_name(device)
     return _Speeds(costs, packing, f"encoded, measured just now on {where}.")
 
@@ -254,7 +254,7 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
     named = candidates(arguments.hosts > 1 and arguments.devices_per_host > 1)
     auto = Auto()
     hosts = [str(host) for host in range(arguments.hosts) for _ in range(arguments.devices_per_host)]
-    may_choose = eligible(auto.allow, hosts, error_feedback=auto.error_feedback)
+    may_choose = eligible(auto.allow, hosts)
     speeds = _speeds([*named.values(), *may_choose], arguments)
     there = machines(
         arguments.hosts,

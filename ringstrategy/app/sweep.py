@@ -1,7 +1,5 @@
 """End a sweep (`ringstrategy-train -m`) with one table of all its runs, on the screen and as JSON and CSV."""
 
-import csv
-import json
 import sys
 import time
 from pathlib import Path
@@ -10,8 +8,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from ringstrategy.app.sweep_print import print_tables
-from ringstrategy.app.sweep_table import COLUMNS, job_folders, read_row
+from ringstrategy.app.jobs import COLUMNS, read_jobs
+from ringstrategy.app.sweep_report import print_tables
 
 
 class SweepTable(Callback):
@@ -28,13 +26,11 @@ class SweepTable(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         """Print, save, and exit with 1 if a job failed."""
         folder = Path(config.hydra.sweep.dir)
-        rows = [read_row(job, folder) for job in job_folders(folder, since=self._began)]
-        (folder / "sweep.json").write_text(json.dumps(rows, indent=2) + "\n")
-        with open(folder / "sweep.csv", "w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows({**row, "overrides": " ".join(row["overrides"])} for row in rows)
-        print_tables(rows, folder)
-        print(f"to see the curves of all jobs: ringstrategy-report {folder}")
-        if any(row["status"] == "failed" for row in rows):
+        jobs = read_jobs(folder, since=self._began)
+        table = jobs[list(COLUMNS)]
+        table.to_json(folder / "sweep.json", orient="records", indent=2)
+        table.assign(overrides=table["overrides"].map(" ".join)).to_csv(folder / "sweep.csv", index=False)
+        print_tables(jobs)
+        print(f"to see all columns and the curves of all jobs: ringstrategy-report {folder}")
+        if (jobs["status"] == "failed").any():
             sys.exit(1)

@@ -49,7 +49,7 @@ def main() -> None:
         return
     os.environ[PROGRAM] = shlex.join(_program())
     # so ringstrategy.app.report, which needs them, is imported late everywhere in this file
-    require("ringstrategy-train", "matplotlib", "rich", "sklearn", "tensorboard")
+    require("ringstrategy-train", "matplotlib", "pandas", "rich", "sklearn", "tensorboard")
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) == signal.SIG_DFL:  # under nohup the latter is ignored, and stays so
             signal.signal(signum, _exit_on_signal)

@@ -8,7 +8,6 @@ time. One rank is enough, because in a schedule all ranks do alike at the same t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -84,7 +83,6 @@ class Machines:
         codecs: what each codec costs there, without and with feedback.
         crowding: 0 to 1, how far computing and the communication thread's work slow each other down: 1 where they share
             a core, 0 where each has one.
-        longest: bytes of an exchange for which the links were measured.
         queues: see `Peers.queues`.
     """
 
@@ -97,7 +95,6 @@ class Machines:
     transport: float = 0.0
     wake: float = 0.0
     pack: Work = Work(0.0, 0.0)
-    longest: float = math.inf
     queues: bool = False
 
 

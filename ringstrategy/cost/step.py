@@ -164,12 +164,6 @@ def predict_apart(apart: Apart, numel: int, machines: Machines, profile: Profile
     )
 
 
-def largest_wire(algorithm: Planned, parameters: Mapping[str, Parameter]) -> int:
-    """Bytes of the largest bucket of `algorithm` (not set up) as it travels: one exchange sends as many or more."""
-    buckets = _buckets(algorithm, parameters)
-    return max((bucket.codec.nbytes(bucket.buffer.numel(), bucket.buffer.dtype) for bucket in buckets), default=0)
-
-
 def _buckets(algorithm: Planned, parameters: Mapping[str, Parameter]) -> list[DenseBucket]:
     """The buckets that `algorithm` would make, without memory."""
     ghosts = {

@@ -28,8 +28,8 @@ class Stats:
         exchanges: backward passes whose gradients were averaged; with gossip: mixings; with `LocalSGD`: exchanges of a
             fragment; of a process group: encoded collectives; with `fsdp`: reduce-scatters.
         steps_skipped: exchanges whose gradients were dropped (`AllReduce(on_nonfinite="skip")`).
-        probe_bytes_sent: bytes that `ring_auto` handed to the transport to measure and to choose, and over NCCL what
-            was exchanged before the first step, so that no step connects or compiles.
+        probe_bytes_sent: bytes that `ring_auto` handed to the transport to agree on its choice, and over NCCL what was
+            exchanged before the first step, so that no step connects or compiles.
         probe_bytes_received: likewise.
         probe_seconds: training waited this long for that.
     """

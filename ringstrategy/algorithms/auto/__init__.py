@@ -1,4 +1,4 @@
-"""All-reduce that measures the machines it is on, and chooses codec, collective, segments and bucket size by itself."""
+"""All-reduce that tries codecs, collectives and bucket sizes in turn, and keeps the fastest."""
 
 from ringstrategy.algorithms.auto.auto import Auto
 from ringstrategy.algorithms.auto.candidates import eligible, in_words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any
 
@@ -14,13 +14,12 @@ from ringstrategy.collectives.base import Collective, sums_dtype
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.collectives.hierarchical import Hierarchical
-from ringstrategy.cost.step import largest_wire
 
-_BUCKETS_MB = (25.0, 5.0, 100.0)
+_BUCKETS_MB = (25.0, 5.0)
 
 
 def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> list[AllReduce]:
-    """Every combination of codec, collective, segments and bucket size that makes sense, the usual ones first.
+    """Every combination of codec, collective and bucket size that makes sense, the usual ones first.
 
     `Native` is not among them: nobody could count its bytes.
 
@@ -29,7 +28,7 @@ def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> lis
         hosts: for each rank which host it is on.
         common: further arguments of each `AllReduce`.
     """
-    collectives: list[Collective] = [BySize(), Direct(), BySize(segments=1)]
+    collectives: list[Collective] = [BySize(), Direct()]
     if 1 < len(set(hosts)) < len(hosts):
         collectives.insert(0, Hierarchical())
     made = []
@@ -43,33 +42,32 @@ def eligible(allow: Iterable[Codec], hosts: Sequence[str], **common: Any) -> lis
     return made
 
 
-def refused(allow: Sequence[Codec], parameters: Mapping[str, Parameter]) -> Collection[Codec]:
-    """The codecs that cannot carry all of these parameters; a TypeError if none can."""
-    dtypes = {sums_dtype(parameter.dtype) for parameter in parameters.values()}
-    errors = {}
-    for codec in allow:
-        try:
-            for dtype in dtypes:
-                codec.check(dtype)
-        except TypeError as error:
-            errors[codec] = error
-    if len(errors) == len(allow):
-        raise errors[allow[0]]
-    return errors.keys()
+def to_try(candidates: Sequence[AllReduce], parameters: Sequence[Parameter]) -> list[int]:
+    """The places of the candidates to try: their codecs carry these parameters, and their buckets divide them.
 
-
-def largest_exchange(
-    candidates: Iterable[AllReduce], without: Collection[Codec], parameters: Mapping[str, Parameter]
-) -> int:
-    """Bytes of the largest bucket of any candidate, as it travels.
+    TypeError: no codec carries them.
 
     Args:
-        candidates: as of `eligible`.
-        without: codecs whose candidates do not count.
+        candidates: of `eligible`.
         parameters: whose gradients travel in buckets.
     """
-    widest = {made.codec: made for made in candidates if made.bucket_mb == max(_BUCKETS_MB)}
-    return max(largest_wire(made, parameters) for codec, made in widest.items() if codec not in without)
+    dtypes = {sums_dtype(parameter.dtype) for parameter in parameters}
+    total = sum(parameter.numel() * sums_dtype(parameter.dtype).itemsize for parameter in parameters)
+    places, refused = [], {}
+    for place, candidate in enumerate(candidates):
+        if candidate.bucket_mb != max(_BUCKETS_MB) and total <= candidate.bucket_mb * 2**20:
+            continue  # all in one bucket, as with larger ones
+        assert isinstance(candidate.codec, Codec)
+        try:
+            for dtype in dtypes:
+                candidate.codec.check(dtype)
+        except TypeError as error:
+            refused[candidate.codec] = error
+        else:
+            places.append(place)
+    if not places:
+        raise next(iter(refused.values()))
+    return places
 
 
 def in_words(algorithm: AllReduce) -> str:

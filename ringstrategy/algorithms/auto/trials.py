@@ -1,38 +1,15 @@
-"""Trials of candidates in rounds: which is tried next, which stays in, which wins. Knows no clock and no peers."""
+"""Trials of candidates in rounds: whose turn is next, who stays in, who wins. Knows no clock and no peers."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from ringstrategy.codecs.base import Codec
-
-_NEAR = 1.25  # candidates predicted to take up to so many times as long as the best are tried
-_MOST_TRIED = 4
-_NEAR_OTHER_CODEC = 1.5  # also the best of each codec, because codecs differ most in what the model does not know
-_WARM_UP = 1  # passes of a turn before those that count, and
-_TIMED = 3  # passes that do
-_ROUNDS = 4  # at most; each candidate has one turn a round, so that disturbances hit all of them
+_WARM_UP = 1  # passes of a turn before those that count
+PASSES = _WARM_UP + 3  # of a turn
+ROUNDS = 4  # at most; each candidate has one turn a round, so that disturbances hit all of them
 _STILL_IN = 1.1  # times as long as the best so far, and a candidate is in the next round too
 _ALIKE = 1.02  # of candidates that come so near the best the most usual is kept
-
-
-def to_try(predictions: Mapping[int, float], codec_of: Mapping[int, object], allow: Iterable[Codec]) -> list[int]:
-    """Choose the few best candidates, and the best of each codec if it is near the best.
-
-    Args:
-        predictions: seconds by place; the lower the place, the more usual the candidate.
-        codec_of: by place.
-        allow: the codecs, in whose order their best are added.
-    """
-    order = sorted(predictions, key=lambda place: predictions[place])
-    best = predictions[order[0]]
-    tried = [place for place in order if predictions[place] <= _NEAR * best][:_MOST_TRIED]
-    for codec in allow:
-        first = next((place for place in order if codec_of[place] == codec), tried[0])
-        if first not in tried and predictions[first] <= _NEAR_OTHER_CODEC * best:
-            tried.append(first)
-    return tried
 
 
 class Trials:
@@ -63,12 +40,8 @@ class Trials:
         """Has everyone still in had a turn? Then `judge`."""
         return not self._turns
 
-    def turn_over(self, seconds: Sequence[float]) -> bool:
-        """Are these passes enough?"""
-        return len(seconds) >= _WARM_UP + _TIMED
-
     def end_turn(self, seconds: Sequence[float]) -> None:
-        """Record the seconds of the passes of this turn."""
+        """Record the seconds of the `PASSES` passes of this turn."""
         self._timed[self._turns.pop(0)] += seconds[_WARM_UP:]
 
     def medians(self) -> dict[int, float]:
@@ -85,7 +58,7 @@ class Trials:
         """
         least = min(seconds[place] for place in self._still_in)
         near = [place for place in self._still_in if seconds[place] <= _STILL_IN * least]
-        if len(near) == 1 or self.rounds == _ROUNDS:
+        if len(near) == 1 or self.rounds == ROUNDS:
             return min(place for place in near if seconds[place] <= _ALIKE * least)
         self.rounds += 1
         self._still_in = near[::-1]  # to and fro

@@ -23,7 +23,7 @@ class CommunicationMonitorMixin(Callback):
     """Log what each step sent, how long it waited, and how far replicas are apart, to the trainer's loggers.
 
     Every `log_every_n_steps` of the trainer it logs, as means per optimizer step since it last logged:
-    `communication/bytes_sent` (this rank's, without what `ring_auto` measures with), `communication/exposed_ms`
+    `communication/bytes_sent` (this rank's, without what `ring_auto` needs to choose), `communication/exposed_ms`
     (training waited) and `communication/communication_ms` (hidden or not). With `LocalSGD` it logs after each agreement
     `communication/outer_gradient_norm` and `communication/direction_agreement`: see `LocalSGD.metrics`.
 

@@ -1,4 +1,4 @@
-"""What every model of the app takes as `optimizer`: a torch optimizer that waits only for its parameters."""
+"""What every model here takes as `optimizer`: a torch optimizer that waits only for its parameters."""
 
 from collections.abc import Callable, Iterable
 from functools import partial

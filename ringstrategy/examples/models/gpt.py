@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy.app.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
 
 BYTES = 256
 

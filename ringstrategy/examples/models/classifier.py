@@ -1,4 +1,4 @@
-"""What every image classifier of the app shares: cross-entropy, accuracy, an optimizer."""
+"""What both image classifiers share: cross-entropy, accuracy, an optimizer."""
 
 from abc import ABC, abstractmethod
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ringstrategy.app.models.optimizers import MakeOptimizer
+from ringstrategy.examples.models.optimizers import MakeOptimizer
 
 
 class Classifier(L.LightningModule, ABC):

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy.app.models.optimizers import SGD, MakeOptimizer
+from ringstrategy.examples.models.optimizers import SGD, MakeOptimizer
 
 
 class Linear(L.LightningModule):

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
-from ringstrategy.app.models.classifier import Classifier
-from ringstrategy.app.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.classifier import Classifier
+from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
 
 
 class CNN(Classifier):

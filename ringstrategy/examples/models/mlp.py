@@ -4,8 +4,8 @@ from itertools import pairwise
 
 from torch import Tensor, nn
 
-from ringstrategy.app.models.classifier import Classifier
-from ringstrategy.app.models.optimizers import ADAMW, MakeOptimizer
+from ringstrategy.examples.models.classifier import Classifier
+from ringstrategy.examples.models.optimizers import ADAMW, MakeOptimizer
 
 
 class MLP(Classifier):

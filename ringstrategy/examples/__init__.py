@@ -1,0 +1,1 @@
+"""Models and data to try strategies with: `ringstrategy-train model=cnn data=digits`, benchmarks, tests."""

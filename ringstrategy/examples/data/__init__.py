@@ -1,0 +1,1 @@
+"""Data that need no download: digits, source text, linear regression."""

@@ -1,0 +1,1 @@
+"""Small models to train: perceptron, CNN, GPT, linear regression."""
