@@ -1,7 +1,7 @@
 """The Triton kernels on one GPU, as fractions of a device copy in the same run.
 
 python -m benchmarks kernels --sizes 1 16 64 --rounds 30 --out outputs/kernels.jsonl
-python -m benchmarks kernels --dry     # each case once, small, on the CPU; tests/test_kernels_cuda.py judges the results
+python -m benchmarks kernels --dry     # each case once, small, on the CPU; a test judges the results
 """
 
 from __future__ import annotations
