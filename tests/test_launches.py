@@ -208,7 +208,7 @@ def test_a_block_too_large_for_the_kernels_is_refused_when_buckets_are_made() ->
         weight = Parameter(torch.empty(300, 300, device=DEVICE))
         AllReduce(codec).plan({"weight": weight}, frozenset(), 0)
 
-    with stand_ins(Meter(4)):
+    with stand_ins(Meter()):
         for codec in (BlockInt(8, block=16384), Rotated(Gaussian(4, block=16384)), Sign(block=8200)):
             with pytest.raises(ValueError, match=r"8192 values.*choose such a block"):
                 made(codec)
@@ -225,7 +225,7 @@ def test_tables_of_addresses_are_kept_but_not_what_a_graph_owns(monkeypatch: pyt
     assert torch.equal(captured, kept)
     assert captured is not kept
     assert tables.table([1, 2**62, 3], host) is not captured
-    meter = Meter(4)
+    meter = Meter()
     with stand_ins(meter), meter.within():
         tables.table([5, 6], DEVICE)
     assert meter.waits == [], "no copy from the host"
