@@ -1,5 +1,6 @@
 """What a run and a sweep leave to read: steps as CSV, one table, one page that a browser draws without a network."""
 
+import json
 import math
 import os
 import re
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from ringstrategy.app import jobs, report
 from ringstrategy.app.curves import MOST_POINTS, Curves, read_steps, read_validation, thin, warm_mean, write_curves
 from ringstrategy.app.job_plots import AGAINST, TRAINING, VALIDATION, loss_curves, step_times
+from ringstrategy.app.sweep import SweepTable
 from ringstrategy.app.sweep_report import main
 
 EVIL = "data.title=</script><img/src=http://x.example/a.png>[bold]&amp;<b>%{x}"
@@ -361,6 +364,36 @@ def test_a_bar_is_as_long_as_a_step(sweep):
         {"0": 2, "2": 2, "10": 2},
         {"1": 10},
     ]
+
+
+def test_a_sweep_of_failed_jobs_is_a_table_and_exits_with_1(tmp_path, capsys):
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    table = SweepTable()
+    table.on_multirun_start(config)
+    table.on_multirun_end(config)  # a launcher may bring nothing back
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir()
+        failed = {"status": "failed", "exit_code": 1, "strategy": "ring", "overrides": [f"seed={seed}"]}
+        (tmp_path / str(seed) / "summary.json").write_text(json.dumps(failed))
+    with pytest.raises(SystemExit) as ended:
+        table.on_multirun_end(config)
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.count("FAILED") == 2
+    main([str(tmp_path)])
+    assert (tmp_path / "report.html").exists()
+
+
+def test_numbers_of_a_sweep_are_saved_as_they_are(tmp_path):
+    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
+    table = SweepTable()
+    table.on_multirun_start(config)
+    (tmp_path / "0").mkdir()
+    whole = {"status": "completed", "strategy": "ring", "overrides": [], "final_metric": math.inf, "steps": 3}
+    (tmp_path / "0" / "summary.json").write_text(json.dumps(whole | {"seconds_per_step": 1.23456789012e-4}))
+    table.on_multirun_end(config)
+    [row] = json.loads((tmp_path / "sweep.json").read_text())
+    assert (row["final_metric"], row["steps"], row["seconds_per_step"]) == (math.inf, 3, 1.23456789012e-4)
+    assert row["seconds"] is None
 
 
 def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):

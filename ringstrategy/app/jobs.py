@@ -71,7 +71,7 @@ def shared_folder(jobs: pd.DataFrame) -> str:
 
 def common_overrides(jobs: pd.DataFrame) -> list[str]:
     """The overrides that all jobs have."""
-    return [text for text in jobs["overrides"].iloc[0] if all(text in overrides for overrides in jobs["overrides"])]
+    return [text for text in next(iter(jobs["overrides"]), []) if all(text in each for each in jobs["overrides"])]
 
 
 def own_overrides(jobs: pd.DataFrame) -> pd.Series:
@@ -94,8 +94,9 @@ def over_seeds(jobs: pd.DataFrame) -> pd.DataFrame:
     Mean and sample deviation of a quantity are NaN if one job did not measure it, or diverged. `times_ddp` divides the
     mean seconds of ddp's group by those of this one.
     """
-    jobs = jobs.assign(own=own_overrides(jobs), settings=_without(jobs, seed=True, of_strategy=True))
-    done = jobs[jobs["status"] != "failed"].assign(group=_without(jobs, seed=True))
+    settings, group = _without(jobs, seed=True, of_strategy=True), _without(jobs, seed=True)
+    jobs = jobs.assign(own=own_overrides(jobs), settings=settings, group=group)
+    done = jobs[jobs["status"] != "failed"]
     keys = ["strategy", "metric", "processes", "group"]
     groups = done.groupby(keys, sort=False, dropna=False)
     quantities = ["final_metric", "seconds_per_step", "bytes_sent_per_step"]

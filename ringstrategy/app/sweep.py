@@ -1,5 +1,6 @@
 """End a sweep (`ringstrategy-train -m`) with one table of all its runs, on the screen and as JSON and CSV."""
 
+import json
 import sys
 import time
 from pathlib import Path
@@ -28,7 +29,8 @@ class SweepTable(Callback):
         folder = Path(config.hydra.sweep.dir)
         jobs = read_jobs(folder, since=self._began)
         table = jobs[list(COLUMNS)]
-        table.to_json(folder / "sweep.json", orient="records", indent=2)
+        rows = table.astype(object).where(table.notna(), None).to_dict("records")
+        (folder / "sweep.json").write_text(json.dumps(rows, indent=2))
         table.assign(overrides=table["overrides"].map(" ".join)).to_csv(folder / "sweep.csv", index=False)
         print_tables(jobs)
         print(f"to see all columns and the curves of all jobs: ringstrategy-report {folder}")

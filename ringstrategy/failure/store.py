@@ -74,7 +74,7 @@ class BoundedStore:
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         if self._gone is not None:
-            raise self._gone
+            raise self._gone.with_traceback(None)
         if self._stuck is not None and self._stuck.is_alive():
             raise StoreSilentError(self._stuck)
         try:

@@ -19,7 +19,7 @@ from ringstrategy.transport.connect import connect
 from ringstrategy.transport.futures import Futures
 from ringstrategy.transport.stats import Stats
 
-_CLOSE_SECONDS = 1.0  # for exchanges under way at the end: other ranks may never come to them
+_CLOSE_SECONDS = 1.0  # for exchanges under way at the end of the process: other ranks may never come to them
 
 
 class Channel:
@@ -41,14 +41,20 @@ class Channel:
         begin_threads(free if codec_threads is None else codec_threads)
         self._stay = at_exit(self.close)
 
-    def close(self, error: BaseException | None = None) -> None:
-        """End the threads. If an exchange does not end, or this process ends in an error, the other ranks are told."""
+    def close(self, error: BaseException | None = None, seconds: float = _CLOSE_SECONDS) -> None:
+        """End the threads. If an exchange does not end, or this process ends in an error, the other ranks are told.
+
+        Args:
+            error: that ends this process.
+            seconds: for exchanges under way.
+        """
         self._stay()
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(end_threads)
             ends.callback(self.peers.close)
-            if not self.futures.close(_CLOSE_SECONDS) or error is not None:
-                self.peers.abort("the end of its process" if error is None else last_words(error))
+            if not self.futures.close(seconds) or error is not None:
+                unfinished = f"an exchange that did not end within {seconds:.0f} s"
+                self.peers.abort(unfinished if error is None else last_words(error))
 
 
 def peers_for(

@@ -34,6 +34,7 @@ from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
 from ringstrategy.transport.futures import Promise
 from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.worker import CLOSE_SECONDS
 
 _GLOO, _NCCL = dist.ProcessGroup.BackendType.GLOO, dist.ProcessGroup.BackendType.NCCL
 _SUMS, _SCATTERED, _GATHERED = AllreduceCoalescedOptions(), ReduceScatterOptions(), AllgatherOptions()
@@ -239,7 +240,7 @@ class RingProcessGroup(dist.ProcessGroup):
             for backend in self._exact.values():
                 ends.callback(backend.shutdown)
             while self._lanes:
-                ends.callback(self._lanes.popitem()[1].channel.close)
+                ends.callback(self._lanes.popitem()[1].channel.close, seconds=CLOSE_SECONDS)
 
     # How
 

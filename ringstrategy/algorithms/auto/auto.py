@@ -214,7 +214,7 @@ class Auto(GradientAlgorithm):
         return {place: max(column) for place, column in zip(mine, columns, strict=True)}
 
     def _keep(self, winner: int, seconds: Mapping[int, float]) -> None:
-        self._tuned, self._trials = True, None
+        self._tuned, self._trials, self._seconds = True, None, []
         self._news.append(
             f"ring_auto tried {len(seconds)} candidates and keeps "
             f"{in_words(self._candidates[winner])}: backward and exchange take {1000 * seconds[winner]:.1f} ms"

@@ -74,7 +74,7 @@ class Kept:
     def put_back(self, group: Group) -> None:
         """Keep what this group has for others, which take its parameters over."""
         self.load_own(self.own_state([group]))
-        self.load_shared(self.shared_state([group]))
+        self.shared = self.shared_state([group])["shared"]
 
     def resume(self, group: Group) -> bool:
         """Restore a new group from the checkpoint. False if there is none, or parts of several groups."""
