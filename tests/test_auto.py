@@ -191,6 +191,7 @@ def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
             means.append(one_pass(algorithm, parameters, gradients_of(step, peers.rank)))
             used.append(repr(algorithm.chosen))
             assert algorithm.state_dict()["tuned"] == (step >= passes)
+        assert not algorithm._seconds, "nothing is timed any more, and no rank asks the others whether to change"
         left = torch.zeros(3, 1000)
         for name, residual in algorithm.residuals():
             left[int(name)] = residual
