@@ -13,35 +13,16 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.topologies import SHOWN
 from ringstrategy.algorithms import Choco, Gossip, LocalSGD, PushSum
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text_table import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
-from ringstrategy.topologies import (
-    Complete,
-    Exponential,
-    FromMatrix,
-    Hypercube,
-    OnePeerExponential,
-    RandomMatching,
-    RingGraph,
-    Star,
-    Topology,
-    Torus,
-)
+from ringstrategy.topologies import Complete, FromMatrix, Hierarchical, RingGraph, Star, Topology
 
-TOPOLOGIES: list[Topology] = [
-    RingGraph(),
-    Torus(),
-    Hypercube(),
-    Exponential(),
-    OnePeerExponential(),
-    RandomMatching(),
-    Star(),
-    Complete(),
-]
+TOPOLOGIES = [topology for topology in SHOWN if not isinstance(topology, Hierarchical)]  # of ranks on no hosts
 _MOST = {Star(): 64, Complete(): 512}  # ranks; beyond, the hub has too much to send, or everyone
 _PATIENCE = 50_000_000  # steps times ranks until consensus is given up
 _EVERY = 10  # rounds of training from one look at the loss to the next

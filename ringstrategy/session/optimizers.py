@@ -76,7 +76,7 @@ def rates(optimizers: Sequence[Optimizer], equal: Collection[Parameter]) -> Iter
 def _groups(
     optimizers: Sequence[Optimizer], equal: Collection[Parameter]
 ) -> Iterator[tuple[int, Optimizer, int, dict[str, Any]]]:
-    for place, optimizer in enumerate(optimizers):
+    for place, optimizer in enumerate(optimizers if equal else ()):  # none is, where ranks train apart
         for i, group in enumerate(optimizer.param_groups):
             if any(parameter in equal for parameter in group["params"]):
                 yield place, optimizer, i, group
