@@ -23,6 +23,7 @@ import shutil
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import termios
@@ -43,6 +44,8 @@ _TOOLS = ("ip", "tc", "nsenter", "setpriv")
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _CLONE_NEWNET = 0x40000000
 _CLONE_NEWUTS = 0x04000000
+_SIOCGIFFLAGS = 0x8913
+_IFF_RUNNING = 0x40
 _KEEPER = Path(__file__).resolve().with_name("keeper.py")
 _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smaller bucket makes tbf cut it up
 _BURST_SECONDS = 0.002
@@ -297,6 +300,14 @@ class Lab:
             bits = bits_per_second(self.link_rate(host))
             self._shape(host, "eth0", bits, self.delay_ms)  # up
             self._shape(bridge, port, bits)  # down
+        for host in range(self.hosts):
+            self._await_carrier(bridge, f"port{host}")
+            self._await_carrier(host, "eth0")
+
+    def _await_carrier(self, index: int, device: str) -> None:
+        """Until then the kernel drops what the device sends, and TCP sends it again only after a second."""
+        while not self._on_host(index, partial(_is_running, device)):
+            time.sleep(0.005)
 
     def _shape(self, index: int, device: str, bits: float | None, delay_ms: float = 0.0) -> None:
         place = "root"
@@ -411,6 +422,12 @@ def _new_network() -> int:
 
 def _hold(kind: str) -> int:
     return os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _is_running(device: str) -> bool:
+    with socket.socket() as any_socket:
+        flags = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sh22x", device.encode(), 0))
+    return bool(struct.unpack_from("16xh", flags)[0] & _IFF_RUNNING)
 
 
 def _set_congestion_control() -> None:
