@@ -218,8 +218,10 @@ class RingProcessGroup(dist.ProcessGroup):
     # What is torch's
 
     allgather, broadcast, reduce_scatter = _torchs("allgather"), _torchs("broadcast"), _torchs("reduce_scatter")
+    gather, scatter, reduce, alltoall = _torchs("gather"), _torchs("scatter"), _torchs("reduce"), _torchs("alltoall")
     alltoall_base, all_to_all_single = _torchs("alltoall_base"), _torchs("alltoall_base")
     send, recv, barrier = _torchs("send"), _torchs("recv"), _torchs("barrier")
+    recv_anysource = recvAnysource = _torchs("recv_anysource")  # in Python, and in C++
 
     def reduce_scatter_tensor_coalesced(
         self, outputTensors: list[Tensor], inputTensors: list[Tensor], opts: Any = _SCATTERED
@@ -246,7 +248,7 @@ class RingProcessGroup(dist.ProcessGroup):
     # How
 
     def _is_ours(self, tensors: Sequence[Tensor], op: Any) -> bool | None:
-        """Is it a mean (True) or a sum (False) that travels encoded? None: it is torch's."""
+        """Whether it is a mean (True) or a sum (False) that travels encoded; None: it is torch's."""
         mean = op == dist.ReduceOp.AVG  # `in` finds neither
         floats = all(tensor.is_floating_point() and tensor.layout == torch.strided for tensor in tensors)
         for tensor in tensors if floats else ():
