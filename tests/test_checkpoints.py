@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import itertools
 import os
 import random
 import shutil
@@ -165,31 +166,28 @@ def test_a_kill_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new(
 
 def _check_order(folder: Path) -> None:
     """Files of ranks are on the disk before the checkpoint that names them."""
-    steps = Path(f"{folder}.log").read_text().splitlines()
+    steps, main = Path(f"{folder}.log").read_text().splitlines(), f"{folder}/last.ckpt"
     opened = [step for step in steps if step.startswith("open ") and "/.rank-" in step]
     assert len(set(opened)) == len(opened), "what a checkpoint names is not written again, be it at the same step"
-    renamed = [number for number, step in enumerate(steps) if step == f"replace {folder}/last.ckpt"]
+    renamed = [number for number, step in enumerate(steps) if step == f"replace {main}"]
     assert len(renamed) == 5
-    begin = 0
-    for end in renamed:
-        save = steps[begin:end]
-        [named] = {step.split("/")[-2] for step in save if step.startswith(f"replace {folder}/last.ckpt.ring")}
-        inside = f"{folder}/last.ckpt.ringstrategy/{named}"
-        for rank in range(2):
-            temporary = f"{inside}/.rank-{rank:05d}.pt.saving"
+    for before, end in itertools.pairwise([-1, *renamed]):
+        save = steps[before + 1 : end + 1]
+        [inside] = {step.split()[1].rpartition("/")[0] for step in save if step.startswith(f"replace {main}.ring")}
+        orders = []
+        for target in (*(f"{inside}/rank_{rank:05d}.pt" for rank in range(2)), main):
+            place, _, name = target.rpartition("/")
+            temporary = f"{place}/.{name.replace('_', '-')}.saving"
             order = [save.index(f"{step} {temporary}") for step in ("open", "write", "fsync")]
-            order.append(save.index(f"replace {inside}/rank_{rank:05d}.pt"))
-            assert order == sorted(order)
-            assert f"fsync {inside}" in save[order[-1] :]
-        made = save.index(f"mkdir {inside}")
-        assert f"fsync {folder}/last.ckpt.ringstrategy" in save[made:]
-        main = [save.index(f"{step} {folder}/.last.ckpt.saving") for step in ("open", "write", "fsync")]
-        assert main == sorted(main)
-        assert main[0] > max(number for number, step in enumerate(save) if inside in step)
-        removed = [number for number, step in enumerate(steps) if step.startswith(("unlink", "rmdir", "remove"))]
-        assert not [number for number in removed if begin + made < number < end and "last.ckpt" in steps[number]]
+            orders.append([*order, save.index(f"replace {target}")])
+        *of_ranks, of_main = orders
+        assert orders == [sorted(order) for order in orders]
+        assert all(f"fsync {inside}" in save[order[-1] :] for order in of_ranks)
+        assert of_main[0] > max(number for number, step in enumerate(save) if inside in step)
+        after = save[save.index(f"mkdir {inside}") :]
+        assert f"fsync {main}.ringstrategy" in after
+        assert not [step for step in after if step.startswith(("unlink", "rmdir", "remove")) and "last.ckpt" in step]
         assert steps[end + 1] == f"fsync {folder}"
-        begin = end + 1
 
 
 # A disk that refuses
@@ -426,26 +424,6 @@ def _resumes_with(path: str, saved: str) -> tuple[bool, list[str]]:
     with listening() as heard:
         fit(lossy(), Net(), max_epochs=2, ckpt_path=path, callbacks=[Start()])
     return first[0], about_residuals(heard)
-
-
-def test_moved_and_older_checkpoints_are_loaded(ranks: Pool, tmp_path: Path) -> None:
-    path, moved, old = (tmp_path / name for name in ("run/saved.ckpt", "elsewhere/renamed.ckpt", "old.ckpt"))
-    ranks(2, _saved, str(path), lossy)
-    moved.parent.mkdir()
-    shutil.copy(path, moved)
-    shutil.copytree(f"{path}.ringstrategy", f"{moved}.ringstrategy")
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["ringstrategy"]["files"]
-    torch.save(checkpoint, old)
-    Path(f"{old}.ringstrategy").mkdir()
-    for rank in range(2):
-        state = rank_state(path, rank)
-        del state["save"]
-        torch.save(state, f"{old}.ringstrategy/rank_{rank:05d}.pt")
-    for found in (moved, old):
-        assert ranks(2, _resumes_with, str(found), str(path)) == [(True, [])] * 2
-    shutil.rmtree(f"{old}.ringstrategy")
-    assert ranks(2, _resumes_with, str(old), str(path))[0][0] is False
 
 
 def _elsewhere(folder: str, kind: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The registered names: their YAML twins, their start methods, and what each promises whatever it does to the bytes."""
+"""The registered names: their YAML twins, and what each promises whatever it does to the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ringstrategy import LocalSGD, RingStrategy
 from ringstrategy.app.refusals import check_arguments
-from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
 YAMLS = {path.stem for path in (Path(__file__).parents[1] / "configs" / "strategy").glob("*.yaml")} - {"ddp"}
@@ -34,16 +33,6 @@ def test_every_name_has_a_yaml_that_builds_what_it_means() -> None:
             assert repr(from_yaml) == repr(from_table)
             assert from_yaml._timeout == from_table._timeout
             assert from_yaml._start_method == from_table._start_method == "popen"
-
-
-def test_each_name_has_lightnings_start_methods_and_an_algorithm_of_its_own() -> None:
-    for name, make in STRATEGIES.items():
-        for suffix, method in START_METHODS.items():
-            strategy = StrategyRegistry.get(name + suffix)
-            assert isinstance(strategy, RingStrategy)
-            assert strategy._start_method == method
-            assert repr(strategy.algorithm) == repr(make())
-            assert strategy.algorithm is not StrategyRegistry.get(name + suffix).algorithm
 
 
 class _Classifier(L.LightningModule):

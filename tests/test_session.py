@@ -67,11 +67,13 @@ def train(session: Session, optimizer: torch.optim.Optimizer, data: Iterator[tup
 
 
 @contextmanager
-def opened(module: nn.Module, algorithm: Algorithm, **how: Any) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
+def opened(
+    module: nn.Module, algorithm: Algorithm, optimizer: torch.optim.Optimizer | None = None, **how: Any
+) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
     session = Session(module, algorithm, timeout=MINUTE, **how)
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
     session.open(CPU)
     session.synchronize()
-    optimizer = torch.optim.SGD(module.parameters(), 0.05, momentum=0.9)
     session.bind([optimizer])
     session.compare_optimizers()
     try:
