@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections import deque
@@ -33,6 +32,7 @@ from test_strategy import (
     on,
     rows,
     same_everywhere,
+    several_buckets,
     trainer_with,
 )
 from torch import Tensor, nn
@@ -108,29 +108,6 @@ class Surgery(Net):
         optimizer.step()
 
 
-class Alternates(Net):
-    """Trains one part, then the other: the gradients of the one that is frozen stay where they are, and as they are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.noted: list[list[float]] = []
-        self.kept: list[tuple[Tensor, Tensor]] = []
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        parts = [self.layers[0], self.layers[2]]
-        trained, frozen = parts if batch_idx % 2 else parts[::-1]
-        trained.requires_grad_(True)
-        frozen.requires_grad_(False)
-        trained.zero_grad()
-        self.manual_backward(self.loss(batch))
-        for grad, value in self.kept:
-            assert torch.equal(grad, value)
-        self.kept = [(p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None and batch_idx % 3]
-        self.noted += [p.grad.flatten().tolist() for p in frozen.parameters() if p.grad is not None]
-        self.optimizers().step()
-
-
 class OwnMemory(Net):
     """Gradients live in one flat tensor of the user's, who clips them there."""
 
@@ -150,57 +127,6 @@ class OwnMemory(Net):
         self.flat.clamp_(-0.1, 0.1)
 
 
-class Adversarial(Net):
-    """Attacks its inputs by a backward of its own, in training and, as saliency and adaptation do, in validation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[float] = []
-
-    def attack(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            x = batch[0].clone().requires_grad_()
-            (Tensor.backward if batch_idx % 2 else torch.autograd.backward)(self.loss((x, batch[1])))
-        assert x.grad is not None
-        self.noted.append(float(x.grad.abs().max()))
-        return (x + 0.1 * x.grad.sign()).detach(), batch[1]
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(self.attack(batch, batch_idx), batch_idx)
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        super().validation_step(self.attack(batch, batch_idx), batch_idx)
-
-    def val_dataloader(self) -> Any:
-        return rows(24)
-
-
-class Raw(Manual):
-    """Steps the optimizer itself, not Lightning's; with or without a closure; one step fails, and the next counts."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        def fails() -> Tensor:
-            raise ArithmeticError
-
-        if batch_idx % 2:
-            optimizer.step(closure)
-            return
-        closure()
-        if batch_idx:
-            with pytest.raises(ArithmeticError):
-                optimizer.step(fails)
-        optimizer.step()
-
-
 class Checkpointed(Net):
     """Both ways at once."""
 
@@ -215,21 +141,16 @@ class Habit:
     options: Callable[[], dict[str, Any]] = dict
     ddp: str = "ddp"
     plain: Callable[[], L.LightningModule] | None = None  # under ddp, which cannot do it
-    bucket_mb: float = 1e-4
 
 
 def _stochastic() -> dict[str, Any]:
     return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], "max_epochs": 3}
 
 
-DDP_UNUSED = "ddp_find_unused_parameters_true"
 HABITS = {  # beside those that tests/campaign.py draws
     "bf16-true": Habit(Net, lambda: {"precision": "bf16-true"}),
-    "raw optimizers": Habit(Raw),
-    "gradients kept": Habit(Surgery, ddp=DDP_UNUSED),
-    "alternates within a bucket": Habit(Alternates, ddp=DDP_UNUSED, bucket_mb=3e-4),
+    "gradients kept": Habit(Surgery, ddp="ddp_find_unused_parameters_true"),
     "gradients in the user's memory": Habit(OwnMemory),
-    "own backwards": Habit(Adversarial, lambda: {"inference_mode": False, "accumulate_grad_batches": 3}),
     "checkpointed": Habit(Checkpointed, plain=Net),
     "stochastic averages": Habit(normed, _stochastic),
 }
@@ -239,8 +160,7 @@ HABITS = {  # beside those that tests/campaign.py draws
 @on(2)
 def test_habits_equal_ddp(name: str) -> None:
     habit = HABITS[name]
-    ring = RingStrategy(AllReduce(bucket_mb=habit.bucket_mb))
-    ours = fit(ring, habit.model(), **habit.options())
+    ours = fit(several_buckets(), habit.model(), **habit.options())
     theirs = fit(habit.ddp, (habit.plain or habit.model)(), **habit.options())
     check_equal(ours, theirs)
     mine, noted = (getattr(trainer.lightning_module, "noted", None) for trainer in (ours, theirs))
@@ -353,6 +273,15 @@ class Sees(Callback):
     on_fit_end = on_train_end
 
 
+class SavesAtOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
+
+
 class Distilled(Net):
     """A teacher that follows by hand, a frozen part that a hook changes, and one that nobody touches."""
 
@@ -414,9 +343,11 @@ def test_validation_and_checkpoints_show_the_mean_and_each_rank_resumes_its_own(
         assert all(torch.equal(seen, flat(model)) for seen in sees.at_the_end)
         return
     assert not same_everywhere(flat(ema._average_model.module)), "averages are each rank's own"
-    again, _, resumed = run(ckpt_path=f"{folder}/epoch=1.ckpt")
-    assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
-    assert torch.equal(flat(again), flat(model))
+    run(SavesAtOnce(f"{folder}/at_once.ckpt"), ckpt_path=f"{folder}/epoch=1.ckpt")
+    for path in ("at_once.ckpt", "epoch=2.ckpt"):  # before its first step; when it was over
+        again, _, resumed = run(ckpt_path=f"{folder}/{path}")
+        assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
+        assert torch.equal(flat(again), flat(model))
 
 
 class Counts(Callback):
@@ -477,36 +408,6 @@ class StayTogether(Callback):
 
 
 # Resuming
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Gossip(Star(), interval=3, overlap=2),
-        Choco(Star(), BlockInt(4, block=24), interval=2),
-    ],
-    ids=["gossip", "choco"],
-)
-@on(3)
-def test_saving_before_the_first_step_after_a_resume_loses_nothing(tmp_path: Path, algorithm: Algorithm) -> None:
-    """A run is resumed and saved at once; what goes on from there ends as the one that was not interrupted."""
-    folder = str(tmp_path)
-
-    class SavesAtOnce(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.save_checkpoint(f"{folder}/at_once.ckpt")
-            trainer.should_stop = True
-
-    def run(**options: Any) -> Tensor:
-        return flat(fit(RingStrategy(copy.deepcopy(algorithm)), normed(), **options).lightning_module)
-
-    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    whole = run(callbacks=[saver], enable_checkpointing=True)
-    run(callbacks=[SavesAtOnce()], ckpt_path=f"{folder}/epoch=0.ckpt")
-    assert torch.equal(run(ckpt_path=f"{folder}/at_once.ckpt"), whole)
-    finished = run(ckpt_path=f"{folder}/epoch=1.ckpt")  # a run that is over already
-    assert same_everywhere(finished)
-    assert torch.equal(finished, whole)
 
 
 @dataclass(frozen=True)
@@ -854,6 +755,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "frozen at first": (lambda: fit("ring", Frozen(True)), AT_FIRST),
     "frozen later": (lambda: fit("ring", Frozen(False)), FROZEN.format(" at step 1")),
     "frozen under gossip": (_frozen_under_gossip, FROZEN.format("")),
+    "SyncBatchNorm": (lambda: fit("ring", normed(nn.SyncBatchNorm)), r"^ValueError: .*layers\.1.*nn\.BatchNorm"),
+    "sync_batchnorm": (lambda: fit("ring", normed(), sync_batchnorm=True), "^ValueError: .*leave out sync_batchnorm"),
     "clips by norm": (_clips_local_parameters, r"^ValueError: .*layers\.2\.bias"),
     "averages of norms and overlap": (_averages_late, r"^ValueError: .*use LocalSGD\(overlap=False\)"),
     "grows alone": (lambda: _changes_alone(1), ALONE),

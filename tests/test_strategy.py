@@ -22,10 +22,8 @@ import torch.distributed as dist
 from jobs import HERE
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.tuner import Tuner
 from listening import listening
 from pool import Pool
@@ -309,42 +307,6 @@ class Manual(Net):
             optimizer.zero_grad()
 
 
-class Gan(L.LightningModule):
-    """Two networks, two optimizers, toggled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(int(os.environ["LOCAL_RANK"]))
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.discriminator = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def fooled(self, noise: Tensor) -> Tensor:
-        return F.softplus(-self.discriminator(self.generator(noise))).mean()
-
-    def caught(self, noise: Tensor, real: Tensor) -> Tensor:
-        fakes = self.generator(noise).detach()
-        return F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fakes)).mean()
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        of_generator, of_discriminator = self.optimizers()
-        self.toggle_optimizer(of_generator)
-        of_generator.zero_grad()
-        self.manual_backward(self.fooled(batch[0]))
-        assert same_everywhere(self.generator[0].weight.grad)
-        of_generator.step()
-        self.untoggle_optimizer(of_generator)
-
-        self.toggle_optimizer(of_discriminator)
-        of_discriminator.zero_grad()
-        self.manual_backward(self.caught(*batch))
-        of_discriminator.step()
-        self.untoggle_optimizer(of_discriminator)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.generator.parameters(), 0.01), torch.optim.Adam(self.discriminator.parameters())
-
-
 # One process
 
 
@@ -354,7 +316,7 @@ class Lbfgs(Net):
 
 
 def _counts_steps() -> dict[str, Stats]:
-    kinds = {"ring": Net(), "gossip": Net(), "accumulating": Net(), "manual": Manual(), "gan": Gan()}
+    kinds = {"ring": Net(), "gossip": Net(), "accumulating": Net(), "manual": Manual()}
     found = {}
     for kind, model in kinds.items():
         options: dict[str, Any] = {"accumulate_grad_batches": 4} if kind == "accumulating" else {}
@@ -364,7 +326,7 @@ def _counts_steps() -> dict[str, Stats]:
 
 
 def test_one_process_counts_the_steps_that_several_count_and_sends_nothing(ranks: Pool) -> None:
-    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 4, "gan": 16}  # of optimizers
+    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 4}  # of optimizers
     for found in ranks(2, _counts_steps):
         assert {kind: stats.steps for kind, stats in found.items()} == steps
     [alone] = ranks(1, _counts_steps)
@@ -504,43 +466,6 @@ def test_ranks_train_and_validate_with_rank_0s_buffers_unless_told_otherwise(bro
     first = model.validated[:: 1 + rank][1:]  # but that before any training
     assert len(first) >= 4
     assert {same_everywhere(value) for value in first} == {broadcast}
-
-
-class Marked(nn.BatchNorm1d):
-    """What a user's own layer sync puts in."""
-
-
-class Marks(LayerSync):
-    def apply(self, model: nn.Module) -> nn.Module:
-        model.layers[1].__class__ = Marked
-        return model
-
-    def revert(self, model: nn.Module) -> nn.Module:
-        model.layers[1].__class__ = nn.BatchNorm1d
-        return model
-
-
-def _layer_sync() -> list[str]:
-    model, marked = normed(), []
-    watch = LambdaCallback(on_train_start=lambda *_: marked.append(type(model.layers[1])))
-    check_replicas(fit("ring", model, plugins=[Marks()], callbacks=[watch], max_epochs=1))
-    assert marked == [Marked]
-    assert type(model.layers[1]) is nn.BatchNorm1d
-    trainer = trainer_with("ring", sync_batchnorm=True)
-    trainer.validate(model, rows(), verbose=False)  # nothing is synchronized there
-    with pytest.raises(ValueError, match="only on GPUs") as flag:
-        trainer.fit(model, rows())
-    assert not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules()), "it was taken out again"
-    with pytest.raises(ValueError, match="only on GPUs") as own:
-        fit("ring", normed(nn.SyncBatchNorm))
-    return [str(flag.value), str(own.value)]
-
-
-def test_a_layer_sync_is_put_in_and_taken_out_and_on_a_cpu_torchs_is_refused(ranks: Pool) -> None:
-    for flag, own in ranks(2, _layer_sync):
-        assert "leave out sync_batchnorm=True" in flag
-        assert "layers.1" in own
-        assert "nn.BatchNorm" in own
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from fsspec.utils import get_protocol
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ringstrategy.integrations.lightning.package import TRAINERS, imported
-from ringstrategy.session.sealed import is_sealed, seal, unseal
+from ringstrategy.session.sealed import seal, unseal
 from ringstrategy.session.state import Log
 
 if TYPE_CHECKING:
@@ -99,8 +99,6 @@ class RankFiles:
             return None
         except Exception as error:
             raise ValueError(f"{path} cannot be read ({_cause(error)})") from error
-        if not is_sealed(file):
-            raise ValueError(f"{path} is damaged: it is no file of a rank")
         try:
             return unseal(file, weights_only=self._weights_only)
         except UnpicklingError as error:  # the bytes are right
