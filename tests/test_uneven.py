@@ -40,6 +40,7 @@ from ringstrategy.topologies import RingGraph
 
 Batch = tuple[Tensor, Tensor, Tensor]
 COUNTS = 5, 3, 1  # batches of an epoch, by rank
+JOINS = AllReduce(uneven="join")
 
 
 class Net(nn.Module):
@@ -330,28 +331,20 @@ def of_rank(rank: int, kind: str = "sized") -> Any:
 class Module(L.LightningModule):
     """Notes where it is; what it logs of a repeated batch must not count."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = Net(sparse=False)
         self.norm = nn.BatchNorm1d(6, affine=False)
-        self.automatic_optimization = not manual
         self.idle: list[bool] = []
         self.validated: list[int] = []
         self.statistics: list[Tensor] = []
 
-    def training_step(self, data: Batch, batch_idx: int) -> Tensor | None:
+    def training_step(self, data: Batch, batch_idx: int) -> Tensor:
         self.norm(data[1])
         self.idle.append(self.trainer.strategy._fit.idle)
-        loss = loss_of(self.net, data)
         self.log("count", 100.0 if self.idle[-1] else 1.0, sync_dist=True, on_step=False, on_epoch=True)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_of(self.net, data)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.statistics.append(self.norm.running_mean.clone())
@@ -365,8 +358,8 @@ class Module(L.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def fitted(algorithm: Algorithm, kind: str = "sized", manual: bool = False, **options: Any) -> L.Trainer:
-    module, ckpt_path = Module(manual), options.pop("ckpt_path", None)
+def fitted(algorithm: Algorithm, kind: str = "sized", **options: Any) -> L.Trainer:
+    module, ckpt_path = Module(), options.pop("ckpt_path", None)
     trainer = trainer_with(
         RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
     )
@@ -375,11 +368,11 @@ def fitted(algorithm: Algorithm, kind: str = "sized", manual: bool = False, **op
     return trainer
 
 
-def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = fitted(algorithm, kind, manual, **options)
+def _fits(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = fitted(JOINS, kind, **options)
     module = trainer.lightning_module
     assert isinstance(module, Module)
-    check_replicas(trainer) if not algorithm.decentralized else None
+    check_replicas(trainer)
     return {
         "idle": module.idle,
         "validated": module.validated,
@@ -393,25 +386,23 @@ def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "manual", "options"),
+    ("kind", "size", "options"),
     [
-        ("sized", 3, False, {}),
-        ("sized", 2, False, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        pytest.param("endless", 2, True, {"val_check_interval": 4}, marks=pytest.mark.slow),
+        ("sized", 3, {}),
+        ("sized", 2, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+        pytest.param("endless", 2, {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
 )
-def test_lightning_trains_until_no_rank_has_a_batch(
-    ranks: Pool, kind: str, size: int, manual: bool, options: dict[str, Any]
-) -> None:
-    outcomes = ranks(size, _fits, AllReduce(uneven="join"), kind, manual, options)
+def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size: int, options: dict[str, Any]) -> None:
+    outcomes = ranks(size, _fits, kind, options)
     accumulate = options.get("accumulate_grad_batches", 1)
     steps = 2 * -(-max(EPOCH) // accumulate)
-    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=1.0 if manual else 0.9)
+    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=0.9)
     validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
     for rank, outcome in enumerate(outcomes):
         assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
         assert outcome["steps"] == steps
-        assert outcome["rate"] == pytest.approx(0.2 * 0.9 ** (0 if manual else steps))
+        assert outcome["rate"] == pytest.approx(0.2 * 0.9**steps)
         assert outcome["validated"] == 2 * validates
         assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
         assert outcome["length"] == (float("inf") if kind == "endless" else 7)
@@ -474,7 +465,6 @@ def _fits_nothing() -> None:
         fitted(JOINS, "endless")
 
 
-JOINS = AllReduce(uneven="join")
 NORMED = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "SyncBatchNorm": (lambda: _joins(NORMED, JOINS), "nn.GroupNorm"),
