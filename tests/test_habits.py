@@ -32,7 +32,6 @@ from test_strategy import (
     on,
     rows,
     same_everywhere,
-    several_buckets,
     trainer_with,
 )
 from torch import Tensor, nn
@@ -108,6 +107,29 @@ class Surgery(Net):
         optimizer.step()
 
 
+class Alternates(Net):
+    """Trains one part, then the other: the gradients of the one that is frozen stay where they are, and as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.noted: list[list[float]] = []
+        self.kept: list[tuple[Tensor, Tensor]] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        parts = [self.layers[0], self.layers[2]]
+        trained, frozen = parts if batch_idx % 2 else parts[::-1]
+        trained.requires_grad_(True)
+        frozen.requires_grad_(False)
+        trained.zero_grad()
+        self.manual_backward(self.loss(batch))
+        for grad, value in self.kept:
+            assert torch.equal(grad, value)
+        self.kept = [(p.grad, p.grad.clone()) for p in self.parameters() if p.grad is not None and batch_idx % 3]
+        self.noted += [p.grad.flatten().tolist() for p in frozen.parameters() if p.grad is not None]
+        self.optimizers().step()
+
+
 class OwnMemory(Net):
     """Gradients live in one flat tensor of the user's, who clips them there."""
 
@@ -127,6 +149,31 @@ class OwnMemory(Net):
         self.flat.clamp_(-0.1, 0.1)
 
 
+class Adversarial(Net):
+    """Attacks its inputs by a backward of its own, in training and, as saliency and adaptation do, in validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[float] = []
+
+    def attack(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (Tensor.backward if batch_idx % 2 else torch.autograd.backward)(self.loss((x, batch[1])))
+        assert x.grad is not None
+        self.noted.append(float(x.grad.abs().max()))
+        return (x + 0.1 * x.grad.sign()).detach(), batch[1]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(self.attack(batch, batch_idx), batch_idx)
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        super().validation_step(self.attack(batch, batch_idx), batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return rows(24)
+
+
 class Checkpointed(Net):
     """Both ways at once."""
 
@@ -141,16 +188,20 @@ class Habit:
     options: Callable[[], dict[str, Any]] = dict
     ddp: str = "ddp"
     plain: Callable[[], L.LightningModule] | None = None  # under ddp, which cannot do it
+    bucket_mb: float = 1e-4
 
 
 def _stochastic() -> dict[str, Any]:
     return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], "max_epochs": 3}
 
 
+DDP_UNUSED = "ddp_find_unused_parameters_true"
 HABITS = {  # beside those that tests/campaign.py draws
     "bf16-true": Habit(Net, lambda: {"precision": "bf16-true"}),
-    "gradients kept": Habit(Surgery, ddp="ddp_find_unused_parameters_true"),
+    "gradients kept": Habit(Surgery, ddp=DDP_UNUSED),
+    "alternates within a bucket": Habit(Alternates, ddp=DDP_UNUSED, bucket_mb=3e-4),
     "gradients in the user's memory": Habit(OwnMemory),
+    "own backwards": Habit(Adversarial, lambda: {"inference_mode": False, "accumulate_grad_batches": 3}),
     "checkpointed": Habit(Checkpointed, plain=Net),
     "stochastic averages": Habit(normed, _stochastic),
 }
@@ -160,7 +211,7 @@ HABITS = {  # beside those that tests/campaign.py draws
 @on(2)
 def test_habits_equal_ddp(name: str) -> None:
     habit = HABITS[name]
-    ours = fit(several_buckets(), habit.model(), **habit.options())
+    ours = fit(RingStrategy(AllReduce(bucket_mb=habit.bucket_mb)), habit.model(), **habit.options())
     theirs = fit(habit.ddp, (habit.plain or habit.model)(), **habit.options())
     check_equal(ours, theirs)
     mine, noted = (getattr(trainer.lightning_module, "noted", None) for trainer in (ours, theirs))
