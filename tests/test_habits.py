@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections import deque
@@ -22,7 +21,6 @@ from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheck
 from pool import Pool
 from rank_files import rank_state
 from test_strategy import (
-    Gan,
     Lbfgs,
     Manual,
     Net,
@@ -78,46 +76,34 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 
 class Surgery(Net):
-    """Two losses whose gradients are kept, as `how` says, and combined: PCGrad and its like."""
+    """Two losses whose gradients are kept, in another way at each batch, and combined: PCGrad and its like."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.how = how
         self.extra = nn.Linear(6, 3)  # only the second loss needs it
         self.previous: list[Tensor] = []
         self.noted: list[float] = []
 
-    def keep(self) -> list[Tensor]:
-        views = {
-            "by reference": lambda g: g,
-            "as views": lambda g: g.view(-1),
-            "detached": lambda g: g.detach(),
-            "as arrays": lambda g: g.numpy(),
-        }
-        return [views.get(self.how, torch.clone)(p.grad) for p in self.layers.parameters()]
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
+        optimizer, parameters = self.optimizers(), list(self.layers.parameters())
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch))
-        kept = self.keep()
-        if self.how == "zeroed in place":
-            optimizer.zero_grad(set_to_none=False)
-        elif self.how != "without zero_grad":
-            optimizer.zero_grad()
+        by_reference: Callable[[Tensor], Any] = lambda g: g  # noqa: E731
+        ways = [by_reference, lambda g: g.view(-1), Tensor.detach, Tensor.numpy, Tensor.clone, Tensor.clone]
+        kept = [ways[batch_idx](p.grad) for p in parameters]
+        if batch_idx < 5:
+            optimizer.zero_grad(set_to_none=batch_idx < 4)
         self.manual_backward((self(batch[0]) - self.extra(batch[0])).abs().mean())
         with torch.no_grad():
-            for parameter, value in zip(self.layers.parameters(), kept, strict=True):
+            for parameter, value in zip(parameters, kept, strict=True):
                 first = torch.as_tensor(value).view_as(parameter)
                 product = (first * parameter.grad).sum()
                 self.noted.append(float(product))
                 parameter.grad += first - min(product, 0) / first.square().sum() * first
-            # a gradient of the step before, too
-            if self.previous and self.how == "by reference":
-                for parameter, value in zip(self.layers.parameters(), self.previous, strict=True):
-                    parameter.grad.add_(value, alpha=0.1)
-        self.previous = kept
+            for parameter, value in zip(parameters, self.previous, strict=False):  # of the step before, too
+                parameter.grad.add_(value, alpha=0.1)
+        self.previous = [] if batch_idx else kept
         optimizer.step()
 
 
@@ -166,66 +152,26 @@ class OwnMemory(Net):
 class Adversarial(Net):
     """Attacks its inputs by a backward of its own, in training and, as saliency and adaptation do, in validation."""
 
-    def __init__(self, backward: Callable[[Tensor], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.own_backward = backward
         self.noted: list[float] = []
 
-    def attack(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def attack(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> tuple[Tensor, Tensor]:
         with torch.enable_grad():
             x = batch[0].clone().requires_grad_()
-            self.own_backward(self.loss((x, batch[1])))
+            (Tensor.backward if batch_idx % 2 else torch.autograd.backward)(self.loss((x, batch[1])))
         assert x.grad is not None
         self.noted.append(float(x.grad.abs().max()))
         return (x + 0.1 * x.grad.sign()).detach(), batch[1]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        return super().training_step(self.attack(batch), batch_idx)
+        return super().training_step(self.attack(batch, batch_idx), batch_idx)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        super().validation_step(self.attack(batch), batch_idx)
+        super().validation_step(self.attack(batch, batch_idx), batch_idx)
 
     def val_dataloader(self) -> Any:
         return rows(24)
-
-
-class TogglesLate(Gan):
-    """Toggles around `manual_backward` alone: the graph was made before."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        for number, optimizer in enumerate(self.optimizers()):
-            loss = self.caught(*batch) if number else self.fooled(batch[0])
-            optimizer.zero_grad()
-            self.toggle_optimizer(optimizer)
-            self.manual_backward(loss)
-            self.untoggle_optimizer(optimizer)
-            optimizer.step()
-
-
-class Raw(Manual):
-    """Steps the optimizer itself, not Lightning's; with or without a closure; one step fails, and the next counts."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers(use_pl_optimizer=False)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = self.loss(batch)
-            self.manual_backward(loss)
-            return loss
-
-        def fails() -> Tensor:
-            raise ArithmeticError
-
-        if batch_idx % 2:
-            optimizer.step(closure)
-            return
-        closure()
-        if batch_idx:
-            with pytest.raises(ArithmeticError):
-                optimizer.step(fails)
-        optimizer.step()
 
 
 class Checkpointed(Net):
@@ -250,18 +196,12 @@ def _stochastic() -> dict[str, Any]:
 
 
 DDP_UNUSED = "ddp_find_unused_parameters_true"
-KEPT = ["by reference", "as views", "detached", "as arrays", "without zero_grad", "zeroed in place"]
 HABITS = {  # beside those that tests/campaign.py draws
     "bf16-true": Habit(Net, lambda: {"precision": "bf16-true"}),
-    "raw optimizers": Habit(Raw),
-    "GAN, toggled late": Habit(TogglesLate, ddp=DDP_UNUSED),
-    **{f"gradients kept {how}": Habit(partial(Surgery, how), ddp=DDP_UNUSED) for how in KEPT},
+    "gradients kept": Habit(Surgery, ddp=DDP_UNUSED),
     "alternates within a bucket": Habit(Alternates, ddp=DDP_UNUSED, bucket_mb=3e-4),
     "gradients in the user's memory": Habit(OwnMemory),
-    "loss.backward": Habit(partial(Adversarial, Tensor.backward), lambda: {"inference_mode": False}),
-    "torch.autograd.backward": Habit(
-        partial(Adversarial, torch.autograd.backward), lambda: {"inference_mode": False, "accumulate_grad_batches": 2}
-    ),
+    "own backwards": Habit(Adversarial, lambda: {"inference_mode": False, "accumulate_grad_batches": 3}),
     "checkpointed": Habit(Checkpointed, plain=Net),
     "stochastic averages": Habit(normed, _stochastic),
 }
@@ -271,8 +211,7 @@ HABITS = {  # beside those that tests/campaign.py draws
 @on(2)
 def test_habits_equal_ddp(name: str) -> None:
     habit = HABITS[name]
-    ring = RingStrategy(AllReduce(bucket_mb=habit.bucket_mb))
-    ours = fit(ring, habit.model(), **habit.options())
+    ours = fit(RingStrategy(AllReduce(bucket_mb=habit.bucket_mb)), habit.model(), **habit.options())
     theirs = fit(habit.ddp, (habit.plain or habit.model)(), **habit.options())
     check_equal(ours, theirs)
     mine, noted = (getattr(trainer.lightning_module, "noted", None) for trainer in (ours, theirs))
@@ -286,21 +225,17 @@ def test_habits_equal_ddp(name: str) -> None:
 
 
 class Ema(Callback):
-    """Swaps a moving average in while `start` to `end`: written back as it was kept, or swapped in both directions.
+    """Swaps a moving average in during validation: written back as it was kept, or swapped in both directions.
 
     With `lone`, on rank 0 alone; what others swap in are the parameters that are there.
     """
 
-    def __init__(self, start: str = "", end: str = "", swaps: bool = False, lone: bool = False) -> None:
+    def __init__(self, swaps: bool, lone: bool) -> None:
         self.average: list[Tensor] = []
-        self.raw: list[Tensor] = []
+        self.raw: list[Tensor] = []  # while the average is in
         self.swaps, self.lone = swaps, lone
-        if start:
-            setattr(self, start, self.swap_in)
-            setattr(self, end, self.swap_out)
         self.seen: list[tuple[Tensor, Tensor]] = []  # what was validated, and the mean of the averages
         self.last = torch.empty(0)  # this rank's parameters after its last batch
-        self.active = False
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         self.last = flat(pl_module).clone()
@@ -309,88 +244,90 @@ class Ema(Callback):
         self.average = [a.lerp(n, weight) for a, n in zip(self.average, now, strict=True)] if self.average else now
 
     @torch.no_grad()
-    def swap_in(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not self.average or self.active:
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self.average:
             return
-        self.active = True
         self.raw = [p.detach().clone() for p in pl_module.parameters()]
         for parameter, average in zip(pl_module.parameters(), self.average, strict=True):
             parameter.data.copy_(average)
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if self.average and self.active:
+        if self.raw:
             everyone = [mean_of(average).reshape(-1) for average in self.average]
             self.seen.append((flat(pl_module).clone(), torch.cat(everyone)))
 
     @torch.no_grad()
-    def swap_out(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if not self.active:
-            return
-        self.active = False
-        if self.swaps:  # what is there now is the average
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.raw and self.swaps:  # what is there now is the average
             self.average = [p.detach().clone() for p in pl_module.parameters()]
-        for parameter, raw in zip(pl_module.parameters(), self.raw, strict=True):
+        for parameter, raw in zip(pl_module.parameters(), self.raw, strict=False):
             parameter.data.copy_(raw)
-
-
-HOOKS = [("on_validation_start", "on_validation_end"), ("on_validation_epoch_start", "on_validation_epoch_end")]
+        self.raw = []
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "crossed"),
-    [
-        (Gossip(Star(), interval=3), False),
-        (PushSum(), True),
-        (Choco(Star()), False),
-        (LocalSGD(3, Nesterov()), True),
-    ],
+    ("algorithm", "swaps"),
+    [(Gossip(Star(), interval=3), False), (PushSum(), True), (Choco(Star()), False), (LocalSGD(3, Nesterov()), False)],
     ids=["gossip", "push_sum", "choco", "local_sgd"],
 )
 @on(3)
-def test_a_moving_average_is_validated_as_the_mean_and_changes_nothing(algorithm: Algorithm, crossed: bool) -> None:
-    def run(ema: Ema, **options: Any) -> Tensor:
+def test_a_moving_average_is_validated_as_the_mean_and_changes_nothing(algorithm: Algorithm, swaps: bool) -> None:
+    """Nor does looking change what ranks train on. Of Lightning's own average see below."""
+
+    def run(**options: Any) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        ema = Ema(swaps, lone=algorithm.replicates)
         trainer = trainer_with(RingStrategy(algorithm), callbacks=[ema], **options)
         trainer.fit(Net(), rows(), rows(24))
-        return torch.cat([ema.last, *(average.reshape(-1) for average in ema.average)])
+        return torch.cat([ema.last, *(average.reshape(-1) for average in ema.average)]), ema.seen
 
-    lone = algorithm.replicates
-    plainly = run(Ema(lone=lone), limit_val_batches=0)
+    plainly, _ = run(limit_val_batches=0)
+    ended, seen = run(val_check_interval=2)
     assert not same_everywhere(plainly)
-    for hooks, swaps in zip(HOOKS, (crossed, not crossed), strict=True):
-        ema = Ema(*hooks, swaps and not lone, lone)
-        ended = run(ema, val_check_interval=2)
-        assert torch.equal(ended, plainly), "looking changes nothing, neither for training nor for the averages"
-        assert len(ema.seen) > 4
-        for shown, expected in ema.seen:
-            assert same_everywhere(shown)
-            assert close(shown, expected)
+    assert torch.equal(ended, plainly)
+    assert len(seen) > 4
+    for shown, expected in seen:
+        assert same_everywhere(shown)
+        assert close(shown, expected)
 
 
-class SeesMean(Callback):
-    """What validation sees, at each of its hooks."""
+class Sees(Callback):
+    """What is in the model: at hooks of validation, and when training ends."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, list[Tensor]] = {}
-
-    def _look(self, hook: str, pl_module: L.LightningModule) -> None:
-        self.seen.setdefault(hook, []).append(flat(pl_module).clone())
+        self.validated: list[Tensor] = []
+        self.after_batches: list[Tensor] = []  # where averages that were swapped in are out again
+        self.at_the_end: list[Tensor] = []
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self._look("batch", pl_module)
+        self.validated.append(flat(pl_module).clone())
 
     def on_validation_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._look("epoch end", pl_module)
+        self.after_batches.append(flat(pl_module).clone())
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._look("end", pl_module)
+    on_validation_end = on_validation_epoch_end
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.at_the_end.append(flat(pl_module))
+        assert trainer.callbacks[0] is self, "users know their callbacks by their places"
+
+    on_fit_end = on_train_end
+
+
+class SavesAtOnce(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
 
 
 class Distilled(Net):
     """A teacher that follows by hand, a frozen part that a hook changes, and one that nobody touches."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.teacher = nn.Linear(6, 3).requires_grad_(False)
+        super().__init__(normed().layers)
+        self.teacher = nn.Linear(6, 3, bias=False).requires_grad_(False)
         self.touched = nn.Parameter(torch.zeros(5), requires_grad=False)
         self.untouched = nn.Parameter(torch.linspace(0, 1, 1003) / 3, requires_grad=False)
         self.register_buffer("seen", torch.zeros(2))
@@ -405,64 +342,52 @@ class Distilled(Net):
         self.own += self.global_rank + 1
 
 
+@pytest.mark.parametrize("averages", [False, True])
 @on(3)
-def test_what_no_optimizer_steps_is_seen_as_the_mean_too(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    model, sees = Distilled(), SeesMean()
-    save = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2)
-    untouched = model.untouched.detach().clone()
-    trainer = trainer_with(RingStrategy(Gossip(Star())), callbacks=[sees, save], enable_checkpointing=True)
-    trainer.fit(model, rows(), rows(24))
-    sizes = {name: value.numel() for name, value in model.state_dict().items()}
-    for hook, seen in sees.seen.items():
-        assert len(seen) > 2, hook
-        for value in seen:
-            state = dict(zip(sizes, value.split(list(sizes.values())), strict=True))
-            for name, part in state.items():
-                assert same_everywhere(part) == (name != "own" or not part.any()), (hook, name)
-            assert torch.equal(state["untouched"], untouched), "averaged over 3 ranks they would have been rounded"
-    paths = sorted(Path(folder).glob("*.ckpt"))
-    assert paths
-    for path in paths:
-        saved = torch.load(path, weights_only=True)["state_dict"]
-        assert torch.equal(saved["untouched"], untouched)
-        mine = rank_state(path, trainer.global_rank)["own"]["checkpoint"]["state_dict"]
-        for name in ("touched", "teacher.weight", "seen"):
-            everyones = mean_of(mine[name]) if name != "seen" else torch.zeros(2)  # a buffer: rank 0's
-            assert close(saved[name], everyones), name
-            assert not same_everywhere(mine[name])
-    for name, value in model.state_dict().items():
-        assert same_everywhere(value) == (name != "own"), name
-
-
-@on(3)
-def test_lightnings_moving_average_is_seen_as_the_mean_and_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_validation_and_checkpoints_show_the_mean_and_each_rank_resumes_its_own(averages: bool, tmp_path: Path) -> None:
+    """Of what no optimizer steps too, and of Lightning's moving averages."""
     folder = str(tmp_path)
 
-    def run(**options: Any) -> tuple[Net, SeesMean, EMAWeightAveraging]:
-        model, sees, ema = normed(), SeesMean(), EMAWeightAveraging(decay=0.8)
-        saves = options.pop("saves", [])
-        how: dict[str, Any] = {"callbacks": [ema, sees, *saves], "enable_checkpointing": bool(saves), "max_epochs": 3}
+    def run(*saves: Callback, **options: Any) -> tuple[Distilled, Sees, EMAWeightAveraging]:
+        model, sees, ema = Distilled(), Sees(), EMAWeightAveraging(decay=0.8)
+        callbacks = [sees, *([ema] if averages else []), *saves]
+        how: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": bool(saves), "max_epochs": 3}
         trainer = trainer_with(RingStrategy(Gossip(Star(), interval=2)), **how)
         trainer.fit(model, rows(), rows(24), **options)
+        assert type(trainer.callbacks) is list
         return model, sees, ema
 
-    model, sees, ema = run(saves=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False)])
-    assert not same_everywhere(flat(ema._average_model.module)), "averages are each rank's own"
-    assert all(map(same_everywhere, sees.seen["batch"]))
-    assert same_everywhere(flat(model))
+    model, sees, ema = run(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False))
+    untouched, state = Distilled().untouched, model.state_dict()
+    sizes = {name: value.numel() for name, value in state.items() if value.is_floating_point()}
+    for value in sees.validated + ([] if averages else sees.after_batches):
+        parts = dict(zip(sizes, value.split(list(sizes.values())), strict=True))
+        for name, part in parts.items():
+            assert same_everywhere(part) == (name != "own" or not part.any()), name
+        rounded = not torch.equal(parts["untouched"], untouched)
+        assert not rounded or averages, "averaged over 3 ranks they would have been rounded"
+    assert len(sees.validated) > 4
+    assert [same_everywhere(value) for value in state.values()] == [name != "own" for name in state]
     for epoch in range(3):
         path = f"{folder}/epoch={epoch}.ckpt"
         saved = torch.load(path, weights_only=True)
         mine = rank_state(path, model.global_rank)["own"]["checkpoint"]
-        for key in ("state_dict", "current_model_state"):
-            for name, value in saved[key].items():
-                if value.is_floating_point():
-                    assert close(value, mean_of(mine[key][name])), (key, name)
-                    assert not same_everywhere(mine[key][name]), (key, name)
-    again, _, resumed = run(ckpt_path=f"{folder}/epoch=1.ckpt")
-    assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
-    assert torch.equal(flat(again), flat(model))
+        raw = "current_model_state" if averages else "state_dict"
+        assert torch.equal(saved[raw]["untouched"], untouched)
+        assert not saved[raw]["seen"].any(), "a buffer: rank 0's"
+        for key in {"state_dict", raw}:
+            for name in sizes.keys() - {"own", "seen", "untouched"}:
+                assert close(saved[key][name], mean_of(mine[key][name])), (key, name)
+                assert not same_everywhere(mine[key][name]), (key, name)
+    if not averages:
+        assert all(torch.equal(seen, flat(model)) for seen in sees.at_the_end)
+        return
+    assert not same_everywhere(flat(ema._average_model.module)), "averages are each rank's own"
+    run(SavesAtOnce(f"{folder}/at_once.ckpt"), ckpt_path=f"{folder}/epoch=1.ckpt")
+    for path in ("at_once.ckpt", "epoch=2.ckpt"):  # before its first step; when it was over
+        again, _, resumed = run(ckpt_path=f"{folder}/{path}")
+        assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
+        assert torch.equal(flat(again), flat(model))
 
 
 class Counts(Callback):
@@ -471,48 +396,25 @@ class Counts(Callback):
 
 
 @on(3)
-def test_what_callbacks_put_in_at_the_end_stays_with_local_sgd() -> None:
+def test_what_callbacks_see_and_put_in_at_the_end_is_what_local_sgd_returns() -> None:
     """An exchange is under way when training ends."""
 
     def run(*callbacks: Callback) -> Net:
         algorithm = LocalSGD(4, Nesterov(0.4, 0.8), overlap=True)
         trainer = trainer_with(RingStrategy(algorithm), callbacks=list(callbacks), max_epochs=3)
         trainer.fit(model := normed(), rows(), rows(24))
+        assert same_everywhere(flat(model))
         return model
 
     model = run(ema := EMAWeightAveraging(decay=0.8))
     average = flat(ema._average_model.module)
     assert not same_everywhere(average)
     assert close(flat(model), mean_of(average)), "it is not applied to averages of weights"
-    plain, counted = run(), run(Counts())
+    plain, counted = run(sees := Sees()), run(Counts())
+    assert len(sees.at_the_end) == 2
+    assert all(torch.equal(seen, flat(plain)) for seen in sees.at_the_end)
     assert all(map(torch.equal, plain.parameters(), counted.parameters())), "a buffer that is set keeps no step out"
     assert int(counted.layers[1].num_batches_tracked) == 0 < int(plain.layers[1].num_batches_tracked)
-
-
-class SeesTheEnd(Callback):
-    """What callbacks find in the model from `on_train_end` on."""
-
-    def __init__(self) -> None:
-        self.seen: list[Tensor] = []
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.seen.append(flat(pl_module))
-        assert trainer.callbacks[0] is self, "users know their callbacks by their places"
-        assert len(trainer.callbacks) == 1
-
-    on_fit_end = on_train_end
-
-
-@on(2)
-def test_whoever_looks_when_training_ends_sees_what_it_returns() -> None:
-    for algorithm in (LocalSGD(4, Nesterov(0.4, 0.8), overlap=True), Gossip(interval=3)):
-        sees = SeesTheEnd()
-        trainer = trainer_with(RingStrategy(algorithm), callbacks=[sees], enable_checkpointing=False, max_epochs=1)
-        trainer.fit(model := normed(), rows())
-        assert len(sees.seen) == 2
-        assert all(torch.equal(seen, flat(model)) for seen in sees.seen)
-        assert same_everywhere(flat(model))
-        assert type(trainer.callbacks) is list
 
 
 # Gradients in their buckets
@@ -546,47 +448,6 @@ class StayTogether(Callback):
 
 
 # Resuming
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        Gossip(Star(), interval=3, overlap=2),
-        Choco(Star(), BlockInt(4, block=24), interval=2),
-    ],
-    ids=["gossip", "choco"],
-)
-@on(3)
-def test_saving_before_the_first_step_after_a_resume_loses_nothing(tmp_path: Path, algorithm: Algorithm) -> None:
-    """A run is resumed and saved at once; what goes on from there ends as the one that was not interrupted."""
-    folder = str(tmp_path)
-
-    class SavesAtOnce(Callback):
-        def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-            trainer.save_checkpoint(f"{folder}/at_once.ckpt")
-            trainer.should_stop = True
-
-    def run(**options: Any) -> Tensor:
-        return flat(fit(RingStrategy(copy.deepcopy(algorithm)), normed(), **options).lightning_module)
-
-    saver = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-    whole = run(callbacks=[saver], enable_checkpointing=True)
-    run(callbacks=[SavesAtOnce()], ckpt_path=f"{folder}/epoch=0.ckpt")
-    assert torch.equal(run(ckpt_path=f"{folder}/at_once.ckpt"), whole)
-    finished = run(ckpt_path=f"{folder}/epoch=1.ckpt")  # a run that is over already
-    assert same_everywhere(finished)
-    assert torch.equal(finished, whole)
-
-
-class NumpyState(torch.optim.SGD):
-    """Keeps a numpy scalar in its state, as some optimizers do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        output = super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["scale"] = np.float32(0.5)
-        return output
 
 
 @dataclass(frozen=True)
@@ -626,39 +487,37 @@ class Particular(Net):
         return super().load_state_dict({name.removeprefix("renamed."): v for name, v in state.items()}, strict)
 
     def configure_optimizers(self) -> Any:
-        optimizer = NumpyState(self.parameters(), 0.05, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+        numbers = {"scale": np.float32(0.5)}  # as some optimizers keep in their state
+        optimizer.register_step_post_hook(lambda *_: optimizer.state[self.layers[0].weight].update(numbers))
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
 
 
-def _particular(folder: str) -> float:
-    def run(**options: Any) -> tuple[L.Trainer, Particular]:
-        callbacks = options.pop("callbacks", [])
-        trainer = trainer_with(
-            RingStrategy(Gossip(Star())), max_epochs=4, callbacks=callbacks, enable_checkpointing=bool(callbacks)
-        )
+@on(3)
+def test_a_checkpoint_may_hold_anything_and_each_rank_resumes_its_own(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+
+    def run(*callbacks: Callback, **options: Any) -> tuple[L.Trainer, Particular]:
+        how: dict[str, Any] = {"callbacks": list(callbacks), "enable_checkpointing": bool(callbacks), "max_epochs": 4}
+        trainer = trainer_with(RingStrategy(Gossip(Star())), **how)
         trainer.fit(model := Particular(Settings(), range(3)), rows(), **options)
         return trainer, model
 
-    _, whole = run(callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)])
+    _, whole = run(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
     how: dict[str, Any] = {"ckpt_path": f"{folder}/epoch=2.ckpt", "weights_only": False}
     saved = torch.load(how["ckpt_path"], weights_only=False)
-    assert saved["hyper_parameters"]["settings"] == Settings()
-    assert saved["hyper_parameters"]["steps"] == range(3)
+    assert saved["hyper_parameters"] == {"settings": Settings(), "steps": range(3)}
     assert saved["recent"].maxlen == 2
     assert all(name.startswith("renamed.layers") for name in saved["state_dict"])
     trainer, again = run(**how)
     assert torch.equal(flat(again), flat(whole))
     assert again.begun == whole.saved[2]
+    first, second, third = gathered(torch.tensor(again.begun["rate"], dtype=torch.float64))
+    assert first == third < second == 0.05
     model = Particular(Settings(), range(3))
     trainer.validate(model, rows(), verbose=False, **how)
     assert torch.equal(flat(model), torch.cat([value.flatten() for value in saved["state_dict"].values()]))
-    return float(again.begun["rate"])
-
-
-def test_a_checkpoint_may_hold_anything_and_each_rank_resumes_its_own(ranks: Pool, tmp_path: Path) -> None:
-    rates = ranks(3, _particular, str(tmp_path))
-    assert rates[0] == rates[2] < rates[1] == 0.05
 
 
 def test_a_file_of_another_step_is_not_taken_and_one_of_another_save_is_an_error() -> None:
@@ -679,100 +538,59 @@ def test_a_file_of_another_step_is_not_taken_and_one_of_another_save_is_an_error
             load(**changes)
 
 
-# Parameters that nobody averages, and new ones
+# Layers that join and leave
 
 
-class WithWholeNumbers(Net):
-    """Whole numbers and booleans among the parameters, frozen, one of them given to the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(5), requires_grad=False)
-        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
-
-
-@on(2)
-def test_whole_numbers_among_the_parameters_are_left_alone() -> None:
-    for algorithm in (AllReduce(), AllReduce(BlockInt(8)), Gossip(Complete()), Choco(Complete())):
-        trainer = trainer_with(RingStrategy(algorithm), max_epochs=1)
-        trainer.fit(model := WithWholeNumbers(), rows(), rows(12))
-        check_replicas(trainer)
-        assert torch.equal(model.table, torch.arange(5)), algorithm
-
-
-class Grows(Net):
-    """Gets parts, drawn by each rank, before these steps; the optimizer gets them too.
+class Changes(Net):
+    """Gets layers, drawn by each rank, and loses some; the optimizer gets and loses them too.
 
     Args:
-        steps: at which.
+        plan: before which step it gets (True) or loses (False) the layer of which name.
         rank: it alone.
         late: only within the training step.
         norm: whose buffers rank 0 sends.
     """
 
-    def __init__(self, *steps: int, rank: int | None = None, late: bool = False, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        plan: dict[int, tuple[str, bool]],
+        rank: int | None = None,
+        late: bool = False,
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
-        self.steps, self.rank, self.late = steps, rank, late
+        self.plan, self.rank, self.late = plan, rank, late
         self.norm = norm or nn.Identity()
-        self.added = nn.ModuleList()
-        self.at_first: list[Tensor] = []
+        self.parts = nn.ModuleDict()
+        self.table = nn.Parameter(torch.arange(5), requires_grad=False)  # nobody averages these
+        self.mask = nn.Parameter(torch.tensor([True, False]), requires_grad=False)
+        self.at_first: dict[nn.Module, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        now = list(self.added.parameters())
-        self.at_first += [p.detach().clone() for p in now[len(self.at_first) :]]
-        return super().forward(self.norm(x)) + sum(part(x) for part in self.added)
+        for part in self.parts.values():
+            self.at_first.setdefault(part, part.weight.detach().clone())
+        return super().forward(self.norm(x)) + sum(part(x) for part in self.parts.values())
 
-    def grow(self, late: bool) -> None:
-        if late == self.late and self.trainer.global_step in self.steps and self.rank in (None, self.global_rank):
+    def change(self, late: bool) -> None:
+        name, joins = self.plan.get(self.trainer.global_step, ("", False))
+        if not name or late != self.late or self.rank not in (None, self.global_rank):
+            return
+        optimizer = self.optimizers().optimizer
+        if name in self.parts:  # by another one, of the same name
+            gone = set(self.parts.pop(name).parameters())
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if p not in gone]
+        if joins:
             torch.manual_seed(10 + self.global_rank)
-            self.added.append(part := nn.Linear(6, 3))
-            self.optimizers().optimizer.add_param_group({"params": list(part.parameters())})
+            self.parts[name] = nn.Linear(6, 3)
+            optimizer.add_param_group({"params": list(self.parts[name].parameters())})
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.grow(late=False)
+        self.change(late=False)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.grow(late=True)
+        self.change(late=True)
         return super().training_step(batch, batch_idx)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.05)
-
-
-@pytest.mark.parametrize(
-    "algorithm", [AllReduce(), AllReduce(BlockInt(8)), Gossip(), Auto()], ids=["ring", "int8", "gossip", "auto"]
-)
-@on(3)
-def test_parameters_that_join_begin_with_the_same_values(algorithm: Algorithm) -> None:
-    trainer = fit(RingStrategy(algorithm), model := Grows(0, 2), max_epochs=1)
-    check_replicas(trainer)
-    assert len(model.at_first) == 4
-    for first, now in zip(model.at_first, model.added.parameters(), strict=True):
-        assert same_everywhere(first)
-        assert not torch.equal(first, now)
-
-
-class Replaces(Net):
-    """Gets another head in mid-epoch, of the same name; later loses it, since nobody needs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extra = nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + (self.extra(x) if hasattr(self, "extra") else 0)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.global_step not in (2, 8):
-            return
-        old, new = list(self.extra.parameters()), []
-        if self.trainer.global_step == 8:
-            del self.extra
-        else:
-            self.extra = nn.Linear(6, 3)
-            new = list(self.extra.parameters())
-        (group,) = self.optimizers().optimizer.param_groups
-        group["params"] = [p for p in group["params"] if all(p is not gone for gone in old)] + new
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.05)
@@ -786,11 +604,12 @@ class Replaces(Net):
         PowerSGD(bucket_mb=1e-4),
         Gossip(Complete(), overlap=False),
         Choco(Complete(), Identity(), overlap=False),
+        Auto(),
     ],
-    ids=["ring", "int8", "powersgd", "gossip", "choco"],
+    ids=["ring", "int8", "powersgd", "gossip", "choco", "auto"],
 )
-@on(2)
-def test_layers_that_are_replaced_or_deleted_do_not_hold_others_up(algorithm: Algorithm) -> None:
+@on(3)
+def test_layers_join_with_the_same_values_and_leave_and_nobody_waits_for_them(algorithm: Algorithm) -> None:
     late = set()  # buckets that were not launched while backward went on
     finish = synchronous._Pass.finish
 
@@ -798,10 +617,18 @@ def test_layers_that_are_replaced_or_deleted_do_not_hold_others_up(algorithm: Al
         late.add(len(exchange.active) - exchange._launched)
         finish(exchange)
 
+    model = Changes({0: ("a", True), 2: ("b", True), 4: ("a", True), 8: ("b", False)})
+    trainer = trainer_with(RingStrategy(algorithm), callbacks=[StayTogether()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synchronous._Pass, "finish", finishing)
-        check_replicas(fit(RingStrategy(algorithm), Replaces(), callbacks=[StayTogether()]))
+        trainer.fit(model, rows(), rows(12))
+    check_replicas(trainer)
     assert late == (set() if algorithm.decentralized else {0})
+    assert len(model.at_first) == 3
+    for part, first in model.at_first.items():
+        assert same_everywhere(first)
+        assert not torch.equal(first, part.weight)
+    assert torch.equal(model.table, torch.arange(5))
 
 
 # Arguments that are the same on all ranks, although they do not look alike
@@ -911,26 +738,23 @@ class OwnPlateau(Net):
         return rows(24)
 
 
-class Halves(Net):
-    """The learning rate falls with each epoch, and epochs of rank 1 are shorter."""
-
-    def train_dataloader(self) -> Any:
-        return rows(12 if self.global_rank == 1 else 24)
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.1)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
-
-
 def _frozen_under_gossip() -> None:
     model = Net()
     model.layers[0].requires_grad_(os.environ["RANK"] != "1")
     trainer_with("gossip", val_check_interval=2).fit(model, rows(), rows(24))
 
 
-def _rates_later(model: Net) -> None:
-    trainer = trainer_with("ring", max_epochs=-1, max_steps=20, use_distributed_sampler=False)
-    trainer.fit(model, None if isinstance(model, Halves) else rows(24))
+def _rates_later() -> None:
+    options: dict[str, Any] = {"max_epochs": -1, "max_steps": 20, "use_distributed_sampler": False}
+    trainer_with("ring", **options).fit(OwnPlateau(), rows(24))
+
+
+def _clips_local_parameters() -> None:
+    model = Net()
+    model.layers[2].bias.ring_local = True
+    fit("ring", model, gradient_clip_val=0.1, gradient_clip_algorithm="value", max_epochs=1)
+    assert not same_everywhere(model.layers[2].bias)
+    fit("ring", model, gradient_clip_val=1.0)
 
 
 def _averages_late() -> None:
@@ -938,17 +762,18 @@ def _averages_late() -> None:
     fit(RingStrategy(LocalSGD(2, Nesterov(), overlap=1)), normed(), callbacks=[averages], max_epochs=3)
 
 
-def _grows_alone(algorithm: Algorithm, rank: int) -> None:
+def _changes_alone(rank: int) -> None:
     norm = nn.Identity() if rank else nn.BatchNorm1d(6)
-    fit(RingStrategy(algorithm, timeout=timedelta(seconds=60)), Grows(2, rank=rank, norm=norm))
+    fit(RingStrategy(timeout=timedelta(seconds=60)), Changes({2: ("a", True)}, rank, norm=norm))
 
 
 PLAN = "^PlanMismatchError: .*rank 1 has "
 LATER = PLAN + r"'optimizer 0, group 0: lr=.*where rank 0 has 'optimizer 0, group 0: lr=0\.1'.*sync_dist=True"
 ALONE = (
-    PLAN + r"'added\.0\.weight: \(3, 6\) torch\.float32, new' where rank 0 has nothing of that name"
+    PLAN + r"'parts\.a\.weight: \(3, 6\) torch\.float32, new' where rank 0 has nothing of that name"
     r"|^P.*: .*parameters that its model got or lost.*give all ranks the same layers"
 )
+JOINED = r"^RuntimeError: .*parts\.a\.weight joined .*this batch"
 AT_FIRST = PLAN + r"nothing \(is it frozen there\?\) where rank 0 has 'layers\.2\.bias: \(3,\)"
 FROZEN = PLAN + r"'layers\.0\.weight: frozen{}' where rank 0 has 'layers\.0\.weight: trained"
 OUTSIDE = r"^ValueError: optimizer 0, a SGD, steps in group 1 a parameter of shape \(1,\) .*: register it"
@@ -961,20 +786,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter of no module, gossip": (lambda: fit("gossip", Outside()), OUTSIDE),
     "ZeRO, gossip": (lambda: fit("gossip", Zero()), "^ValueError: ZeroRedundancyOptimizer exchanges .*AdamW, or use"),
     "monitor": (lambda: fit("ddp", Net(), callbacks=[CommunicationMonitor()]), r"^ValueError: .*strategy='ring'\)"),
-    "grows late": (lambda: fit("ring", Grows(2, late=True)), r"^RuntimeError: .*added\.0\.weight joined .*this batch"),
+    "grows late": (lambda: fit("ring", Changes({2: ("a", True)}, late=True)), JOINED),
     "no_sync": (lambda: fit("ring", Unwraps("no_sync")), HAS_NO + r"'no_sync': .*strategy\.block_backward_sync\(\)"),
     ".module": (lambda: fit("ring", Unwraps("module")), HAS_NO + r"'module': .*leave out \.module$"),
     "another attribute": (lambda: fit("ring", Unwraps("else")), HAS_NO + "'else'$"),
     "optimizers": (lambda: fit("ring_auto", OtherOptimizer()), PLAN + "'optimizer 0, a Adam.*where rank 0 has"),
-    "plateau": (lambda: _rates_later(OwnPlateau()), LATER),
-    "shorter epochs": (lambda: _rates_later(Halves()), LATER),
+    "plateau": (_rates_later, LATER),
     "frozen at first": (lambda: fit("ring", Frozen(True)), AT_FIRST),
     "frozen later": (lambda: fit("ring", Frozen(False)), FROZEN.format(" at step 1")),
     "frozen under gossip": (_frozen_under_gossip, FROZEN.format("")),
+    "SyncBatchNorm": (lambda: fit("ring", normed(nn.SyncBatchNorm)), r"^ValueError: .*layers\.1.*nn\.BatchNorm"),
+    "sync_batchnorm": (lambda: fit("ring", normed(), sync_batchnorm=True), "^ValueError: .*leave out sync_batchnorm"),
+    "clips by norm": (_clips_local_parameters, r"^ValueError: .*layers\.2\.bias"),
     "averages of norms and overlap": (_averages_late, r"^ValueError: .*use LocalSGD\(overlap=False\)"),
-    "grows alone": (lambda: _grows_alone(AllReduce(), 1), ALONE),
-    "grows alone, rank 0": (lambda: _grows_alone(AllReduce(), 0), ALONE),
-    "grows alone, gossip": (lambda: _grows_alone(Gossip(), 0), ALONE),
+    "grows alone": (lambda: _changes_alone(1), ALONE),
+    "grows alone, rank 0": (lambda: _changes_alone(0), ALONE),
 }
 
 
@@ -995,9 +821,7 @@ def test_a_parameter_of_no_module_may_be_a_ranks_own_and_equal_gradients_be_step
     ranks(2, _keeps_its_own)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "grows alone, gossip" else []) for name in REFUSED]
-)
+@pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_right_is_refused_on_all_ranks(ranks: Pool, name: str) -> None:
     for message in ranks(2, _refused, name):
         assert re.search(REFUSED[name][1], message, re.DOTALL), message

@@ -87,15 +87,8 @@ def test_in_a_sweep_one_value_is_a_list_of_one():
         "+strategy.algorithm.names=['a,b', c]": "+strategy.algorithm.names=choice(['a,b', c])",
     }.items():
         assert swept(override) == swept(listed) == listed
-    same = [
-        "-m",
-        "strategy=ring",
-        "strategy=ring,gossip",
-        "seed=1",
-        "~strategy.timeout",
-        "strategy.algorithm.interval=[4",
-    ]
-    for override in [*same, "strategy.algorithm.interval=4,8", "strategy.algorithm.interval=range(1,4)"]:
+    same = ["-m", "strategy=ring", "strategy=ring,gossip", "seed=1", "~strategy.timeout"]
+    for override in [*same, *(f"strategy.algorithm.interval={value}" for value in ("[4", "4,8", "range(1,4)"))]:
         assert swept(override) == override
 
 
@@ -135,31 +128,23 @@ def test_the_known_keys_are_those_of_the_configuration():
             r"\+codec=top_k: .* no key 'codec', .*no effect. Write codec=top_k without",
         ),
         (["+max_epoch=3"], r"no key 'max_epoch', .*no effect. Did you mean trainer.max_epochs=3\?$"),
-        (["+lr.x=3"], r"\+lr.x=3: the configuration has no key 'lr'"),
         (["+zzz=3"], f"The keys are {', '.join(KEYS)}; ringstrategy-train --help has examples$"),
         (["+trainer.strategy=ddp"], "trainer.strategy would be ignored: use strategy without `trainer.`"),
         # a part that the strategy has not
         (["strategy=ring", "topology=torus"], f"has no topology. .* one: {GOSSIP}. .* strategy=gossip topology=torus$"),
         (["strategy=ddp", "codec=top_k"], "has no codec. .*, ring_topk. For example: strategy=ring codec=top_k$"),
         (["strategy=ddp", "codec.bits=4"], r"^codec.bits=4: the strategy has no codec. .*, ring_topk\.$"),
-        (
-            ["strategy=ring_auto", "collective=direct"],
-            "has no collective. These strategies have one: .*ring, ring_bf16",
-        ),
         # a name that does not exist
         (["codec=int4"], r"(?s)Available options in 'codec':.*block_int.*Did you mean strategy=ring_int4\?$"),
         (["strategy=rong"], r"(?s)Available options in 'strategy':.*Did you mean strategy=ring\?$"),
-        (["experiment=digits"], r"Did you mean experiment=digits_cnn\?$"),
         # a text where a number belongs
         (["trainer.max_steps=abc"], "^trainer.max_steps=abc: a number is needed"),
         (["codec.bits=4"], "^codec.bits=4: ringstrategy.Identity has nothing to set. .*: codec=NAME codec.bits=4$"),
         (["strategy=ring_int8", "codec.bit=4"], r"codec has no 'bit'. Did you mean bits\? .*: \+codec.bit=4$"),
-        (["trainer.max_epoch=3"], r"trainer has no 'max_epoch'. Did you mean max_epochs\? .*: \+trainer.max_epoch=3$"),
         (["trainer.max_epochs.x=3"], "max_epochs has no 'x'. It has none."),
         (["model=own"], r"model._target_ is missing: add model._target_=my_module.MyClass"),
         # an argument that no class takes
         (["+trainer.max_epoch=3"], r"lightning.Trainer has no argument 'max_epoch'. Did you mean max_epochs\?$"),
-        (["+strategy.algorithm.codecs=3"], r"algorithm.codecs: .*AllReduce has no argument .* Did you mean codec\?$"),
         (
             ["+algorithm.zzz=3"],
             r"^algorithm.zzz: ringstrategy.AllReduce has no argument 'zzz'. It has codec, collective,",
@@ -170,7 +155,6 @@ def test_the_known_keys_are_those_of_the_configuration():
             ["strategy=ring", "algorithm=gossip"],
             "Gossip has no argument 'collective'. .* comes with strategy=ring: use",
         ),
-        (["strategy=ring_int2", "codec=sign"], "Sign has no argument 'codec'. .* comes with strategy=ring_int2: use"),
         (["+strategy.codec=3"], r"belongs to the algorithm: RingStrategy\(AllReduce\(codec=...\)\)"),
         # parts that do not fit each other
         (["codec=top_k"], r"^TopK\(.*\) cannot be added hop by hop; .*\. On the command line: collective=direct$"),

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
-from test_session import CPU, MINUTE, gathered, process_group
+from test_session import CPU, MINUTE, gathered, opened, process_group
 from test_strategy import check_replicas, trainer_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -40,6 +40,7 @@ from ringstrategy.topologies import RingGraph
 
 Batch = tuple[Tensor, Tensor, Tensor]
 COUNTS = 5, 3, 1  # batches of an epoch, by rank
+JOINS = AllReduce(uneven="join")
 
 
 class Net(nn.Module):
@@ -84,26 +85,21 @@ def train(
     algorithm: Algorithm, module: Net, accumulate: int = 1, epochs: int = 2, *, averages_each: bool = False
 ) -> list[bool]:
     """When this rank was idle. `averages_each`: also where gradients accumulate, so that means are averaged again."""
-    session = Session(module, algorithm, timeout=MINUTE)
-    session.open(CPU)
-    session.synchronize()
-    optimizer = make_optimizer(module)
-    session.bind([optimizer])
     idle = []
-    for epoch in range(epochs):
-        for place, data in enumerate(session.join(loader(dist.get_rank(), epoch))):
-            session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=epoch > 0)
-            session.send_buffers()
-            steps = (place + 1) % accumulate == 0 or place + 1 == max(COUNTS)
-            with nullcontext() if steps or averages_each else session.no_sync():
-                session.backward(loss_of(module, data) / accumulate)
-            if steps:
-                optimizer.step()
-                optimizer.zero_grad()
-            session.end_batch(int(steps))
-            idle.append(session.idle)
-        assert not session.idle
-    session.close()
+    with opened(module, algorithm, make_optimizer(module)) as (session, optimizer):
+        for epoch in range(epochs):
+            for place, data in enumerate(session.join(loader(dist.get_rank(), epoch))):
+                session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=epoch > 0)
+                session.send_buffers()
+                steps = (place + 1) % accumulate == 0 or place + 1 == max(COUNTS)
+                with nullcontext() if steps or averages_each else session.no_sync():
+                    session.backward(loss_of(module, data) / accumulate)
+                if steps:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                session.end_batch(int(steps))
+                idle.append(session.idle)
+            assert not session.idle
     return idle
 
 
@@ -115,7 +111,6 @@ def oracle(
     averages_each: bool = False,
     same_epochs: bool = False,
     decay: float = 1.0,
-    longest: int | None = None,
 ) -> Tensor:
     """The parameters that one process gets in float64, in two epochs, which sees the batches of all these ranks.
 
@@ -126,12 +121,11 @@ def oracle(
         averages_each: the mean of each place of a step is over the ranks that have a batch there.
         same_epochs: the second has the batches of the first.
         decay: of the learning rate, at each step.
-        longest: batches of an epoch, if a rank that is not here has more.
     """
     module = Net(sparse=False).double()
     optimizer = make_optimizer(module)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
-    longest = longest or max(counts[rank] for rank in ranks)
+    longest = max(counts[rank] for rank in ranks)
     for epoch in range(2):
         window: list[Tensor] = []
         for place in range(longest):
@@ -141,9 +135,9 @@ def oracle(
             begun = place % accumulate + 1
             if begun == accumulate or place + 1 == longest:
                 optimizer.zero_grad()
-                if window:  # of an epoch's last, shorter window Lightning divides by `accumulate` all the same
-                    (torch.stack(window).mean() * begun / accumulate).backward()
-                    optimizer.step()
+                # of an epoch's last, shorter window Lightning divides by `accumulate` all the same
+                (torch.stack(window).mean() * begun / accumulate).backward()
+                optimizer.step()
                 scheduler.step()
                 window = []
     return flat(module.parameters())
@@ -181,35 +175,30 @@ def test_the_mean_is_over_the_batches_that_there_are(
 
 def _conserved() -> tuple[Tensor, Tensor]:
     """What was stepped and the residuals of all ranks; what a lossless exchange would have had stepped."""
+    torch.manual_seed(0)
+    module, algorithm = nn.Linear(40, 9), AllReduce(BlockInt(4), error_feedback=True, uneven="join")
+    begin = flat(module.parameters())
+    lossless = torch.zeros_like(begin)
     with process_group():
-        torch.manual_seed(0)
-        module = nn.Linear(40, 9)
-        begin = flat(module.parameters())
-        session = Session(module, AllReduce(BlockInt(4), error_feedback=True, uneven="join"), timeout=MINUTE)
-        session.open(CPU)
-        session.synchronize()
-        optimizer = torch.optim.SGD(module.parameters(), 0.5)
-        session.bind([optimizer])
         generator = torch.Generator().manual_seed(dist.get_rank())
-        lossless = torch.zeros_like(begin)
         data = [torch.randn(8, 40, generator=generator) for _ in range(COUNTS[dist.get_rank()])]
-        for place, inputs in enumerate(session.join(data)):
-            session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
-            loss = (module(inputs) - inputs[:, :9]).square().mean()
-            if not session.idle:
-                gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-                lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
-            optimizer.zero_grad()
-            session.backward(loss)
-            optimizer.step()
-            session.end_batch(1)
-        residuals = session.state_dict()["residuals"]
-        session.close()
+        with opened(module, algorithm, torch.optim.SGD(module.parameters(), 0.5)) as (session, optimizer):
+            for place, inputs in enumerate(session.join(data)):
+                session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
+                loss = (module(inputs) - inputs[:, :9]).square().mean()
+                if not session.idle:
+                    gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+                    lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
+                optimizer.zero_grad()
+                session.backward(loss)
+                optimizer.step()
+                session.end_batch(1)
+            residuals = session.state_dict()["residuals"]
         kept = flat(residuals[name] for name, _ in module.named_parameters())
         dist.all_reduce(lossless)
         dist.all_reduce(kept)
-        assert kept.abs().max() > 1e-4
-        return (begin - flat(module.parameters())) / 0.5 + kept, lossless
+    assert kept.abs().max() > 1e-4
+    return (begin - flat(module.parameters())) / 0.5 + kept, lossless
 
 
 def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
@@ -219,15 +208,10 @@ def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
 
 def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, list[Tensor]]]:
     """At each batch's end: was it a repeated one, and the buffers."""
-    with process_group():
-        module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-        session = Session(module, algorithm, timeout=MINUTE)
-        session.open(CPU)
-        session.synchronize()
-        optimizer = torch.optim.SGD(module.parameters(), 0.1)
-        session.bind([optimizer])
-        ends = []
-        data = list(loader(0, 0, (first if dist.get_rank() == 0 else second,)))
+    module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
+    ends = []
+    with process_group(), opened(module, algorithm) as (session, optimizer):
+        data = loader(0, 0, (first if dist.get_rank() == 0 else second,))
         for place, (_, inputs, targets) in enumerate(session.join(data)):
             session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
             for _ in range(2):
@@ -239,8 +223,7 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, 
             optimizer.step()
             session.end_batch(1)
             ends.append((session.idle, [buffer.clone() for buffer in module.buffers()]))
-        session.close()
-        return ends
+    return ends
 
 
 @pytest.mark.parametrize("make", [AllReduce, Gossip])
@@ -300,59 +283,14 @@ def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -
     assert not torch.equal(outcomes[0][0], outcomes[1][0])
 
 
-def test_other_gossip_keeps_going(ranks: Pool) -> None:
-    for algorithm in (Choco(uneven="join"), PushSum(uneven="join")):
-        (one, _), (two, _), _ = ranks(3, _gossip, algorithm, False)
-        assert one.isfinite().all()
-        assert 0 < (one - two).abs().max() < 1.0
-
-
 def _even() -> int:
-    with process_group():
-        session = Session(Net(), AllReduce(), timeout=MINUTE)
-        session.open(CPU)
-        rank = dist.get_rank()
-        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a message")):
-            seen = [rows.tolist() for rows, *_ in session.join(loader(rank, 0))]
-        assert not session.joins
-        session.close()
-        assert seen == [batch(rank, 0, place)[0].tolist() for place in range(COUNTS[rank])]
-        return len(seen)
+    silence = mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a message"))
+    with process_group(), opened(Net(), AllReduce()) as (session, _), silence:
+        return len(list(session.join(loader(dist.get_rank(), 0))))
 
 
 def test_without_joining_no_rank_tells_anything(ranks: Pool) -> None:
     assert ranks(2, _even) == [5, 3]
-
-
-def _refused(case: str) -> str:
-    with process_group():
-        module: nn.Module = Net()
-        if case == "SyncBatchNorm":
-            module = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
-        algorithm = Gossip(uneven="join") if case == "scaler" else AllReduce(uneven="join")
-        session = Session(module, algorithm, timeout=MINUTE)
-        try:
-            session.open(CPU, scaled_loss=case == "scaler")
-            for _ in session.join([] if dist.get_rank() == 1 else [1, 2]):
-                pass
-        except Exception as error:
-            session.tell(error)
-            return f"{type(error).__name__}: {error}"
-        finally:
-            session.close()
-        return ""
-
-
-@pytest.mark.parametrize(
-    ("case", "said"), [("SyncBatchNorm", "nn.GroupNorm"), ("scaler", "bf16-mixed"), ("empty", "at least one batch")]
-)
-def test_what_cannot_be_joined_is_refused(ranks: Pool, case: str, said: str) -> None:
-    messages = ranks(2, _refused, case)
-    assert messages[1].startswith("ValueError: ")
-    assert said in messages[1]
-    if case == "empty":
-        assert "lost rank 1" in messages[0]
-        assert said in messages[0]
 
 
 def test_uneven_is_one_of_two() -> None:
@@ -393,28 +331,20 @@ def of_rank(rank: int, kind: str = "sized") -> Any:
 class Module(L.LightningModule):
     """Notes where it is; what it logs of a repeated batch must not count."""
 
-    def __init__(self, manual: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = Net(sparse=False)
         self.norm = nn.BatchNorm1d(6, affine=False)
-        self.automatic_optimization = not manual
         self.idle: list[bool] = []
         self.validated: list[int] = []
         self.statistics: list[Tensor] = []
 
-    def training_step(self, data: Batch, batch_idx: int) -> Tensor | None:
+    def training_step(self, data: Batch, batch_idx: int) -> Tensor:
         self.norm(data[1])
         self.idle.append(self.trainer.strategy._fit.idle)
-        loss = loss_of(self.net, data)
         self.log("count", 100.0 if self.idle[-1] else 1.0, sync_dist=True, on_step=False, on_epoch=True)
-        if self.automatic_optimization:
-            return loss
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        return None
+        return loss_of(self.net, data)
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.statistics.append(self.norm.running_mean.clone())
@@ -428,8 +358,8 @@ class Module(L.LightningModule):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def fitted(algorithm: Algorithm, kind: str = "sized", manual: bool = False, **options: Any) -> L.Trainer:
-    module, ckpt_path = Module(manual), options.pop("ckpt_path", None)
+def fitted(algorithm: Algorithm, kind: str = "sized", **options: Any) -> L.Trainer:
+    module, ckpt_path = Module(), options.pop("ckpt_path", None)
     trainer = trainer_with(
         RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
     )
@@ -438,11 +368,11 @@ def fitted(algorithm: Algorithm, kind: str = "sized", manual: bool = False, **op
     return trainer
 
 
-def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = fitted(algorithm, kind, manual, **options)
+def _fits(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = fitted(JOINS, kind, **options)
     module = trainer.lightning_module
     assert isinstance(module, Module)
-    check_replicas(trainer) if not algorithm.decentralized else None
+    check_replicas(trainer)
     return {
         "idle": module.idle,
         "validated": module.validated,
@@ -456,43 +386,29 @@ def _fits(algorithm: Algorithm, kind: str, manual: bool, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "manual", "options"),
+    ("kind", "size", "options"),
     [
-        ("sized", 3, False, {}),
-        ("sized", 2, False, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        pytest.param("endless", 2, True, {"val_check_interval": 4}, marks=pytest.mark.slow),
+        ("sized", 3, {}),
+        ("sized", 2, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+        pytest.param("endless", 2, {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
 )
-def test_lightning_trains_until_no_rank_has_a_batch(
-    ranks: Pool, kind: str, size: int, manual: bool, options: dict[str, Any]
-) -> None:
-    outcomes = ranks(size, _fits, AllReduce(uneven="join"), kind, manual, options)
+def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size: int, options: dict[str, Any]) -> None:
+    outcomes = ranks(size, _fits, kind, options)
     accumulate = options.get("accumulate_grad_batches", 1)
     steps = 2 * -(-max(EPOCH) // accumulate)
-    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=1.0 if manual else 0.9)
+    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=0.9)
     validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
     for rank, outcome in enumerate(outcomes):
         assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
         assert outcome["steps"] == steps
-        assert outcome["rate"] == pytest.approx(0.2 * 0.9 ** (0 if manual else steps))
+        assert outcome["rate"] == pytest.approx(0.2 * 0.9**steps)
         assert outcome["validated"] == 2 * validates
         assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
         assert outcome["length"] == (float("inf") if kind == "endless" else 7)
         assert torch.allclose(outcome["values"], expected, rtol=0, atol=1e-5)
     # statistics are rank 0's, and stay while it repeats a batch
     assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
-
-
-def _gossip_fits() -> dict[str, Any]:
-    return _fits(Gossip(interval=14, overlap=False, consensus=False, uneven="join"), "sized", False, {})
-
-
-def test_under_gossip_a_rank_without_data_stays_where_it_is_and_mixes(ranks: Pool) -> None:
-    """At the last step, in which rank 0 has no data: each has trained on its own batches, by the schedule of all."""
-    alone = [oracle([rank], EPOCH, same_epochs=True, decay=0.9, longest=7) for rank in range(2)]
-    for outcome in ranks(2, _gossip_fits):
-        assert outcome["steps"] == 14
-        assert torch.allclose(outcome["values"], torch.stack(alone).mean(0), rtol=0, atol=1e-5)
 
 
 def _resumes(folder: str, algorithm: Algorithm) -> None:
@@ -519,27 +435,53 @@ def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path, algori
     ranks(2, _resumes, str(tmp_path), algorithm)
 
 
+# What is refused
+
+
+def _joins(module: nn.Module, algorithm: Algorithm, *, scaled: bool = False, none_on_rank_1: bool = False) -> None:
+    with process_group():
+        session = Session(module, algorithm, timeout=MINUTE)
+        try:
+            session.open(CPU, scaled_loss=scaled)
+            for _ in session.join([] if none_on_rank_1 and dist.get_rank() == 1 else [1, 2]):
+                pass
+        except Exception as error:
+            session.tell(error)
+            raise
+        finally:
+            session.close()
+
+
 def _takes_an_iterator(self: Module, dataloader_iter: Iterator[Batch]) -> None: ...
 
 
-def _lightning_error(kind: str) -> str:
-    algorithm = AllReduce(uneven="join")
-    try:
-        if kind == "iterator":
-            with mock.patch.object(Module, "training_step", _takes_an_iterator):
-                fitted(algorithm)
-        elif kind == "none":
-            with mock.patch.dict(globals(), EPOCH=(3, 0)):
-                fitted(algorithm, "endless")
-        else:
-            fitted(algorithm, kind)
-    except (ValueError, PeerLostError) as error:
-        return str(error)
-    return ""
+def _fits_iterator() -> None:
+    with mock.patch.object(Module, "training_step", _takes_an_iterator):
+        fitted(JOINS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [("iterator", "take `batch`"), ("none", "at least one batch"), ("lying", "correct its __len__")]
-)
-def test_lightning_says_what_cannot_be_joined(ranks: Pool, kind: str, said: str) -> None:
-    assert all(said in message for message in ranks(2, _lightning_error, kind))
+def _fits_nothing() -> None:
+    with mock.patch.dict(globals(), EPOCH=(3, 0)):
+        fitted(JOINS, "endless")
+
+
+NORMED = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    "SyncBatchNorm": (lambda: _joins(NORMED, JOINS), "nn.GroupNorm"),
+    "scaler": (lambda: _joins(Net(), Gossip(uneven="join"), scaled=True), "bf16-mixed"),
+    "empty": (lambda: _joins(Net(), JOINS, none_on_rank_1=True), "at least one batch"),
+    "lightning's iterator": (_fits_iterator, "take `batch`"),
+    "empty with lightning": (_fits_nothing, "at least one batch"),
+    "wrong length with lightning": (lambda: fitted(JOINS, "lying"), "correct its __len__"),
+}
+
+
+def _refused(name: str) -> str:
+    with pytest.raises((ValueError, PeerLostError)) as caught:
+        REFUSED[name][0]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_joined_is_refused_on_all_ranks(ranks: Pool, name: str) -> None:
+    assert all(REFUSED[name][1] in message for message in ranks(2, _refused, name))

@@ -20,11 +20,6 @@ def seal(state: Mapping[str, Any]) -> dict[str, Any]:
     return {_DIGEST: hashlib.sha256(content).hexdigest(), _BYTES: torch.frombuffer(content, dtype=torch.uint8)}
 
 
-def is_sealed(file: object) -> bool:
-    """False for the files of earlier versions, which hold a rank's state itself."""
-    return isinstance(file, dict) and _BYTES in file
-
-
 def unseal(file: Mapping[str, Any], *, weights_only: bool | None) -> dict[str, Any]:
     """The state in what `seal` returned. ValueError if a byte differs.
 

@@ -125,7 +125,7 @@ class Session:
             self._joined.open(peers.size, device, scales_local=scaled_loss and apart)
         self._know(parameters)
         if self._notices_steps:
-            self._steps = OptimizerSteps(self._before_step, self._after_step, self.check_within_backward)
+            self._steps = OptimizerSteps(self.check_step, self._after_step, self.check_within_backward)
         self._new_parts = NewParts()
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
@@ -365,9 +365,6 @@ class Session:
         self._noticed += 1
         self._end_step(stepped_by(optimizer), stepped)
 
-    def _before_step(self, optimizer: Optimizer) -> None:
-        self.check_step(optimizer)
-
     def _after_step(self, optimizer: Optimizer) -> None:
         self.check_step(optimizer)  # a step with a closure
         self.after_step(optimizer)
@@ -421,18 +418,15 @@ class Session:
 
     # What all ranks see, where they have parameters of their own
 
-    def leave_training(self, place: str, what: str) -> None:
-        """This rank goes on to `what`, such as its validation; all ranks do, after as many batches."""
-        self.link.leave_training(place, what)
+    def end_training(self, *, together: bool = False) -> None:
+        """Training has ended on this rank, and what it has begun to exchange.
 
-    def end_training(self) -> None:
-        """Training has ended on this rank, and what it has begun to exchange."""
-        self.leave_training("at the end of training", "the end of its training")
+        Args:
+            together: all ranks call it; if one trains on, it is a PeerLostError on all of them.
+        """
+        self.link.leave_training("at the end of training", "the end of its training")
         self.algorithm.settle()
-
-    def compare_ends(self) -> None:
-        """PeerLostError on all ranks if one trains on; all ranks call it when training has ended."""
-        if self.link.peers is not None:
+        if together and self.link.peers is not None:
             self._gradients.compare("the end of training")
 
     def enter_consensus(self, *, replaced: bool = False) -> bool:

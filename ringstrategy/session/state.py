@@ -63,14 +63,14 @@ class Files(Protocol):
     def path(self) -> str:
         """The checkpoint's, for messages."""
 
-    def name(self, save: str | None, rank: int) -> str:
+    def name(self, save: str, rank: int) -> str:
         """Where a rank's file lies, for messages."""
 
     def save(self, state: dict[str, Any], save: str, rank: int) -> None:
         """Write a rank's file of the set `save`. It is on the disk when this returns."""
 
-    def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
-        """A rank's file of that set (None: as versions before sets wrote it); None if there is none.
+    def load(self, save: str, rank: int) -> dict[str, Any] | None:
+        """A rank's file of that set; None if there is none.
 
         ValueError, which names the file, if it is damaged or cannot be read.
         """
@@ -392,24 +392,20 @@ def _read_by_all(ranks: Ranks, saved: Saved, read: Callable[[], None], instead: 
 
 def _load(saved: Saved, rank: int) -> dict[str, Any] | None:
     """A rank's file, or None if there is none of this checkpoint's step. ValueError if it is not what was saved."""
-    shared = saved.shared
-    save = shared.get("files")
+    shared, save = saved.shared, saved.shared["files"]
     state = saved.files.load(save, rank)
     if state is None:
         return None
-    here, name = f"rank {rank} of {shared['world_size']}", saved.files.name(save, rank)
-    try:
-        of = f"rank {state['rank']} of {state['world_size']}"
-        belongs = of == here and state["step"] == shared["algorithm"]["step"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{name} is damaged: it is no file of a rank") from error
-    if save is not None and (of, state["save"]) != (here, save):
+    here, of = f"rank {rank} of {shared['world_size']}", f"rank {state['rank']} of {state['world_size']}"
+    if (of, state["save"]) != (here, save):
+        name = saved.files.name(save, rank)
         raise ValueError(f"{name} is the file of {of} of the save {state['save']}, and not of {here} of this one")
-    return state if belongs else None  # after an exception ranks may be a step apart
+    # after an exception ranks may be a step apart
+    return state if state["step"] == shared["algorithm"]["step"] else None
 
 
 def _place(saved: Saved, missing: list[int]) -> str:
-    return saved.files.name(saved.shared.get("files"), missing[0])
+    return saved.files.name(saved.shared["files"], missing[0])
 
 
 def _names(names: Iterable[str]) -> str:

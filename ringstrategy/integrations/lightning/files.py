@@ -21,7 +21,7 @@ from fsspec.utils import get_protocol
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from ringstrategy.integrations.lightning.package import TRAINERS, imported
-from ringstrategy.session.sealed import is_sealed, seal, unseal
+from ringstrategy.session.sealed import seal, unseal
 from ringstrategy.session.state import Log
 
 if TYPE_CHECKING:
@@ -76,12 +76,12 @@ class RankFiles:
         """See `Files.path`."""
         return self._path
 
-    def name(self, save: str | None, rank: int) -> str:
+    def name(self, save: str, rank: int) -> str:
         """See `Files.name`."""
         local = _local(self._path)
         # ModelCheckpoint(save_last="link") makes `last.ckpt` a link; the files lie beside what it points to
         path = os.path.realpath(local) if local is not None and os.path.islink(local) else self._path
-        return "/".join([f"{path}.ringstrategy", *([] if save is None else [save]), f"rank_{rank:05d}.pt"])
+        return f"{path}.ringstrategy/{save}/rank_{rank:05d}.pt"
 
     def save(self, state: dict[str, Any], save: str, rank: int) -> None:
         """See `Files.save`."""
@@ -90,7 +90,7 @@ class RankFiles:
         self._io.save_checkpoint(seal(state), path, storage_options=self._storage_options)
         finish_writing(self._io)
 
-    def load(self, save: str | None, rank: int) -> dict[str, Any] | None:
+    def load(self, save: str, rank: int) -> dict[str, Any] | None:
         """See `Files.load`."""
         path = self.name(save, rank)
         try:
@@ -99,10 +99,6 @@ class RankFiles:
             return None
         except Exception as error:
             raise ValueError(f"{path} cannot be read ({_cause(error)})") from error
-        if save is None:
-            return file
-        if not is_sealed(file):
-            raise ValueError(f"{path} is damaged: it is no file of a rank")
         try:
             return unseal(file, weights_only=self._weights_only)
         except UnpicklingError as error:  # the bytes are right

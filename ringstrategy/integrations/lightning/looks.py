@@ -61,9 +61,8 @@ class LooksMixin(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before all others, who see what training returns."""
-        self._session.end_training()
-        if trainer.strategy.on_peer_loss == "raise":  # type: ignore[attr-defined]  # of this package
-            self._session.compare_ends()
+        raises = trainer.strategy.on_peer_loss == "raise"  # type: ignore[attr-defined]  # of this package
+        self._session.end_training(together=raises)
         if self._session.algorithm.consensus:
             self._session.finish()
             self._session.enter_consensus()
