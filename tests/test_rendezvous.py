@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from clocks import Clock
-from jobs import HERE, run_script, shell, until
-from pool import Pool, reserve_port
-from scripts import lines_of
+from jobs import HERE, shell, until
+from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
 from ringstrategy import RingStrategy
@@ -126,38 +125,6 @@ def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
 
 # As a shell starts them
 
-RESTARTED = """
-import json, os
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from test_strategy import Net, check_replicas, fit
-
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-
-class Dies(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, place):
-        if attempt == 0 and rank == 1 and place == 2:
-            os._exit(7)
-
-trainer = fit("ring", Net(), devices=2, callbacks=[Dies()])
-check_replicas(trainer)
-open(f"rank{rank}.json", "w").write(json.dumps([attempt, trainer.global_step]))
-dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_with_a_port_that_is_given(tmp_path: Path) -> None:
-    """The last test here has another rendezvous."""
-    with reserve_port() as holder:
-        where = ("--master-addr=127.0.0.1", f"--master-port={holder.getsockname()[1]}")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2")
-        done = run_script(tmp_path, RESTARTED, *torchrun, "--max-restarts=1")
-    assert done.returncode == 0, done.stderr
-    records: list[Any] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert records == [[1, 12], [1, 12]]
-
-
 ENDLESS = f"""
 import os, sys, time
 sys.path.insert(0, {str(HERE)!r})
@@ -200,12 +167,3 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
-
-
-@pytest.mark.nightly
-def test_a_run_that_torchrun_restarts_ends_bit_for_bit_as_one_that_nobody_disturbs(tmp_path: Path) -> None:
-    """The benchmark measures more kills, and their parts."""
-    [row] = lines_of("restart", tmp_path / "restart.jsonl", "--ranks=2", "--rounds=1", "--cases=ring_int8")
-    assert (row["faults"], row["whole"], row["torn"]) == (1, 1, 0)
-    assert sum(row["restart_seconds"].values()) == pytest.approx(row["seconds"][0], abs=0.01)
-    assert 0 < row["restart_seconds"]["import ringstrategy"] < row["seconds"][0]
