@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from clocks import Clock
-from jobs import HERE, shell, until
+from jobs import program as program  # a fixture
 from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
+from benchmarks.ranks import Program
 from ringstrategy import RingStrategy
 from ringstrategy.membership.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt
 
@@ -125,16 +123,14 @@ def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
 
 # As a shell starts them
 
-ENDLESS = f"""
-import os, sys, time
-sys.path.insert(0, {str(HERE)!r})
-from jobs import note
+ENDLESS = """
+import time
 from lightning.pytorch.callbacks import Callback
 from test_strategy import Net, fit
 
 class Slow(Callback):
-    def on_train_batch_end(self, *args):
-        note(f"rank{{os.environ['RANK']}}.json", pid=os.getpid())
+    def on_train_batch_end(self, trainer, *_):
+        open(f"rank{trainer.global_rank}", "w").close()
         time.sleep(0.1)
 
 fit("ring", Net(), devices=2, max_epochs=1000, callbacks=[Slow()])
@@ -142,28 +138,11 @@ fit("ring", Net(), devices=2, max_epochs=1000, callbacks=[Slow()])
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_the_agent_of_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    written = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(torchrun, cwd=tmp_path, env=shell(), **quiet) as agent:
-        try:
-            until(lambda: all(path.exists() for path in written), "both train", lambda: [agent.pid])
-        finally:
-            agent.kill()
-    pids = [json.loads(path.read_text())["pid"] for path in written]
-    try:
-        # they would train for minutes
-        until(lambda: not any(map(is_running, pids)), "no orphan trains on", lambda: pids)
-    finally:
-        for pid in filter(is_running, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+def test_no_rank_outlives_the_agent_of_torchrun(program: Callable[..., Program], tmp_path: Path) -> None:
+    """They would train for minutes."""
+    (tmp_path / "script.py").write_text(ENDLESS)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
+    running = program(*torchrun)
+    running.until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), "both train")
+    running.process.kill()
+    running.wait()
