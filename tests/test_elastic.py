@@ -70,12 +70,12 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
         ("backward", {"size": 4, "victims": (0, 2)}),  # half of the ranks, and the store
         pytest.param("send", {"delay": 7}, marks=slow),  # where others have got all of theirs, and stepped
         pytest.param("send", {"delay": 3, "victims": (0,), "strategy": "direct bf16"}, marks=nightly),
-        pytest.param("backward", {"accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
-        pytest.param("batch end", {"accumulate": 2, "victims": (0,)}, marks=nightly),
+        pytest.param("backward", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
+        pytest.param("batch end", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=nightly),
     ],
 )
 def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
-    plan = _plan(tmp_path, place, 3, **how)
+    plan = _plan(tmp_path, place, **{"step": 4, **how})
     assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
 
 
