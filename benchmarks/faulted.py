@@ -1,4 +1,4 @@
-"""One rank of `python -m benchmarks faults`: it trains a tiny model and strikes itself where it was told to.
+"""One rank that trains a tiny model and strikes itself where a plan says so.
 
 Also a script, `python -m benchmarks.faulted PLAN.json`, for launchers that start one.
 """
@@ -28,10 +28,22 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import AllReduce, BlockInt, Cast, Direct, Gossip, PowerSGD, RingStrategy
+from benchmarks.ranks import note, noted
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    Cast,
+    Direct,
+    Gossip,
+    LocalSGD,
+    Nesterov,
+    PowerSGD,
+    RingStrategy,
+)
 from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
 
-FEATURES, BATCH, STEPS = 6, 4, 3  # steps of an epoch without a loss
+FEATURES, BATCH, STEPS, EPOCHS = 6, 4, 3, 3  # steps of an epoch without a loss
 _STALL_SECONDS = 1.0  # less than any timeout
 _SAVE_SECONDS = 0.004  # a kill in a save comes at most so long after its beginning
 
@@ -42,6 +54,8 @@ STRATEGIES: dict[str, Callable[..., Algorithm]] = {
     "powersgd": partial(PowerSGD, 2),
     "gossip": Gossip,
     "gossip at once": partial(Gossip, overlap=False),
+    "local SGD": partial(LocalSGD, 3, Nesterov(0.5, 0.5), BlockInt(8), overlap=2),
+    "auto": Auto,
 }
 
 
@@ -51,13 +65,14 @@ class Plan:
 
     Attributes:
         folder: of checkpoints, and of what each rank notes.
-        attempt: its number; a later one goes on from the last checkpoint.
         strategy: a key of STRATEGIES.
         policy: `on_peer_loss`.
         size: how many ranks.
+        attempt: its number; a later one goes on from the last checkpoint.
         epochs: how many.
+        accumulate: batches of a step.
         timeout: of the strategy, seconds.
-        start_method: of RingStrategy.
+        launcher: what starts the ranks.
         fault: what happens to the victims; "" for nothing.
         place: where.
         step: at which, counted from the beginning of the first attempt.
@@ -66,13 +81,14 @@ class Plan:
     """
 
     folder: str
-    attempt: int
-    strategy: str
-    policy: Literal["raise", "shrink"]
-    size: int
-    epochs: int
+    strategy: str = "ring"
+    policy: Literal["raise", "shrink", "wait"] = "raise"
+    size: int = 3
+    attempt: int = 0
+    epochs: int = EPOCHS
+    accumulate: int = 1
     timeout: float = 30.0
-    start_method: Literal["popen", "spawn", "fork"] = "popen"
+    launcher: Literal["environment", "lightning", "spawn", "fork", "torchrun"] = "environment"
     fault: str = ""
     place: str = ""
     step: int = 0
@@ -86,9 +102,18 @@ class Plan:
         path.write_text(json.dumps(asdict(self)))
         return path
 
+    @property
+    def saved(self) -> Path:
+        """Where checkpoints lie."""
+        return Path(self.folder) / "saved"
+
     def notes(self, rank: int) -> Path:
         """The file of one rank."""
         return Path(self.folder) / f"attempt{self.attempt}.rank{rank}.jsonl"
+
+    def noted(self, what: str) -> list[list[dict[str, Any]]]:
+        """The notes of one kind, of each rank, in their order."""
+        return [[each for each in noted(self.notes(rank)) if each["what"] == what] for rank in range(self.size)]
 
 
 class _Notes:
@@ -99,8 +124,7 @@ class _Notes:
         self.rank = int(os.environ.get("LOCAL_RANK", "0"))  # at the beginning: ranks of survivors change
 
     def add(self, what: str, **facts: object) -> None:
-        with self._plan.notes(self.rank).open("a") as file:
-            file.write(json.dumps({"what": what, "at": time.time(), **facts}) + "\n")
+        note(self._plan.notes(self.rank), what=what, at=time.time(), **facts)
 
 
 def samples(size: int) -> TensorDataset:
@@ -142,17 +166,18 @@ class _Noting(L.Callback):
         self._notes = notes
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        self._notes.rank = trainer.global_rank
-        self._notes.add("set-up", pid=os.getpid())
+        self._notes.rank = int(os.environ.get("LOCAL_RANK", "0"))  # in a process that was spawned
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._notes.add("begin", **_state(trainer, pl_module))
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, _: int) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, RingStrategy)
-        world = 0 if strategy.members is None or strategy.members.now is None else strategy.members.now.generation
-        now = {"world": world, "size": trainer.world_size, "step": trainer.global_step, "epoch": trainer.current_epoch}
+        assert isinstance(trainer.strategy, RingStrategy)
+        members = None if trainer.strategy.members is None else trainer.strategy.members.now
+        now = {"world": 0, "addresses": ()}
+        if members is not None:
+            now = {"world": members.generation, "addresses": members.addresses}
+        now |= {"size": trainer.world_size, "step": trainer.global_step, "epoch": trainer.current_epoch}
         self._notes.add("batch", samples=batch[2].tolist(), rank=trainer.global_rank, **now)
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
@@ -186,13 +211,13 @@ class _Strike(L.Callback):
         self._struck = False
         self._sent: int | None = None  # messages, in the step of the fault
 
-    def strike(self, *, late: bool = False) -> None:
+    def strike(self) -> None:
         """Once in a run."""
         if self._struck:
             return
         self._struck = True
         cut = _reset_connections() if self._plan.fault == "reset" else None
-        self._notes.add("struck", late=late, cut=cut)
+        self._notes.add("struck", cut=cut)
         match self._plan.fault:
             case "kill" | "kill all":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -257,7 +282,7 @@ class _Strike(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._notes.rank in self._plan.victims:
-            self.strike(late=self._plan.place != "any")  # what has not come yet comes here
+            self.strike()  # what has not come yet comes here
 
     def _count_messages(self, trainer: L.Trainer) -> None:
         send = dist.isend
@@ -285,7 +310,7 @@ def _reset_connections() -> int:
     return cut
 
 
-def be_a_rank(plan: Plan) -> None:
+def be_a_rank(plan: Plan, *callbacks: L.Callback) -> None:
     """Train from the last checkpoint, if there is one, to the end."""
     torch.set_num_threads(1)
     notes = _Notes(plan)
@@ -296,12 +321,13 @@ def be_a_rank(plan: Plan) -> None:
             algorithm,
             timeout=timedelta(seconds=plan.timeout),
             on_peer_loss=plan.policy,
-            start_method=plan.start_method,
+            start_method=plan.launcher if plan.launcher in ("spawn", "fork") else "popen",
         ),
         accelerator="cpu",
         devices=plan.size,
         max_epochs=plan.epochs,
-        callbacks=[_Noting(notes), _Strike(plan, notes), ModelCheckpoint(Path(plan.folder) / "saved", save_last=True)],
+        accumulate_grad_batches=plan.accumulate,
+        callbacks=[*callbacks, _Noting(notes), _Strike(plan, notes), ModelCheckpoint(plan.saved, save_last=True)],
         logger=False,
         num_sanity_val_steps=0,
         enable_progress_bar=False,

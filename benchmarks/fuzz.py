@@ -17,23 +17,24 @@ Each round has a seed: it is 16 payloads of one codec, for one number of values.
 
 from __future__ import annotations
 
-import multiprocessing
+import math
 import random
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness
+from benchmarks.ranks import Job, note, noted
 from benchmarks.rows import Row
 from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, Sign, TopK
 
@@ -51,6 +52,7 @@ _CANARY = 0x5A  # each byte of a guard
 _HEADERS = (0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0001, 0x8000, 0x0000)  # bfloat16
 _SEED = 11  # of rotations and of stochastic rounding
 _MODERATE = 1e4  # float16 carries it
+_SEEDS, _FOUND = "seeds.jsonl", "found.jsonl"  # notes of rounds
 _PLAIN = "plain"  # a message that an encode has written
 _KINDS = (_PLAIN, "random", "flipped", "headers", "filled", "moved", "short", "long")
 
@@ -243,41 +245,31 @@ def check(codec: Codec, seed: int) -> Counter[str]:
     return round_.counts
 
 
-def _rounds(seed: int, payloads: int, current: Synchronized[int], told: Connection) -> None:
-    """Rounds from this seed on, until there were so many payloads; tell the counts of each codec, or what was wrong."""
-    torch.set_num_threads(1)
-    counts: dict[str, Counter[str]] = {}
-    left = payloads
-    while left > 0:
+def _rounds(seed: int, payloads: int) -> None:
+    """Rounds from this seed on, until there were so many payloads; notes the seed of each, and what came of it."""
+    while payloads > 0:
+        note(_SEEDS, seed=seed)
         codec = CODECS[seed % len(CODECS)]
-        current.value = seed
-        try:
-            found = check(codec, seed)
-        except Harm as harm:
-            told.send(str(harm))
-            return
-        counts.setdefault(str(codec), Counter()).update(found)
-        left -= found["payloads"]
+        found = check(codec, seed)
+        note(_FOUND, codec=str(codec), **found)
+        payloads -= found["payloads"]
         seed += 1
-    told.send(counts)
 
 
 def fuzz(seed: int, payloads: int) -> dict[str, Counter[str]]:
     """Counts by codec; SystemExit with the seed to repeat if a payload did harm."""
-    context = multiprocessing.get_context("forkserver")
-    current, (hears, tells) = context.Value("q", seed), context.Pipe(duplex=False)
-    child = context.Process(target=_rounds, args=(seed, payloads, current, tells))
-    child.start()
-    tells.close()
-    try:
-        told = hears.recv()
-    except EOFError:
-        child.join()
-        told = f"the process crashed with {child.exitcode}"
-    child.join()
-    if isinstance(told, str):
-        sys.exit(f"{told}; repeat it with python -m benchmarks fuzz --seed {current.value} --payloads 1")
-    return dict(told)
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), 1, _rounds, seed, payloads)
+        [code] = job.wait(end=math.inf)
+        job.close()
+        if code:
+            told = job.record(0)["message"] if code > 0 else f"the process died of signal {-code}"
+            last = noted(Path(folder) / _SEEDS)[-1]["seed"]
+            sys.exit(f"{told}; repeat it with python -m benchmarks fuzz --seed {last} --payloads 1")
+        counts: dict[str, Counter[str]] = {}
+        for found in noted(Path(folder) / _FOUND):
+            counts.setdefault(found.pop("codec"), Counter()).update(found)
+    return counts
 
 
 def main(given: Sequence[str]) -> None:

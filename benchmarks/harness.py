@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
@@ -289,23 +287,6 @@ def made_with() -> dict[str, Any]:
     return {"device": "cpu", "torch": torch.__version__, "commit": commit()}
 
 
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that nobody else gets meanwhile: only a store that is told of it can listen there."""
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        yield holder.getsockname()[1]
-
-
-def is_alive(pid: int) -> bool:
-    """Is there such a process, which has not ended?"""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def report(
     benchmark: str,
     size: str,
@@ -398,12 +379,6 @@ def interface_bytes() -> int | None:
         return None
     lines = (line.partition(":") for line in counter.read_text().splitlines())
     return next((int(numbers.split()[8]) for interface, _, numbers in lines if interface.strip() == name), None)
-
-
-def noted(file: Path) -> list[dict[str, Any]]:
-    """What a process has written into a file of JSON lines so far, whole lines only; nothing if there is no file."""
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def commit() -> str:

@@ -23,10 +23,10 @@ import argparse
 import copy
 import gc
 import hashlib
-import multiprocessing
 import os
 import random
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import drawn, harness
+from benchmarks.ranks import Job, note, noted
 from benchmarks.rows import Row
 from ringstrategy import AllReduce, BlockInt, PushSum, SmallExact
 from ringstrategy.algorithms import Algorithm
@@ -49,7 +50,8 @@ from ringstrategy.names import STRATEGIES
 from ringstrategy.session import Session
 
 _AT_ONCE = 30  # configurations between two starts of processes
-_SILENT_SECONDS = 120.0  # then a rank hangs
+_LONGEST_SECONDS = 1200.0  # that a start of processes may take
+_RESULTS = "results{}.jsonl"  # of a rank
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 1e-30  # a scale below this counts as this
 _ROWS = 23  # of an embedding
@@ -433,59 +435,37 @@ def grow(name: str, steps: int) -> tuple[float, int, int]:
 # Processes
 
 
-def _be_a_rank(rank: int, size: int, port: int, work: Callable[[Any], Any], given: Sequence[Any], tell: Any) -> None:
-    """Do all that is given, and tell of each what came of it: its number, the result, and what was wrong."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size))
-    torch.set_num_threads(1)
+def _be_a_rank(work: Callable[[Any], Any], given: Sequence[Any]) -> None:
+    """Do all that is given, and note what came of each."""
     warnings.filterwarnings("ignore", message="PowerSGD.*compresses none")  # of models as small as these
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     for each in given:
-        try:
-            tell.send((work(each), None))
-        except BaseException as error:
-            tell.send((None, f"rank {rank}: {type(error).__name__}: {error}"))
-            raise SystemExit(1) from error
+        note(_RESULTS.format(dist.get_rank()), result=work(each))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def on_ranks(size: int, work: Callable[[Any], Any], given: Sequence[Any]) -> tuple[list[list[Any]], list[str]]:
     """The results of all ranks for each of what is given, as far as they came; and what was wrong with the next."""
-    context = multiprocessing.get_context("forkserver")
-    with harness.reserved_port() as port:
-        pass
-    pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    processes = [
-        context.Process(target=_be_a_rank, args=(rank, size, port, work, given, pipes[rank][1])) for rank in range(size)
-    ]
-    for process, (_, tells) in zip(processes, pipes, strict=True):
-        process.start()
-        tells.close()
-    results: list[list[Any]] = []
-    wrong: list[str] = []
-    try:
-        while len(results) < len(given) and not wrong:
-            told = [_heard(hears, rank) for rank, (hears, _) in enumerate(pipes)]
-            wrong = [words for _, words in told if words is not None]
-            if not wrong:
-                results.append([result for result, _ in told])
-        for process in processes:
-            process.join(0 if wrong else _SILENT_SECONDS)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    with tempfile.TemporaryDirectory() as folder:
+        job, wrong = Job(Path(folder), size, _be_a_rank, work, given), list[str]()
+        try:
+            codes = job.wait(end=_LONGEST_SECONDS)
+            wrong = [f"rank {rank}: {_last_words(job, rank, code)}" for rank, code in enumerate(codes) if code]
+        except AssertionError as error:
+            wrong = [str(error)]
+        finally:
+            job.close()
+        noted_by = [noted(Path(folder) / _RESULTS.format(rank)) for rank in range(size)]
+        results = [[note["result"] for note in notes] for notes in zip(*noted_by, strict=False)]
     return results, wrong
 
 
-def _heard(hears: Connection, rank: int) -> tuple[Any, str | None]:
-    if not wait([hears], _SILENT_SECONDS):
-        return None, f"rank {rank} hangs"
-    try:
-        told: tuple[Any, str | None] = hears.recv()
-    except EOFError:
-        return None, f"rank {rank} crashed"
-    return told
+def _last_words(job: Job, rank: int, code: int) -> str:
+    if code < 0:
+        return f"it died of signal {-code}"
+    record = job.record(rank)
+    return f"{record['kind']}: {record['message']}"
 
 
 def _run_seed(seed: int) -> int:

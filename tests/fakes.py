@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from patience import Patience
 from torch import Tensor
 
+from benchmarks.ranks import Patience
 from ringstrategy.codecs import Codec
 from ringstrategy.transport.base import Handle, Peers
 

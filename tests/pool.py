@@ -1,8 +1,8 @@
 """One pool of worker processes for all multi-process tests: a task is a function run on N ranks, a world of its own.
 
 Processes are forked from a server that has imported torch, lightning, Numba and ringstrategy once, and are reused: a
-task costs a rendezvous, not an import. A task that hangs (see `patience.py`) costs the pool its processes and the test
-its pass.
+task costs a rendezvous, not an import. A task that hangs (see `benchmarks.ranks.Patience`) costs the
+pool its processes and the test its pass.
 
 Several pools may run at once, each in a pytest of its own: a world's port is held by its pool from the choice to the
 end, so no two worlds meet on one port. (They did when a port was looked for and let go again: the ranks of the world
@@ -15,8 +15,6 @@ import importlib
 import math
 import multiprocessing
 import os
-import random
-import socket
 import sys
 import time
 import traceback
@@ -24,39 +22,24 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from patience import Patience
+from benchmarks.ranks import Patience, reserve_port
 
 LARGEST = 8
 _GRACE = 60.0  # seconds, for other ranks after one has failed, which may wait for it: the test is red already
-_PORTS = range(20_000, 32_768)  # below those that Linux hands out, also to launchers that look for a free port
-IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
-IMPORTED += [
+_IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
+_IMPORTED += [
     f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_nesterov", "cpu_sparse")
 ]  # with Numba
+multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED)
 
 
 class RankFailed(AssertionError):
     """A rank raised; carries its traceback."""
 
 
-def reserve_port() -> socket.socket:
-    """A socket that holds a port of 127.0.0.1 until it is closed: only a store that is told of it can listen there."""
-    while True:
-        holder = socket.socket()
-        try:
-            holder.bind(("127.0.0.1", random.SystemRandom().choice(_PORTS)))
-        except OSError:
-            holder.close()
-            continue
-        # only now: who binds without it, as the line above, is refused; who binds with it, as torch's store, is not
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        return holder
-
-
 class Pool:
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(IMPORTED)
         self._workers: list[tuple[Any, Connection]] = []
 
     def __call__(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

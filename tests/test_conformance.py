@@ -291,6 +291,13 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: ring.RingStrategy(on_peer_loss="wait", start_method="fork"), "use start_method='popen'"),
         (lambda: ring.RingStrategy(on_peer_loss="wait", process_group_backend="nccl"), "process_group_backend='gloo'"),
         (lambda: ring.RingStrategy(AllReduce(uneven="join"), on_peer_loss="wait"), "use uneven='error'"),
+        (lambda: ring.RingStrategy(ring.LocalSGD(4, within_host=True), on_peer_loss="wait"), "within_host=False"),
+        (lambda: ring.RingStrategy(tiemout=timedelta(1)), "did you mean 'timeout'"),
+        (lambda: ring.RingStrategy(find_unused_parameters=True), "AllReduce(find_unused_parameters=...))"),
+        (lambda: ring.RingStrategy(ddp_comm_hook=print), "here a codec does that"),
+        (lambda: ring.RingStrategy(static_graph=True), "'static_graph' is torch DDP's"),
+        (lambda: ring.RingStrategy("allreduce"), "ringstrategy.AllReduce()"),
+        (lambda: ring.RingStrategy(AllReduce), "ringstrategy.AllReduce()"),
     ],
     "fabric": [
         (lambda: ring.RingFabricStrategy(OfNoFamily()), OF_NO_FAMILY),

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -16,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import Job, note, until
 from jobs import job as job  # a fixture
 from test_lab import needs_namespaces
 from test_strategy import Net, fit, rows
 from torch import Tensor
 
 from benchmarks import lab
+from benchmarks.faulted import Plan, be_a_rank
+from benchmarks.ranks import Job, note, noted, until
 from ringstrategy import PeerLostError, RingStrategy
 from ringstrategy.failure import reach
 from ringstrategy.names import STRATEGIES
@@ -31,10 +29,10 @@ TIMEOUT = 4.0  # seconds, of the strategy
 
 
 class Trains(Net):
-    """Says how far it is, and trains until something ends it."""
+    """Notes how far it is, and trains until something ends it."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        note(f"trains{self.global_rank}.json", step=self.global_step)
+        note(f"trains{self.global_rank}", step=self.global_step)
         time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
@@ -43,16 +41,14 @@ def train(name: str) -> None:
     strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=TIMEOUT))
     try:
         fit(strategy, Trains(), data=rows(), max_epochs=-1, num_nodes=int(os.environ["WORLD_SIZE"]), devices=1)
-    except BaseException as error:
-        facts = {"kind": type(error).__name__, "message": str(error), "lost": getattr(error, "rank", None)}
-        note(f"record{os.environ['RANK']}.json", **facts)
+    except PeerLostError as error:
+        note(f"lost{os.environ['RANK']}", message=str(error), rank=error.rank)
         raise
 
 
 def steps(folder: Path) -> list[int]:
     """That the ranks have come to."""
-    paths = [folder / f"trains{rank}.json" for rank in range(3)]
-    return [json.loads(path.read_text())["step"] if path.exists() else 0 for path in paths]
+    return [[{"step": 0}, *noted(folder / f"trains{rank}")][-1]["step"] for rank in range(3)]
 
 
 @needs_namespaces
@@ -81,8 +77,8 @@ def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, name: str
         wait(lambda: all(child.poll() is not None for child in children), "all ended")
     assert [child.returncode for child in children] == [1, 1, 1]
     for rank in range(3):
-        record = json.loads((tmp_path / f"record{rank}.json").read_text())
-        assert (record["kind"], record["lost"]) == (PeerLostError.__name__, victim), record
+        [record] = noted(tmp_path / f"lost{rank}")
+        assert record["rank"] == victim, record
         sign = "it can reach no other host (10.77.0." if rank == victim else "its host cannot be reached at 10.77.0."
         assert sign in record["message"] or "says another rank" in record["message"], record
 
@@ -100,34 +96,10 @@ def test_a_host_is_reached_whether_or_not_anybody_listens_there() -> None:
         assert net._on_host(0, partial(look, 0.5)) == {net.address(1)}
 
 
-class Resets(Net):
-    """In batch 3, rank 1 ends all connections of gloo that it has, and goes on; its connections to the store stay."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and self.global_step == 3:
-            assert end_connections(but_port=int(os.environ["MASTER_PORT"])) >= 4, "to two ranks, in two groups"
-        return super().training_step(batch, batch_idx)
-
-
-def end_connections(but_port: int) -> int:
-    """Of this process, as a firewall or a router does that forgets them; returns how many there were."""
-    ended = 0
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
-            ports = connection.getsockname()[1], connection.getpeername()[1]
-            if but_port not in ports:
-                connection.shutdown(socket.SHUT_RDWR)
-                ended += 1
-    return ended
-
-
-def train_and_reset() -> None:
-    fit("ring", Resets(), data=rows(96), max_epochs=1)
-
-
-def test_both_ends_of_a_connection_that_broke_are_named(job: Callable[..., Job]) -> None:
-    running = job(3, train_and_reset)
-    assert running.wait([0, 1, 2]) == [1, 1, 1]
+def test_both_ends_of_a_connection_that_broke_are_named(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Rank 1 ends all connections of gloo that it has, and goes on; its connections to the store stay."""
+    running = job(3, be_a_rank, Plan(str(tmp_path), fault="reset", place="forward", step=3, victims=(1,)))
+    assert running.wait() == [1, 1, 1]
     named = [running.named(rank) for rank in range(3)]
     assert len({lost for lost, _ in named}) == 1, named
     for _, message in named:

@@ -17,11 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from pool import Pool, reserve_port
+from pool import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
+from benchmarks.ranks import reserve_port
 from ringstrategy import (
     BlockInt,
     Codec,

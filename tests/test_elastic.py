@@ -3,47 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import signal
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from jobs import Job, die, note
+from jobs import die
 from jobs import job as job  # a fixture
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from pairs import all_pairs
 from pool import Pool
-from test_stopping import Signals
-from test_strategy import Net, fit, rows, trainer_with
+from test_strategy import Net, fit, rows
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from ringstrategy import (
-    AllReduce,
-    Auto,
-    BlockInt,
-    Collective,
-    Direct,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    PowerSGD,
-    Ring,
-    RingStrategy,
-)
-from ringstrategy.algorithms.base import Algorithm
+from benchmarks import faults
+from benchmarks.faulted import STEPS, Plan, be_a_rank
+from benchmarks.ranks import Job, note, noted
+from ringstrategy import AllReduce, RingStrategy
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.elastic import Rest
 from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
@@ -51,329 +35,80 @@ from ringstrategy.integrations.lightning.processes import Given
 from ringstrategy.membership import members
 from ringstrategy.session import Session
 
-SAMPLES, BATCH, EPOCHS = 96, 4, 2
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-class Struck(Net):
-    """Ranks die at a step and a place of the fit, and each notes the batches that it trains on."""
-
-    def __init__(self, deaths: dict[int, tuple[str, int]]) -> None:
-        super().__init__()
-        self.deaths, self.born = deaths, int(os.environ.get("BORN") or os.environ.get("LOCAL_RANK", "0"))
-
-    seconds = 0.0  # of a step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
-
-    def at(self, place: str) -> None:
-        if self.deaths.get(self.born) == (place, self.global_step):
-            die()
-
-    def on_train_start(self) -> None:
-        self.at("start")
-
-    def on_train_epoch_start(self) -> None:
-        now = self.trainer.strategy.members.now
-        note(f"members{self.born}.json", addresses=() if now is None else now.addresses)
-        self.at("epoch start")
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.at("batch start")
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        with Path(f"batches{self.born}.jsonl").open("a") as file:
-            now = self.trainer.strategy.members.now
-            seen = {"world": now.generation, "size": now.size, "rank": now.rank, "born": self.born}
-            seen |= {"epoch": self.current_epoch, "step": self.global_step}
-            file.write(json.dumps({**seen, "x": batch[0].tolist(), "y": batch[1].tolist()}) + "\n")
-        time.sleep(self.seconds)
-        self.at("forward")
-        if batch_idx > 0:  # buckets are planned
-            self.layers[0].weight.register_hook(self._backward)
-        return super().training_step(batch, batch_idx)
-
-    def _backward(self, gradient: Tensor) -> None:
-        self.at("backward")
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self.at("optimizer")
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.at("batch end")
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.at("validation")
-        super().validation_step(batch, batch_idx)
-
-    def on_validation_epoch_end(self) -> None:
-        self.at("validation end")
-
-    def on_train_epoch_end(self) -> None:
-        self.at("epoch end")
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.at("save")
+PLACES = ("backward", "validation", "save", "forward", "epoch end", "start", "optimizer", "batch end")
+NAMES = ("ring", "ring_int8, feedback", "gossip", "local SGD", "powersgd", "gossip at once", "auto")
 
 
-class Torn(Struck):
-    """Rank `victim` is killed before its last message of a step, when another rank has got all of its own and stepped.
-
-    Each rank notes the steps that its optimizer makes.
-    """
-
-    STEP = 3
-
-    def __init__(self, victim: int) -> None:
-        super().__init__({})
-        self.victim = victim
-        self.sent, self.last = 0, -1  # messages
-        self.sent_before: list[int] = []  # each step
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        optimizer = super().configure_optimizers()
-        optimizer.register_step_post_hook(self._note_step)
-        return optimizer
-
-    def _note_step(self, *_: Any) -> None:
-        with Path(f"steps{self.born}.jsonl").open("a") as file:
-            world = self.trainer.strategy.members.now.generation
-            file.write(json.dumps({"world": world, "step": self.global_step}) + "\n")
-
-    def on_train_start(self) -> None:
-        if self.born == self.victim:
-            self._isend, dist.isend = dist.isend, self._count
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        self.sent_before.append(self.sent)
-        if len(self.sent_before) > self.STEP:
-            self.last = 2 * self.sent - self.sent_before[-2]  # as many as in the step before
-        return super().training_step(batch, batch_idx)
-
-    def _count(self, *args: Any, **options: Any) -> Any:
-        """In place of `isend`."""
-        self.sent += 1
-        if self.sent == self.last:
-            while not any(self.STEP in steps for steps in _steps(Path()).values()):
-                time.sleep(0.05)
-            die()
-        return self._isend(*args, **options)
-
-
-def _steps(folder: Path, world: int = 0) -> dict[int, list[int]]:
-    """That each rank has made in a world."""
-    steps: dict[int, list[int]] = {}
-    for file in folder.glob("steps*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        steps[int(file.stem[5:])] = [line["step"] for line in lines if line["world"] == world]
-    return steps
-
-
-def _train(
-    deaths: dict[int, tuple[str, int]] | Struck,
-    on_peer_loss: Any,
-    *,
-    algorithm: Algorithm | None = None,
-    val: bool = False,
-    seconds: float = 0.0,
-    **options: Any,
-) -> None:
-    algorithm = AllReduce(bucket_mb=1e-4) if algorithm is None else algorithm
-    strategy = RingStrategy(algorithm, timeout=timedelta(seconds=20), on_peer_loss=on_peer_loss)
-    model = deaths if isinstance(deaths, Struck) else Struck(deaths)
-    model.seconds = seconds
-    trainer = trainer_with(strategy, max_epochs=EPOCHS, **options)
-    trainer.fit(model, rows(SAMPLES, shuffle=True), rows(24) if val else None)
-    note(
-        f"end{model.born}.json",
-        rank=trainer.global_rank,
-        size=trainer.world_size,
-        steps=trainer.global_step,
-        epoch=trainer.current_epoch,
-        counted=trainer.strategy.algorithm.state_dict()["step"],
-        weights=[parameter.tolist() for parameter in model.parameters()],
-        threads=[thread.name for thread in threading.enumerate() if thread.name.startswith("ringstrategy")],
-    )
-
-
-def _ends(running: Job, ranks: list[int], newcomers: tuple[int, ...] = ()) -> list[dict[str, Any]]:
-    """Of these ranks, and of those that were born with these numbers."""
-    codes = running.wait(ranks)
-    assert codes == [0] * len(ranks), "\n".join(running.output(rank) for rank in ranks)
-    if newcomers:
-        running.wait(list(range(len(running.ranks))))
-    ends = [running.notes(f"end{rank}") for rank in (*ranks, *newcomers)]
-    assert len({end["counted"] for end in ends}) == 1
-    assert sorted(end["rank"] for end in ends) == list(range(len(ends)))
-    assert {(end["size"], end["epoch"]) for end in ends} == {(len(ends), EPOCHS)}
-    assert all(end["threads"] == [] for end in ends)
-    return ends
-
-
-def _batches_of_steps(running: Job, steps: int, behind: int = 0) -> list[list[dict[str, Any]]]:
-    """Of each step, in all epochs: what the ranks that made it have trained on. All samples, once.
-
-    With gossip, up to `behind` ranks may leave out a step that another has made.
-    """
-    lines = [line for file in running.folder.glob("batches*.jsonl") for line in file.read_text().splitlines()]
-    batches: list[list[dict[str, Any]]] = [[] for _ in range(steps)]
-    for batch in map(json.loads, sorted(lines)):
-        batches[batch["step"]].append(batch)
-    for step, of_step in enumerate(batches):
-        world = max(batch["world"] for batch in of_step)
-        batches[step] = [batch for batch in of_step if batch["world"] == world]
-        size = of_step[-1]["size"]
-        assert size - behind <= len({batch["rank"] for batch in batches[step]}) <= size
-    samples = Counter((batch["epoch"], row[0]) for of_step in batches for batch in of_step for row in batch["x"])
-    for epoch in range(EPOCHS):
-        often = [count for (of, _), count in samples.items() if of == epoch]
-        assert SAMPLES - behind * BATCH <= len(often) <= SAMPLES
-        assert sum(often) <= SAMPLES + 4  # some fill the last batches up
-    return batches
-
-
-def _as_an_oracle(running: Job, ends: list[dict[str, Any]], accumulated: int = 1) -> None:
-    """The same as one process that takes, for each step, the mean over all batches of the ranks that made it."""
-    model = Struck({})
-    optimizer = model.configure_optimizers()
-    for batches in _batches_of_steps(running, ends[0]["steps"]):
-        optimizer.zero_grad()
-        for batch in batches:
-            loss = model.loss((torch.tensor(batch["x"]), torch.tensor(batch["y"])))
-            (loss / batch["size"] / accumulated).backward()
-        optimizer.step()
-    for end in ends:
-        assert end["weights"] == ends[0]["weights"]
-    for mine, theirs in zip(model.parameters(), ends[0]["weights"], strict=True):
-        torch.testing.assert_close(mine.detach(), torch.tensor(theirs), rtol=1e-4, atol=1e-5)
-
-
-# Wherever a rank dies, with every algorithm
-
-PLACES = {"backward": 3, "validation": 8, "save": 8, "epoch start": 8, "forward": 3, "epoch end": 8, "start": 0}
-PLACES |= {"batch start": 3, "optimizer": 3, "batch end": 3, "validation end": 8}
-ALGORITHMS: dict[str, Callable[[], Algorithm]] = {
-    "exact": lambda: AllReduce(bucket_mb=1e-4),
-    "feedback": lambda: AllReduce(BlockInt(8), error_feedback=True),
-    "gossip": Gossip,
-    "LocalSGD": lambda: LocalSGD(3, Nesterov(0.5, 0.5), BlockInt(8), overlap=2),
-    "PowerSGD": lambda: PowerSGD(2),
-    "gossip in step": lambda: Gossip(overlap=False),
-    "auto": Auto,
-}
+def _plan(folder: Path, place: str, step: int, policy: Any = "shrink", **how: Any) -> Plan:
+    how = {"victims": (1,), "timeout": 20.0, **how}
+    return Plan(str(folder), policy=policy, fault="kill", place=place, step=step, **how)
 
 
 def _cases() -> list[Any]:
     """Each algorithm once; at night each at each place."""
-    first = list(zip(PLACES, ALGORITHMS, itertools.cycle([0, 2]), strict=False))
-    others = [case for case in all_pairs(PLACES, ALGORITHMS, [2, 0]) if case not in first]
-    marks = [(), *[slow] * (len(first) - 1), *[nightly] * len(others)]
+    first = list(zip(PLACES, NAMES, itertools.cycle([0, 2]), strict=False))
+    others = [case for case in all_pairs(PLACES, NAMES, [2, 0]) if case not in first]
+    marks = [*[slow] * len(first), *[nightly] * len(others)]
     return [pytest.param(*case, marks=mark) for case, mark in zip([*first, *others], marks, strict=True)]
 
 
-def _train_and_save_all(deaths: dict[int, tuple[str, int]], algorithm: str, folder: str) -> None:
-    saver = ModelCheckpoint(folder, save_last=True, save_top_k=-1)
-    given = {"algorithm": ALGORITHMS[algorithm](), "val": True, "enable_checkpointing": True, "callbacks": [saver]}
-    _train(deaths, "shrink", **given)
-
-
-@pytest.mark.parametrize(("place", "algorithm", "victim"), _cases())
-def test_survivors_go_on(
-    job: Callable[..., Job], place: str, algorithm: str, victim: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    folder = tmp_path_factory.mktemp("checkpoints")
-    running = job(3, _train_and_save_all, {victim: (place, PLACES[place])}, algorithm, str(folder))
-    ends = _ends(running, [rank for rank in range(3) if rank != victim])
-    if algorithm == "exact":
-        _as_an_oracle(running, ends)
-        assert torch.load(folder / "last.ckpt", weights_only=False)["global_step"] == ends[0]["steps"]
-    elif ALGORITHMS[algorithm]().decentralized:
-        _batches_of_steps(running, ends[0]["steps"], behind=2)
-    else:
-        _batches_of_steps(running, ends[0]["steps"])
-        assert ends[0]["weights"] == ends[1]["weights"]
+@pytest.mark.parametrize(("place", "strategy", "victim"), _cases())
+def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int) -> None:
+    """And what they save begins another run, with the same bits if the algorithm gives them again."""
+    step = STEPS if place in ("validation", "save", "epoch end") else 4
+    plan = _plan(tmp_path, place, step, victims=(victim,), strategy=strategy)
+    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+    assert strategy not in faults.DRAWN or not faults.torn_by_survivors(plan)
 
 
 @pytest.mark.parametrize(
-    "deaths",
+    ("place", "how"),
     [
-        pytest.param({2: ("forward", 2), 0: ("forward", 2)}, marks=slow),
-        *(
-            pytest.param(deaths, marks=nightly)
-            for deaths in (
-                {0: ("forward", 2), 1: ("backward", 5)},
-                {3: ("optimizer", 2), 2: ("batch start", 3), 0: ("epoch start", 9)},
-                {1: ("backward", 4), 0: ("batch end", 4)},
-                {1: ("backward", 4), 0: ("epoch start", 7)},
-                {1: ("backward", 4), 0: ("epoch end", 7)},
-            )
-        ),
+        ("backward", {"size": 4, "victims": (0, 2)}),  # half of the ranks, and the store
+        pytest.param("send", {"delay": 7}, marks=slow),  # where others have got all of theirs, and stepped
+        pytest.param("send", {"delay": 3, "victims": (0,), "strategy": "direct bf16"}, marks=nightly),
+        pytest.param("backward", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
+        pytest.param("batch end", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=nightly),
     ],
 )
-def test_several_are_lost(job: Callable[..., Job], deaths: dict[int, tuple[str, int]]) -> None:
-    running = job(4, _train, deaths, "shrink")
-    _as_an_oracle(running, _ends(running, [rank for rank in range(4) if rank not in deaths]))
-
-
-def _train_torn(victim: int, collective: Collective) -> None:
-    _train(Torn(victim), "shrink", algorithm=AllReduce(collective=collective, bucket_mb=1e-4))
-
-
-@pytest.mark.parametrize(
-    ("collective", "victim", "ahead", "behind"),
-    [
-        pytest.param(Ring(), 0, 2, 1, marks=slow),
-        pytest.param(Ring(), 2, 1, 0, marks=nightly),
-        pytest.param(Direct(), 1, 2, 0, marks=nightly),
-    ],
-)
-def test_survivors_that_are_a_step_apart_go_on(
-    job: Callable[..., Job], collective: Collective, victim: int, ahead: int, behind: int
-) -> None:
-    running = job(3, _train_torn, victim, collective)
-    ends = _ends(running, sorted([ahead, behind]))
-    before, after = _steps(running.folder), _steps(running.folder, world=1)
-    assert before[ahead] == [*range(Torn.STEP), Torn.STEP]
-    assert before[behind] == [*range(Torn.STEP)]
-    assert after[ahead] == after[behind] == [*range(Torn.STEP + 1, ends[0]["steps"])]
-    _as_an_oracle(running, ends)
-
-
-@pytest.mark.parametrize(
-    "place", [pytest.param("backward", marks=slow), *(pytest.param(p, marks=nightly) for p in ("forward", "batch end"))]
-)
-def test_a_window_of_accumulated_batches_is_drawn_again(job: Callable[..., Job], place: str) -> None:
-    running = job(3, partial(_train, accumulate_grad_batches=2), {0: (place, 2)}, "shrink")
-    _as_an_oracle(running, _ends(running, [1, 2]), accumulated=2)
+def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
+    plan = _plan(tmp_path, place, **{"step": 4, **how})
+    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
 
 
 # Replacements
 
 
-def _replace(addresses: list[str], born: int, *args: Any, **options: Any) -> None:
-    os.environ.update(RINGSTRATEGY_JOIN=",".join(addresses), BORN=str(born))
-    _train({}, *args, **options)
+def _replace(plan: Plan, addresses: list[str], *callbacks: Callback) -> None:
+    os.environ["RINGSTRATEGY_JOIN"] = ",".join(addresses)
+    be_a_rank(replace(plan, fault=""), *callbacks)
+
+
+def _addresses(plan: Plan) -> list[str]:
+    return plan.noted("batch")[0][0]["addresses"]
 
 
 @pytest.mark.parametrize(
     ("place", "step"),
     [
-        pytest.param("forward", 3, marks=slow),
-        pytest.param("validation", 8, marks=nightly),
-        pytest.param("epoch end", 8, marks=nightly),
+        pytest.param("forward", 4, marks=slow),
+        pytest.param("validation", STEPS, marks=nightly),
+        pytest.param("epoch end", STEPS, marks=nightly),
     ],
 )
-def test_a_replacement_is_waited_for(job: Callable[..., Job], place: str, step: int) -> None:
-    running = job(3, partial(_train, val=True), {1: (place, step)}, "wait")
+def test_a_replacement_is_waited_for(job: Callable[..., Job], tmp_path: Path, place: str, step: int) -> None:
+    plan = _plan(tmp_path, place, step, "wait")
+    running = job(3, be_a_rank, plan)
     running.wait([1])
-    running.add(1, partial(_replace, val=True), running.notes("members0")["addresses"], 3, "wait")
-    ends = _ends(running, [0, 2], newcomers=(3,))
-    assert [end["rank"] for end in ends] == [0, 1, 2]
-    _as_an_oracle(running, ends)
+    running.add(1, _replace, plan, _addresses(plan))
+    assert running.wait() == [0, 0, 0]
+    assert not [*faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
 
 
-def _train_until_a_meeting(victim: int, number: int, *args: Any, **options: Any) -> None:
+def _train_until_a_meeting(plan: Plan, victim: int, number: int) -> None:
     """Rank `victim` is killed in its meeting of this number, once all have connected."""
     compare, meetings = Session.compare_optimizers, itertools.count(1)
 
@@ -383,111 +118,114 @@ def _train_until_a_meeting(victim: int, number: int, *args: Any, **options: Any)
         compare(session)
 
     Session.compare_optimizers = or_die  # type: ignore[method-assign]
-    _train(*args, **options)
+    be_a_rank(plan)
 
 
 @slow
-def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job]) -> None:
+def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job], tmp_path: Path) -> None:
     """The newcomer closes what it has opened, meets again, and waits with the other for a second newcomer."""
-    running = job(3, _train_until_a_meeting, 2, 3, {1: ("forward", 3)}, "wait")
+    plan = _plan(tmp_path, "forward", 4, "wait")
+    running = job(3, _train_until_a_meeting, plan, 2, 3)
     running.wait([1])
-    addresses = running.notes("members0")["addresses"]
-    running.add(1, _replace, addresses, 3, "wait")
+    running.add(1, _replace, plan, _addresses(plan))
     assert running.wait([2]) == [-signal.SIGKILL]
-    running.add(2, _replace, addresses, 4, "wait")
-    _as_an_oracle(running, _ends(running, [0], newcomers=(3, 4)))
+    running.add(2, _replace, plan, _addresses(plan))
+    assert running.wait() == [0, 0, 0]
+    assert not [*faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
 
 
-class Alone(Struck):
+class Alone(Callback):
     """Notes how far the parameters are from those that ranks share when a rank that was alone has others again."""
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        now = self.trainer.strategy.members.now
-        if now.size == 2 and now.generation > 1 and not Path(f"joined{self.born}.json").exists():
-            shared, held = self.trainer.strategy.algorithm.shared_values(), dict(self.named_parameters())
-            distance = max(float((value - held[name]).detach().abs().max()) for name, value in shared.items())
-            note(f"joined{self.born}.json", distance=distance)
-        return super().training_step(batch, batch_idx)
-
-
-def _train_alone(deaths: dict[int, tuple[str, int]], addresses: tuple[str, ...] = ()) -> None:
-    if addresses:
-        os.environ.update(RINGSTRATEGY_JOIN=",".join(addresses), BORN="2")
-    _train(Alone(deaths), "shrink", algorithm=LocalSGD(2, Nesterov(0.4, 0.8)), seconds=0.2)
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        time.sleep(0.2)
+        now, file = trainer.strategy.members.now, Path(f"joined{os.environ['LOCAL_RANK']}")
+        if now.size == 2 and now.generation > 1 and not file.exists():
+            shared, held = trainer.strategy.algorithm.shared_values(), dict(pl_module.named_parameters())
+            note(file, distance=max(float((value - held[name]).detach().abs().max()) for name, value in shared.items()))
 
 
 @slow
-def test_what_the_last_survivor_trained_alone_is_shared_with_its_replacement(job: Callable[..., Job]) -> None:
-    running = job(2, _train_alone, {1: ("forward", 3)})
+def test_what_the_last_survivor_trained_alone_is_shared_with_its_replacement(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    plan = _plan(tmp_path, "forward", 4, size=2, epochs=12, strategy="local SGD")
+    running = job(2, be_a_rank, plan, Alone())
     running.wait([1])
-    batches = running.folder / "batches0.jsonl"
-    running.until(lambda: batches.read_text().count('"size": 1') > 4, "it trains alone")
-    running.add(1, _train_alone, {}, running.notes("members0")["addresses"])
-    assert running.wait([0, 1]) == [0, 0], running.output(0) + running.output(1)
-    assert [running.notes(f"joined{born}")["distance"] for born in (0, 2)] == [0.0, 0.0]
+    running.until(lambda: sum(batch["size"] == 1 for batch in plan.noted("batch")[0]) > 4, "it trains alone")
+    running.add(1, _replace, plan, _addresses(plan), Alone())
+    assert running.wait() == [0, 0], running.output(0) + running.output(1)
+    assert [noted(tmp_path / f"joined{rank}") for rank in range(2)] == [[{"distance": 0.0}]] * 2
 
 
 # Signals
 
 
-def _train_and_save(deaths: dict[int, tuple[str, int]], on_peer_loss: str, folder: str, signals: Signals) -> None:
-    """Rank 0 never looks whether another rank has got a signal."""
-    stopping._LOOK_SECONDS = math.inf
-    saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=10)
-    _train(deaths, on_peer_loss, enable_checkpointing=True, callbacks=[saver, signals])
+class Signals(Callback):
+    """These ranks get the signal at the end of this batch. Rank 0 never looks whether another rank has got one."""
+
+    def __init__(self, rank: int = -1, step: int = -1) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        stopping._LOOK_SECONDS = math.inf
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _stopped_at(running: Job, ranks: list[int], folder: Path) -> int:
-    """The step before which all of them stopped, with a checkpoint, and trained on nothing since the loss."""
+def _stopped_before_step_2(plan: Plan, running: Job, ranks: list[int]) -> None:
+    """With a checkpoint, and trained on nothing since the loss."""
     assert running.wait(ranks) == [0] * len(ranks)
     assert [running.record(rank)["kind"] for rank in ranks] == ["SIGTERMException"] * len(ranks)
-    batches = [json.loads(line) for file in running.folder.glob("batches*") for line in file.read_text().splitlines()]
-    assert {batch["world"] for batch in batches} == {0}
-    assert [file.name for file in folder.glob("*.ckpt")] == ["last.ckpt"]
-    return int(torch.load(folder / "last.ckpt", weights_only=True)["global_step"])
+    assert {batch["world"] for batches in plan.noted("batch") for batch in batches} == {0}
+    [saved] = plan.saved.glob("*.ckpt")
+    assert saved.name == "last.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == 2
 
 
 @pytest.mark.parametrize("asked", [2, pytest.param(0, marks=nightly)])
 def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job], asked: int, tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints"
-    running = job(3, _train_and_save, {1: ("forward", 3)}, "wait", str(folder), Signals(-1, -1))
+    plan = _plan(tmp_path, "forward", 2, "wait")
+    running = job(3, be_a_rank, plan, Signals())
     running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
     running.signal(asked, signal.SIGTERM)
-    assert _stopped_at(running, [0, 2], folder) == 3
+    _stopped_before_step_2(plan, running, [0, 2])
 
 
-def _wait_for_long(folder: str) -> None:
+def _wait_for_long(plan: Plan) -> None:
     """To a rank that began no batch for 2 s it seems that it was silent for the timeout, of 20 s."""
     seconds = members._seconds
     members._seconds = lambda: 10 * seconds()
-    _train_and_save({1: ("forward", 3)}, "wait", folder, Signals(-1, -1))
+    be_a_rank(plan, Signals())
 
 
 @slow
 def test_to_wait_for_longer_than_the_timeout_is_not_to_be_silent(job: Callable[..., Job], tmp_path: Path) -> None:
     """Else rank 2 would have to stop when rank 0 dies as well: others might have gone on without it."""
-    folder = tmp_path / "checkpoints"
-    running = job(3, _wait_for_long, str(folder))
+    plan = _plan(tmp_path, "forward", 2, "wait")
+    running = job(3, _wait_for_long, plan)
     running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
     time.sleep(3.0)  # longer than that timeout
     running.signal(0, signal.SIGKILL)
     running.until(lambda: "training waits for 2 more: there are 1 rank" in running.output(2), "it waits alone", [2])
     running.signal(2, signal.SIGTERM)
-    assert _stopped_at(running, [2], folder) == 3
+    _stopped_before_step_2(plan, running, [2])
 
 
 def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
     """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more."""
-    folder = tmp_path / "checkpoints"
-    running = job(3, _train_and_save, {1: ("forward", 3)}, "shrink", str(folder), Signals(2, 3))
-    assert _stopped_at(running, [0, 2], folder) == 3
+    plan = _plan(tmp_path, "forward", 2)
+    _stopped_before_step_2(plan, job(3, be_a_rank, plan, Signals(2, 2)), [0, 2])
 
 
-def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job]) -> None:
-    running = job(1, _replace, ["127.0.0.1:1"], 3, "wait")
-    running.until((running.folder / "members3.json").exists, "it comes to its first batch")
+def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "", 0, "wait")
+    running = job(1, _replace, plan, ["127.0.0.1:1"])
+    running.until(lambda: plan.noted("begin")[0], "it comes to its first batch")
     running.signal(0, signal.SIGTERM)
-    assert running.wait([0]) == [0]
+    assert running.wait() == [0]
     assert running.record(0)["kind"] == "SIGTERMException"
 
 

@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, reserve_port
+from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
 import ringstrategy.horovod as hvd
+from benchmarks.ranks import reserve_port
 from ringstrategy.transport.exposure import bound_to, guarded_store
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux has the limit")

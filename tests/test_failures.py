@@ -5,13 +5,10 @@ A rank that notices another's death only when a third one ends would never end h
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,17 +22,18 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import HERE, Job, die, note, run_script, shell, until
-from jobs import job as job  # a fixture
+from jobs import die
+from jobs import job as job  # fixtures
+from jobs import program as program
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
-from pairs import all_pairs
 from pool import Pool
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
 
-from ringstrategy import AllReduce, Identity, LocalSGD, PeerLostError, PlanMismatchError, RingStrategy
+from benchmarks.faulted import Plan, be_a_rank
+from benchmarks.ranks import Job, Program, note
+from ringstrategy import AllReduce, PeerLostError, PlanMismatchError, RingStrategy
 from ringstrategy.failure import progress
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.connect import connect
@@ -43,182 +41,46 @@ from ringstrategy.transport.connect import connect
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
-def wait_for_files(*names: str) -> None:
-    """In a rank; whoever waits for ever uses no CPU, and is ended."""
-    while not all(Path(name).exists() for name in names):
-        time.sleep(0.1)
-
-
-# Lost in a backward
-
-
-class Victim(Net):
-    """In batch 3, when the backward pass comes to its last parameter, rank `victim` gets a signal, or raises."""
-
-    def __init__(self, victim: int, how: str) -> None:
-        super().__init__()
-        self.victim, self.how = victim, how
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 3:
-            if self.global_rank != self.victim:
-                note(f"waits{self.global_rank}.json")
-            elif self.how == "ValueError":
-                raise ValueError("this row is broken")
-            else:
-                self.layers[0].weight.register_hook(self._strike)
-        return super().training_step(batch, batch_idx)
-
-    def _strike(self, gradient: Tensor) -> None:
-        wait_for_files(*(f"waits{rank}.json" for rank in range(self.trainer.world_size) if rank != self.victim))
-        os.kill(os.getpid(), getattr(signal, self.how))
-
-
-def _with_a_victim(victim: int, how: str, timeout: float = 60.0, name: str = "", **options: Any) -> None:
-    algorithm = STRATEGIES[name]() if name else AllReduce(bucket_mb=1e-4)
-    strategy = RingStrategy(algorithm, timeout=timedelta(seconds=timeout))
-    fit(strategy, Victim(victim, how), data=rows(128), max_epochs=1, **options)
-
-
-def check_survivors(job: Job, victim: int, survivors: list[int]) -> list[str]:
-    """Each names the lost rank, its host and the place, and ends with a code that is not 0."""
-    assert job.wait(survivors) == [1] * len(survivors)
-    messages = []
-    for rank in survivors:
-        lost, message = job.named(rank)
-        assert lost == victim, message
-        assert message.startswith(f"lost rank {victim} (host {socket.gethostname()}) at step 3, in bucket ")
-        messages.append(message)
-    return messages
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=nightly)])
-def test_a_killed_rank_is_named_by_every_survivor(job: Callable[..., Job], victim: int) -> None:
-    """Rank 0 takes the store with it, and rank 2 is not its neighbour."""
-    running = job(4, _with_a_victim, victim, "SIGKILL")
-    check_survivors(running, victim, [rank for rank in range(4) if rank != victim])
-    assert running.wait([victim]) == [-signal.SIGKILL]
-
-
-def test_a_rank_that_raises_is_quoted_by_the_others(job: Callable[..., Job]) -> None:
-    running = job(3, _with_a_victim, 0, "ValueError")
-    assert running.wait([0, 1, 2]) == [1, 1, 1]
-    assert running.record(0)["kind"] == "ValueError"
-    for rank in (1, 2):
-        lost, message = running.named(rank)
-        assert lost == 0, message
-        assert "it stopped with ValueError: this row is broken" in message
-
-
-@slow
-@pytest.mark.parametrize(("victim", "name"), [(2, ""), (0, "gossip_int8"), pytest.param(0, "ring", marks=nightly)])
-def test_a_rank_that_hangs_is_named_after_the_timeout(job: Callable[..., Job], victim: int, name: str) -> None:
-    """Rank 0 owns the store, which does not answer then."""
-    running = job(3, _with_a_victim, victim, "SIGSTOP", 4.0, name)
-    left = [rank for rank in range(3) if rank != victim]
-    if victim:
-        assert all("silent beyond the timeout" in message for message in check_survivors(running, victim, left))
-    else:
-        assert running.wait(left) == [1, 1]
-        assert all("lost rank 0 (host " in running.record(rank)["message"] for rank in left)
-
-
-# Lost while the others wait in the default process group
-
-
-class Dies(Net):
-    """Rank `victim` is killed at a `place` of the fit, just before a collective in which the others wait for it."""
-
-    def __init__(self, victim: int, place: str) -> None:
-        super().__init__(nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Tanh(), nn.Linear(17, 3)))
-        self.victim, self.place = victim, place
-        self.metric = MeanMetric()
-
-    def at(self, place: str) -> None:
-        if self.place == place:
-            if self.global_rank != self.victim:
-                note(f"waits{self.global_rank}.json", pid=os.getpid())
-                return
-            wait_for_files(*(f"waits{rank}.json" for rank in range(4) if rank != self.victim))
-            die()
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2:
-            self.at("buffers")
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2 and self.place in ("a collective of the user", "while rank 3 computes"):
-            self.at(self.place)
-            if self.place == "while rank 3 computes" and self.global_rank == 3:
-                wait_for_files("waits0.json", "waits1.json")
-                for rank in (1, 0):  # and rank 0 takes the store with it
-                    pid = json.loads(Path(f"waits{rank}.json").read_text())["pid"]
-                    while Path(f"/proc/{pid}").exists():
-                        time.sleep(0.1)
-            dist.all_reduce(torch.ones(3))
-        return super().training_step(batch, batch_idx)
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        if self.trainer.global_step == 2:
-            self.at("the decision before a batch")
-
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        self.metric.update(self.loss(batch))
-
-    def on_validation_epoch_end(self) -> None:
-        self.at("a metric")
-        self.metric.compute()
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        self.at("a checkpoint")
+# Lost while the others train
 
 
 class EndsLast(L.Callback):
-    """A rank whose error has come waits until it has come to all of these."""
+    """A rank whose error has come waits until it has come to all of these; who waits for ever uses no CPU."""
 
     def __init__(self, ranks: list[int]) -> None:
         self.ranks = ranks
 
     def on_exception(self, trainer: L.Trainer, module: L.LightningModule, exception: BaseException) -> None:
-        note(f"named{trainer.global_rank}.json")
-        if trainer.global_rank in self.ranks:
-            wait_for_files(*(f"named{rank}.json" for rank in self.ranks))
-
-
-def _dies(victim: int, place: str) -> None:
-    strategy = RingStrategy(AllReduce(bucket_mb=1e-4), timeout=timedelta(seconds=60))
-    survivors = [rank for rank in range(4) if rank != victim]
-    trainer = trainer_with(
-        strategy,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=place == "a checkpoint",
-        callbacks=[EndsLast([0, 1] if place == "while rank 3 computes" else survivors)],
-    )
-    trainer.fit(Dies(victim, place), rows(64), rows(32) if place == "a metric" else None)
+        note(f"named{trainer.global_rank}", message=str(exception))
+        while trainer.global_rank in self.ranks and not all(Path(f"named{rank}").exists() for rank in self.ranks):
+            time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
-    ("place", "victim"),
+    ("fault", "place", "victim", "strategy"),
     [
-        ("the decision before a batch", 2),
-        *(
-            pytest.param(place, victim, marks=slow)
-            for place, victim in [("buffers", 0), ("a checkpoint", 2), ("while rank 3 computes", 2)]
-        ),
-        *(
-            pytest.param(place, victim, marks=nightly)
-            for place, victim in [("a metric", 0), ("a collective of the user", 2), ("the decision before a batch", 0)]
-        ),
+        ("kill", "backward", 0, "ring"),  # rank 0 takes the store with it
+        ("kill", "batch end", 2, "ring"),  # the others wait for it in the default group; so at the next two places
+        pytest.param("kill", "save", 2, "ring", marks=slow),
+        pytest.param("kill", "validation", 0, "ring", marks=nightly),
+        ("raise", "forward", 0, "ring"),
+        pytest.param("freeze", "backward", 2, "ring", marks=slow),
+        pytest.param("freeze", "backward", 0, "gossip", marks=slow),
     ],
 )
-def test_all_survivors_name_the_rank_that_died_before(job: Callable[..., Job], place: str, victim: int) -> None:
-    running = job(4, _dies, victim, place)
-    survivors = [rank for rank in range(4) if rank != victim]
-    assert running.wait(survivors) == [1, 1, 1]
+def test_every_survivor_names_the_lost_rank(
+    job: Callable[..., Job], tmp_path: Path, fault: str, place: str, victim: int, strategy: str
+) -> None:
+    size, timeout = 4 if fault == "kill" else 3, 4.0 if fault == "freeze" else 60.0
+    strike = {"fault": fault, "place": place, "step": 3, "victims": (victim,)}
+    survivors = [rank for rank in range(size) if rank != victim]
+    plan = Plan(str(tmp_path), strategy, size=size, timeout=timeout, **strike)  # type: ignore[arg-type]
+    running = job(size, be_a_rank, plan, EndsLast(survivors))
+    assert running.wait(survivors) == [1] * len(survivors)
     for rank in survivors:
         record = running.record(rank)
         assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) "), record["message"]
+        assert fault != "raise" or "it stopped with ValueError: this row is broken" in record["message"]
         assert f"rank {rank}: {record['kind']}: lost rank {victim} " in running.output(rank)  # logged
 
 
@@ -279,14 +141,9 @@ def _uneven(name: str, validates: bool, normed: bool) -> None:
     trainer.fit(Net(layers), rows(mine), rows(12) if validates else None)
 
 
-def _uneven_cases() -> list[Any]:
-    """The first ones of all pairs for which a test run has the time."""
-    cases = all_pairs(["ring", "gossip_int8", "ring_int8", "gossip"], [False, True], [False, True])
-    marks: list[Any] = [(), slow, slow, *[nightly] * len(cases)]
-    return [pytest.param(*case, marks=mark) for case, mark in zip(cases, marks, strict=False)]
-
-
-@pytest.mark.parametrize(("name", "validates", "normed"), _uneven_cases())
+@pytest.mark.parametrize(
+    ("name", "validates", "normed"), [("ring", False, False), pytest.param("gossip_int8", True, True, marks=slow)]
+)
 def test_ranks_with_other_numbers_of_batches_are_told(
     job: Callable[..., Job], name: str, validates: bool, normed: bool
 ) -> None:
@@ -419,31 +276,7 @@ def test_an_abort_ends_every_wait(ranks: Pool) -> None:
     ranks(5, _abort_while_all_wait)
 
 
-# Whole jobs, as a shell starts them
-
-
-def processes_of(folder: Path) -> list[int]:
-    """Those whose command line names the folder: a job's, and nobody else's."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has just ended
-            if str(folder) in path.read_text():
-                found.append(int(path.parent.name))
-    return found
-
-
-@slow
-def test_a_child_killed_under_lightnings_launcher_ends_the_job(tmp_path: Path) -> None:
-    script = "from test_failures import _with_a_victim\n_with_a_victim(2, 'SIGKILL', devices=3)\n"
-    done = run_script(tmp_path, script)
-    assert done.returncode != 0
-    assert (tmp_path / "waits0.json").exists(), done.stderr
-    until(lambda: not processes_of(tmp_path), "no process is left", lambda: processes_of(tmp_path))
-
-
-ENDLESS = f"""
-import sys
-sys.path.insert(0, {str(HERE)!r})
+ENDLESS = """
 from test_failures import Endless, fit, rows
 
 fit("ring", Endless(), data=rows(4096), devices=2, max_epochs=1000)
@@ -453,30 +286,20 @@ fit("ring", Endless(), data=rows(4096), devices=2, max_epochs=1000)
 class Endless(Net):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.global_step == 5:
-            note(f"trains{self.global_rank}.json")
+            note(f"trains{self.global_rank}")
 
 
 @slow
-def test_ctrl_c_ends_all_processes_cleanly(tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_processes_cleanly(program: Callable[..., Program], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(ENDLESS)
-    command = [sys.executable, str(tmp_path / "script.py")]
-    with open(tmp_path / "stderr", "w") as stderr:
-        running = subprocess.Popen(command, env=shell(), cwd=tmp_path, stderr=stderr, start_new_session=True)
-    try:
-        trains = [tmp_path / f"trains{rank}.json" for rank in range(2)]
-        until(lambda: all(path.exists() for path in trains), "both ranks train", lambda: [running.pid])
-        assert len(processes_of(tmp_path)) == 2
-        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-        until(lambda: running.poll() is not None, "the first process ends", lambda: [running.pid])
-        until(lambda: not processes_of(tmp_path), "no process is left", lambda: processes_of(tmp_path))
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-    said = (tmp_path / "stderr").read_text()
-    assert running.returncode == 1
-    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in said
-    assert "Exception in thread" not in said
-    assert "Traceback" not in said, said
+    running = program(sys.executable, "script.py")
+    running.until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), "both ranks train")
+    assert len(running.pids()) == 2
+    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
+    assert running.wait() == 1
+    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in running.errors
+    assert "Exception in thread" not in running.errors
+    assert "Traceback" not in running.errors
 
 
 # Ranks that differ
@@ -508,34 +331,6 @@ def test_ranks_that_differ_are_an_error_on_all(ranks: Pool) -> None:
 
 
 # Bad input
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "cure"),
-    [
-        ({"tiemout": timedelta(1)}, TypeError, "did you mean 'timeout'"),
-        ({"codec": Identity()}, TypeError, r"RingStrategy\(AllReduce\(codec=...\)\)"),
-        ({"find_unused_parameters": True}, TypeError, r"RingStrategy\(AllReduce\(find_unused_parameters=...\)\)"),
-        ({"ddp_comm_hook": print}, TypeError, "here a codec does that"),
-        ({"static_graph": True}, TypeError, "'static_graph' is torch DDP's"),
-        ({"algorithm": Identity()}, TypeError, r"AllReduce\(codec=..., collective=...\)"),
-        ({"algorithm": "allreduce"}, TypeError, r"ringstrategy.AllReduce\(\)"),
-        ({"algorithm": AllReduce}, TypeError, r"ringstrategy.AllReduce\(\)"),
-        ({"timeout": timedelta(0)}, ValueError, "positive"),
-        ({"timeout": timedelta(seconds=-1)}, ValueError, "positive"),
-        ({"timeout": 60}, TypeError, "timedelta"),
-        ({"broadcast_buffers": "no"}, TypeError, "broadcast_buffers"),
-        ({"on_peer_loss": "shrinks"}, ValueError, "'shrink'"),
-        ({"on_peer_loss": "shrink", "start_method": "spawn"}, ValueError, "popen"),
-        ({"on_peer_loss": "wait", "process_group_backend": "nccl"}, ValueError, "process_group_backend='gloo'"),
-        ({"on_peer_loss": "shrink", "algorithm": AllReduce(uneven="join")}, ValueError, "uneven='error'"),
-        ({"on_peer_loss": "wait", "algorithm": LocalSGD(4, within_host=True)}, ValueError, "within_host=False"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused_with_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
-    with pytest.raises(error, match=cure):
-        RingStrategy(**arguments)
 
 
 def test_a_gpu_of_apple_is_refused() -> None:

@@ -16,7 +16,7 @@ import pytest
 from scripts import refusal
 
 from benchmarks import lab
-from benchmarks.harness import is_alive
+from benchmarks.ranks import is_alive
 
 LAB = [sys.executable, "-m", "benchmarks", "lab"]
 

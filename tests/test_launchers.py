@@ -5,66 +5,37 @@ Each runs its example as a user does, and leaves no process behind.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import uuid
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import until
 from test_lab import needs_namespaces
 
 import ringstrategy
 from benchmarks import lab
+from benchmarks.ranks import Program
 
 ROOT = Path(__file__).parents[1]
-_OF_RANKS = {"RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # left by a fit in a test
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that have it in their environment, which children inherit."""
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit() and int(process.name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if mark.encode() in (process / "environ").read_bytes():
-                    found.append(int(process.name))
-    return found
 
 
 def run(command: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:
     """What it and its processes print. It must end well, not hang, and leave no process behind."""
-    mark = f"RINGSTRATEGY_TEST={uuid.uuid4().hex}"
-    name, _, value = mark.partition("=")
-    inherited = {key: value for key, value in os.environ.items() if key not in _OF_RANKS}
-    given = {**inherited, **(environment or {}), name: value}
-    with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, cwd=cwd, env=given, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            until(lambda: process.poll() is not None, "the program ends", lambda: marked(mark))
-            # daemons see that their master has gone
-            until(lambda: not marked(mark), "no process is left", lambda: marked(mark))
-        finally:
-            for left in marked(mark):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(left, signal.SIGKILL)
-            process.wait()
-            output.seek(0)
-            printed = output.read()
-            print(printed[-20_000:])  # for pytest to show
-    assert process.returncode == 0
-    return printed
+    program = Program(cwd, command, **(environment or {}))
+    try:
+        code = program.wait()
+    finally:
+        program.close()
+        print(program.printed[-20_000:], program.errors[-20_000:])  # for pytest to show
+    assert code == 0
+    return program.printed + program.errors
 
 
 def bytes_sent(printed: str) -> list[int]:

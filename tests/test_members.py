@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -16,10 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from clocks import Clock
-from jobs import Job, note
-from jobs import job as job  # a fixture
+from pool import Pool
 
-from ringstrategy.errors import LeftBehindError, PeerLostError
+from ringstrategy.errors import LeftBehindError
 from ringstrategy.membership import members as members_module
 from ringstrategy.membership.members import Members
 from ringstrategy.membership.worlds import Membership
@@ -29,86 +26,12 @@ PATIENCE = timedelta(seconds=3)
 TIMEOUT = timedelta(seconds=5)
 
 
-# Processes that are killed
-
-
-def _train(ends_with: int) -> None:
-    """Add until there are `ends_with` ranks that have added often enough; note each world at its first sum."""
-    label, size = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method="env://", rank=label, world_size=size, timeout=TIMEOUT)
-    members = Members(PATIENCE)
-    place = members.found()
-    assert (place.rank, place.size, place.generation) == (label, size, 0)
-    while not _adds(members, label, ends_with):
-        while True:
-            members.regroup()
-            try:
-                members.apply(TIMEOUT)
-                break
-            except PeerLostError:
-                continue
-    dist.destroy_process_group()
-
-
-def _adds(members: Members, label: int, ends_with: int) -> bool:
-    """Is it done? No if a rank was lost."""
-    place, rounds = members.now, 0
-    assert place is not None
-    try:
-        peers = connect(torch.device("cpu"), TIMEOUT)
-        try:
-            while place.size != ends_with or rounds <= 40:
-                members.beat()
-                total = torch.tensor([2.0**place.rank])
-                dist.all_reduce(total)
-                assert total.tolist() == [2.0**place.size - 1]
-                if rounds == 0:
-                    note(f"world{label}.{place.generation}.json", rank=place.rank, size=place.size)
-                rounds += 1
-                time.sleep(0.01)
-        finally:
-            peers.abort(None)
-            peers.close()
-    except RuntimeError:
-        return False
-    return True
-
-
-def _worlds(running: Job, label: int) -> list[dict[str, Any]]:
-    """Of a rank, by generation."""
-    files = sorted(running.folder.glob(f"world{label}.*.json"), key=lambda file: int(file.name.split(".")[1]))
-    return [json.loads(file.read_text()) for file in files]
-
-
-@pytest.mark.parametrize("killed", [[0, 1], pytest.param([3, 0], marks=pytest.mark.nightly)])
-def test_survivors_go_on(job: Callable[..., Job], killed: list[int]) -> None:
-    running = job(4, _train, 4 - len(killed))
-    running.until(lambda: all(_worlds(running, rank) for rank in range(4)), "all train")
-    for rank in killed:
-        running.signal(rank, signal.SIGKILL)
-    left = [rank for rank in range(4) if rank not in killed]
-    assert running.wait(left) == [0] * len(left)
-    for new, rank in enumerate(left):
-        assert _worlds(running, rank)[-1] == {"rank": new, "size": len(left)}
-
-
-@pytest.mark.slow
-def test_a_frozen_rank_is_left_behind(job: Callable[..., Job]) -> None:
-    running = job(3, _train, 2)
-    running.until(lambda: all(_worlds(running, rank) for rank in range(3)), "all train")
-    running.signal(0, signal.SIGSTOP)
-    assert running.wait([1, 2]) == [0, 0]
-    running.signal(0, signal.SIGCONT)
-    assert running.wait([0]) == [1]
-    assert running.record(0)["kind"] == "LeftBehindError"
-
-
-def _regroup_often(times: int) -> None:
-    rank = int(os.environ["LOCAL_RANK"])
-    dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=2, timeout=TIMEOUT)
+def _regroup_often(times: int) -> list[tuple[int, int]]:
+    """Threads and descriptors after each."""
+    rank, held = int(os.environ["RANK"]), []
+    dist.init_process_group("gloo", timeout=TIMEOUT)
     members = Members(PATIENCE)
     members.found()
-    held = []
     for _ in range(times):
         members.regroup()
         assert members.apply(TIMEOUT).size == 2
@@ -118,17 +41,14 @@ def _regroup_often(times: int) -> None:
         assert total.item() == 3
         peers.close()
         held.append((threading.active_count(), len(os.listdir("/proc/self/fd"))))
-    note(f"held{rank}.json", held=held[times // 5 :])
     members.close()
+    return held
 
 
 @pytest.mark.slow
-def test_regroups_leave_nothing_behind(job: Callable[..., Job]) -> None:
-    running = job(2, _regroup_often, 50)
-    assert running.wait([0, 1]) == [0, 0], running.output(0)
-    for rank in range(2):
-        held = running.notes(f"held{rank}")["held"]
-        assert max(held[-10:]) <= [value + 2 for value in max(held[:10])], held
+def test_regroups_leave_nothing_behind(ranks: Pool) -> None:
+    for held in ranks(2, _regroup_often, 20):
+        assert all(last <= first + 2 for first, last in zip(map(max, *held[4:9]), map(max, *held[-5:]), strict=True))
 
 
 # Members that cannot reach each other, in threads

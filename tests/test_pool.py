@@ -9,7 +9,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, RankFailed, reserve_port
+from pool import Pool, RankFailed
+
+from benchmarks.ranks import reserve_port
 
 MINUTE = timedelta(seconds=60)
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 from clocks import Clock
-from jobs import HERE, run_script, shell, until
-from pool import Pool, reserve_port
-from scripts import lines_of
+from jobs import program as program  # a fixture
+from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
+from benchmarks.ranks import Program
 from ringstrategy import RingStrategy
 from ringstrategy.membership.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt
 
@@ -126,48 +123,14 @@ def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
 
 # As a shell starts them
 
-RESTARTED = """
-import json, os
-import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback
-from test_strategy import Net, check_replicas, fit
-
-attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
-
-class Dies(Callback):
-    def on_train_batch_end(self, trainer, module, outputs, batch, place):
-        if attempt == 0 and rank == 1 and place == 2:
-            os._exit(7)
-
-trainer = fit("ring", Net(), devices=2, callbacks=[Dies()])
-check_replicas(trainer)
-open(f"rank{rank}.json", "w").write(json.dumps([attempt, trainer.global_step]))
-dist.barrier()
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_with_a_port_that_is_given(tmp_path: Path) -> None:
-    """The last test here has another rendezvous."""
-    with reserve_port() as holder:
-        where = ("--master-addr=127.0.0.1", f"--master-port={holder.getsockname()[1]}")
-        torchrun = (sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=2")
-        done = run_script(tmp_path, RESTARTED, *torchrun, "--max-restarts=1")
-    assert done.returncode == 0, done.stderr
-    records: list[Any] = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
-    assert records == [[1, 12], [1, 12]]
-
-
-ENDLESS = f"""
-import os, sys, time
-sys.path.insert(0, {str(HERE)!r})
-from jobs import note
+ENDLESS = """
+import time
 from lightning.pytorch.callbacks import Callback
 from test_strategy import Net, fit
 
 class Slow(Callback):
-    def on_train_batch_end(self, *args):
-        note(f"rank{{os.environ['RANK']}}.json", pid=os.getpid())
+    def on_train_batch_end(self, trainer, *_):
+        open(f"rank{trainer.global_rank}", "w").close()
         time.sleep(0.1)
 
 fit("ring", Net(), devices=2, max_epochs=1000, callbacks=[Slow()])
@@ -175,37 +138,11 @@ fit("ring", Net(), devices=2, max_epochs=1000, callbacks=[Slow()])
 
 
 @pytest.mark.slow
-def test_no_rank_outlives_the_agent_of_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    written = [tmp_path / f"rank{rank}.json" for rank in range(2)]
-    quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(torchrun, cwd=tmp_path, env=shell(), **quiet) as agent:
-        try:
-            until(lambda: all(path.exists() for path in written), "both train", lambda: [agent.pid])
-        finally:
-            agent.kill()
-    pids = [json.loads(path.read_text())["pid"] for path in written]
-    try:
-        # they would train for minutes
-        until(lambda: not any(map(is_running, pids)), "no orphan trains on", lambda: pids)
-    finally:
-        for pid in filter(is_running, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-@pytest.mark.nightly
-def test_a_run_that_torchrun_restarts_ends_bit_for_bit_as_one_that_nobody_disturbs(tmp_path: Path) -> None:
-    """The benchmark measures more kills, and their parts."""
-    [row] = lines_of("restart", tmp_path / "restart.jsonl", "--ranks=2", "--rounds=1", "--cases=ring_int8")
-    assert (row["faults"], row["whole"], row["torn"]) == (1, 1, 0)
-    assert sum(row["restart_seconds"].values()) == pytest.approx(row["seconds"][0], abs=0.01)
-    assert 0 < row["restart_seconds"]["import ringstrategy"] < row["seconds"][0]
+def test_no_rank_outlives_the_agent_of_torchrun(program: Callable[..., Program], tmp_path: Path) -> None:
+    """They would train for minutes."""
+    (tmp_path / "script.py").write_text(ENDLESS)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py")
+    running = program(*torchrun)
+    running.until(lambda: all((tmp_path / f"rank{rank}").exists() for rank in range(2)), "both train")
+    running.process.kill()
+    running.wait()

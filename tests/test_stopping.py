@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from jobs import run_script
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -193,51 +190,3 @@ def test_ranks_that_meet_do_what_one_was_asked(rank: Stopping) -> None:
     assert rank.agree(_STOP)
     with pytest.raises(SIGTERMException):
         rank.check()
-
-
-# As a shell starts them
-
-DIES = """
-import os
-from lightning.pytorch.callbacks import Callback
-from test_strategy import Net, fit
-
-class Dies(Callback):
-    def on_train_batch_start(self, trainer, module, batch, place):
-        if trainer.global_rank == 1 and trainer.global_step == 3:
-            os._exit(7)
-
-fit("ring", Net(), devices=2, callbacks=[Dies()])
-"""
-
-SPAWNS = """
-if __name__ == "__main__":
-    from lightning.pytorch.utilities.exceptions import SIGTERMException
-    from test_stopping import Signals
-    from test_strategy import Net, fit
-
-    try:
-        fit("ring_spawn", Net(), devices=2, max_epochs=1000, callbacks=[Signals(1, 3)])
-    except SIGTERMException:
-        print("stopped")
-"""
-
-
-def _named(done: Any) -> bool:
-    return done.returncode != 0 and "rank 0: PeerLostError: lost rank 1" in done.stderr
-
-
-def _stopped(done: Any) -> bool:
-    """Lightning itself would wait for a result for ever."""
-    return "stopped" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "command", "ends_well"),
-    [(DIES, ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"), _named), (SPAWNS, (), _stopped)],
-    ids=["torchrun ends survivors that name who died", "a signal to a spawned rank stops all"],
-)
-def test_launchers(tmp_path: Path, script: str, command: tuple[str, ...], ends_well: Callable[[Any], bool]) -> None:
-    done = run_script(tmp_path, script, sys.executable, *command)
-    assert ends_well(done), done.stdout + done.stderr
