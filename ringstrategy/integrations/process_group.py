@@ -161,17 +161,16 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]  # as torch calls it
         """See `torch.distributed.all_reduce`."""
-        mean = self._is_ours(tensors, opts.reduceOp)
-        if mean is None:
-            exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
-            return exact
-        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
+        return self._sum("allreduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUMS) -> dist.Work:
         """See `torch.distributed.all_reduce_coalesced`: one sum of all of them."""
+        return self._sum("allreduce_coalesced", tensors, opts)
+
+    def _sum(self, name: str, tensors: list[Tensor], opts: Any) -> dist.Work:
         mean = self._is_ours(tensors, opts.reduceOp)
         if mean is None:
-            exact: dist.Work = self._torchs(tensors).allreduce_coalesced(tensors, opts)
+            exact: dist.Work = getattr(self._torchs(tensors), name)(tensors, opts)
             return exact
         return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
