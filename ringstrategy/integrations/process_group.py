@@ -180,11 +180,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
             return exact
-        if type(self.options.algorithm.collective).scatter_ is Collective.scatter_:
-            raise ValueError(
-                f"{self.options.algorithm.collective} has no reduce-scatter; pass a collective that has one, such as "
-                "Ring(), Direct() or BySize(), to the AllReduce of this group's options"
-            )
+        self.options.algorithm.collective.check_scatters()
         self._check_shapes("reduce_scatter_tensor", values, output)
         return self._run("reduce-scatter", [output], lambda lane, out, seed: lane.scatter_(out[0], values, mean, seed))
 
