@@ -110,11 +110,13 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
         gradient_of(module, step)
     kept = copy.deepcopy(residuals.state_dict())
     whole = gradient_of(module, 3)
+    residuals.close()
     for state in (kept, {"root": {**kept["root"], "calls": 0}}, None):
         module, residuals = made(True)
         if state is not None:
             residuals.load_state_dict(state)
         assert torch.equal(gradient_of(module, 3), whole) == (state is kept)
+        residuals.close()
     mesh = init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="load residuals with as many ranks as saved them"):
         residuals.load_state_dict(
@@ -123,6 +125,7 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
     module, residuals = made(False)
     assert residuals.state_dict() == {}
     assert not torch.equal(gradient_of(module, 0), gradient_of(module, 0)), "the noise of two steps is the same"
+    residuals.close()
 
 
 def _hybrid(mixed: MixedPrecisionPolicy) -> dict[str, Any]:
@@ -143,6 +146,7 @@ def _hybrid(mixed: MixedPrecisionPolicy) -> dict[str, Any]:
         found[f"{name} sent"] = group.stats.bytes_sent if name in STRATEGIES else 0
     # 203 rows of 61 and the bias, padded for two shards
     assert list(residuals.state_dict()["0"]["residual"].shape) == [2, 2, 204 * 62]
+    residuals.close()
     return found
 
 
@@ -173,8 +177,7 @@ class Half(nn.Module):
 def test_errors_name_the_cure() -> None:
     dist.init_process_group("gloo", timeout=MINUTE)
     half, divided = fully_shard(Half()), linear()
-    ringstrategy.fsdp(half, exact_below=0)
-    ringstrategy.fsdp(divided, exact_below=0)
+    opened = [ringstrategy.fsdp(module, exact_below=0) for module in (half, divided)]
     divided.set_gradient_divide_factor(3.0)
     for module, said in (
         (half, "nobody could tell whose residuals are whose"),
@@ -183,3 +186,5 @@ def test_errors_name_the_cure() -> None:
         with pytest.raises(ValueError, match=said):
             module(batch(0, 0)).sum().backward()
     dist.barrier()
+    for residuals in opened:
+        residuals.close()

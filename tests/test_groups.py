@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import timedelta
 
 import pytest
@@ -29,55 +30,32 @@ def _mean(peers: Peers) -> torch.Tensor:
     return values
 
 
-def _in_groups() -> dict[str, torch.Tensor]:
-    """Ranks 0 and 2, and twice ranks 2 and 1, which rank 1 joins in another order than rank 2 does."""
+GROUPS = [[0, 2], [1, 2], [0, 1], [2, 3]]  # those of the last two have no rank in common, and connect at once
+
+
+def _in_groups() -> dict[tuple[int, ...], list[torch.Tensor]]:
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    rank, found = dist.get_rank(), {}
-    even = dist.new_group([0, 2], backend="gloo")
-    high = dist.new_group([1, 2], backend="gloo")
-    for round_ in range(2):  # a group can be joined again
-        for name, group in {"even": even, "high": high}.items():
-            if rank in dist.get_process_group_ranks(group):
+    rank, found = dist.get_rank(), defaultdict(list)
+    groups = [dist.new_group(members, backend="gloo") for members in GROUPS]
+    for _ in range(2):  # a group can be joined again
+        for members, group in zip(GROUPS, groups, strict=True):
+            if rank in members:
                 peers = connect(CPU, TIMEOUT, group=group)
                 assert (peers.rank, peers.size) == (dist.get_rank(group), 2)
-                found[f"{name}{round_}"] = _mean(peers)
+                found[tuple(members)].append(_mean(peers))
                 peers.close()
                 total = torch.ones(3)
                 dist.all_reduce(total, group=group)  # its connections are still open
                 assert total.tolist() == [2, 2, 2]
     dist.barrier()  # rank 0 has the store
-    return found
+    return dict(found)
 
 
 def test_ranks_of_a_group_average_among_themselves(ranks: Pool) -> None:
-    zero, one, two = ranks(3, _in_groups)
-    assert set(zero) == {"even0", "even1"}
-    assert set(one) == {"high0", "high1"}
-    assert len(two) == 4
-    for name, others, members in (("even", zero, (0, 2)), ("high", one, (1, 2))):
-        exact = torch.stack([data(rank).double() for rank in members]).mean(0)
-        for round_ in "01":
-            assert torch.equal(two[name + round_], others[name + round_])
-            assert 0 < (two[name + round_] - exact).abs().max() < 0.05
-
-
-def _in_pairs() -> list[torch.Tensor]:
-    dist.init_process_group("gloo", timeout=TIMEOUT)
-    pairs = [dist.new_group(pair, backend="gloo") for pair in ([0, 1], [2, 3])]
-    found = []
-    for _ in range(3):
-        peers = connect(CPU, TIMEOUT, group=pairs[dist.get_rank() // 2])
-        found.append(_mean(peers))
-        peers.close()
-    dist.barrier()  # rank 0 has the store
-    return found
-
-
-def test_groups_without_a_common_rank_connect_at_once(ranks: Pool) -> None:
-    results = ranks(4, _in_pairs)
-    for first in (0, 2):
-        exact = (data(first).double() + data(first + 1)) / 2
-        for mine, theirs in zip(results[first], results[first + 1], strict=True):
+    results = ranks(4, _in_groups)
+    for first, second in GROUPS:
+        exact = (data(first).double() + data(second)) / 2
+        for mine, theirs in zip(*(results[rank][first, second] for rank in (first, second)), strict=True):
             assert torch.equal(mine, theirs)
             assert 0 < (mine - exact).abs().max() < 0.05
 

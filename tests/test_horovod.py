@@ -25,11 +25,11 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.demos.boring_classes import BoringModel
 from on_ranks import on_ranks
 from pairs import all_pairs
 from pool import Pool
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy
 import ringstrategy.horovod as hvd
@@ -196,7 +196,6 @@ def test_sums_are_wide_and_whole_numbers_exact() -> None:
         size = hvd.size()
         average = hvd.allreduce(torch.tensor([2.0 + 1j * rank, 4.0 * rank]))
         close(torch.view_as_real(average), torch.tensor([[2, (size - 1) / 2], [2 * (size - 1), 0]]))
-        assert torch.equal(hvd.allreduce(torch.tensor([rank, -rank - 1])), torch.tensor([[0, -2], [1, -2]][size - 2]))
         assert hvd.allreduce(torch.tensor([2**40 + rank]), op=hvd.Sum).item() == size * 2**40 + size * (size - 1) // 2
         close(hvd.allreduce(data(rank, 9), average=False), everyones(size, 9).sum(0))
         large = torch.full((9,), 40_000.0 + 32 * rank, dtype=torch.float16)  # whose sum has no place in 16 bits
@@ -475,14 +474,11 @@ def test_it_begins_and_ends_again_and_again() -> None:
     for round_ in range(4):
         with horovod() as rank:
             assert hvd.allreduce(torch.tensor([rank + round_]), op=hvd.Sum).item() == 3 + 3 * round_
-            handle = hvd.broadcast_async(torch.tensor([rank]), 0)  # from rank 0, which may end first
-            assert hvd.synchronize(handle).item() == 0
+            assert hvd.broadcast(torch.tensor([rank]), 0).item() == 0  # from rank 0, which may end first
     dist.init_process_group("gloo", timeout=MINUTE)
     hvd.init(process_sets="dynamic")  # as Horovod's scripts write it, who add sets later
-    some = hvd.add_process_set([0, 1])
     model = network()
-    hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=some)
-    hvd.remove_process_set(some)
+    hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=hvd.add_process_set([0, 1]))
     hvd.barrier()
     dist.destroy_process_group()  # which may end before
     hvd.shutdown()
@@ -538,7 +534,6 @@ def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str
         (ValueError, "floating-point tensors, got torch.int64", lambda: hvd.allreduce(ones.long(), compression=int8)),
         (ValueError, "cannot travel: the process group has no backend", lambda: hvd.allreduce(ones.to("meta"))),
         (ValueError, r"root_rank is one of the ranks \[0, 1\], got 2", lambda: hvd.broadcast(ones, 2)),
-        (ValueError, r"root_rank is one of the ranks \[0, 1\], got 7", lambda: hvd.broadcast_object(1, 7)),
         (ValueError, r"pass tensor\[None\]", lambda: hvd.allgather(torch.tensor(1.0))),
         (ValueError, "this tensor has no dimension", lambda: hvd.reducescatter(torch.tensor(1.0))),
         (ValueError, "there is no average of bools", lambda: hvd.allreduce(ones.bool())),
@@ -553,7 +548,6 @@ def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str
         (ValueError, "steps and size are whole numbers", lambda: hvd.LearningRateWarmup(momentum(model), 0, size=4)),
         (ValueError, "optimizer steps >= 1", lambda: hvd.callbacks.LearningRateWarmupCallback(0)),
         (ValueError, r"\['0.weight'\] twice", wraps(names=pairs + pairs[:1])),
-        (ValueError, r"lacks 1 of .*\(3,\) \(parameter 5 of group 0", wraps(names=pairs[:-1])),
         (ValueError, r"hvd.join\(\) is for all ranks", wraps(algorithm=joins, process_set=outside)),
         (ValueError, "uneven='join' is for gradients", wraps(algorithm=ringstrategy.Gossip(uneven="join"))),
     ]
@@ -610,6 +604,11 @@ def test_what_would_go_wrong_gets_the_cure() -> None:
             with pytest.raises(RuntimeError, match=r"changed between backward\(\) and .* call optimizer.synchronize"):
                 optimizer.step()
         hvd.tell(RuntimeError("the end of a test"))  # exchanges that were begun do not end
+        model = network()  # a rank with parameters of its own clips gradients of its own
+        optimizer = hvd.DistributedOptimizer(momentum(model), algorithm="local_sgd")
+        loss_of(model, rank, 0).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
 
 
 # Optimizers
@@ -706,15 +705,12 @@ def test_sums_clipping_closures_and_warnings() -> None:
         assert optimizer.session.stats.steps == 3
 
 
-BEGUN, GATE = threading.Event(), threading.Event()
+BEGUN = threading.Event()
 
 
-class Gated(ringstrategy.Direct):
-    """An exchange that does not end before backward has gone on."""
-
+class Noted(ringstrategy.Direct):
     def sum_(self, *args: Any, **kwargs: Any) -> None:
         BEGUN.set()
-        assert GATE.wait(60), "backward waits for an exchange"
         super().sum_(*args, **kwargs)
 
 
@@ -722,43 +718,14 @@ class Gated(ringstrategy.Direct):
 def test_buckets_travel_while_backward_goes_on() -> None:
     with horovod() as rank:
         model = network()
-        algorithm = ringstrategy.AllReduce(collective=Gated(), bucket_mb=1e-4)
+        algorithm = ringstrategy.AllReduce(collective=Noted(), bucket_mb=1e-4)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
         BEGUN.clear()  # the agreement on parameters is over
-        GATE.clear()
-
-        def last_gradient(gradient: Tensor) -> None:
-            assert BEGUN.wait(60), "exchanges wait for the end of backward"
-            GATE.set()
-
-        model[0].weight.register_hook(last_gradient)
+        last = []
+        model[0].weight.register_hook(lambda gradient: last.append(BEGUN.wait(60)))
         loss_of(model, rank, 0).backward()
         optimizer.step()
-
-
-@on_ranks(2)
-def test_an_optimizer_may_meet_the_others_seldom() -> None:
-    """Weights may be broadcast before or after; a rank with parameters of its own clips gradients of its own."""
-    with horovod() as rank:
-        found = []
-        for broadcasts_before in (True, False):
-            model = network(seed=0 if broadcasts_before else rank)
-            algorithm = ringstrategy.LocalSGD(4, ringstrategy.Nesterov(0.7, 0.5), overlap=1)
-            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
-            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-            for step in range(13):
-                optimizer.zero_grad()
-                loss_of(model, rank, step % 3).backward()
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-            assert (optimizer.session.stats.steps, optimizer.session.stats.exchanges) == (13, 3)
-            mean = hvd.allreduce(nn.utils.parameters_to_vector(model.parameters()).detach())
-            optimizer.session.finish()
-            same_everywhere(model)
-            found.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-            close(found[-1], mean)
-            optimizer.close()
-        close(*found)
+        assert last == [True], "exchanges wait for the end of backward"
 
 
 class Bag(nn.Module):
@@ -868,7 +835,6 @@ def test_state_and_objects_of_one_rank_go_to_all() -> None:
 
 @on_ranks(3)
 def test_operations_and_optimizers_of_some_ranks() -> None:
-    optimizers: list[Any] = []
     first = hvd.ProcessSet([0, 1])
     with horovod(process_sets=[first]) as rank:
         second = hvd.add_process_set([2, 1])
@@ -903,13 +869,15 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
             for mine, expected in zip(model.parameters(), single.parameters(), strict=True):
                 close(mine, expected)
                 assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
-            with pytest.raises(ValueError, match=r"hvd.ProcessSet\(.*, optimizers=2\)"):
-                hvd.DistributedOptimizer(momentum(single), single.named_parameters(), process_set=process_set)
-            optimizer.close()  # its connections are the next one's
+            other = network()  # by another optimizer over the same connections, in turns
+            again = hvd.DistributedOptimizer(momentum(other), other.named_parameters(), process_set=process_set)
+            for _ in range(2):
+                trained(model, optimizer, [rank], 1)
+                trained(other, again, [rank], 1)
+            for mine in (*model.parameters(), *other.parameters()):
+                assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
             optimizer.close()
-            optimizers.append(
-                hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
-            )
+            optimizer.close()
         groups = dist.distributed_c10d._world.pg_map
         before, order = len(groups), []
 
@@ -926,10 +894,8 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
         assert order == (["barrier of [1, 2] in 0 groups more"] if rank in [1, 2] else [])
         if rank in [1, 2]:  # the last optimizer keeps its connections
             assert len(groups) == before - 1
-            optimizers[-1].zero_grad()
-            loss_of(model, rank, 5).backward()
-            optimizers[-1].step()
-            optimizers[-1].close()
+            trained(other, again, [rank], 1)
+            again.close()
             assert len(groups) == before - 2
         third = hvd.add_process_set(second)
         if third.included():
@@ -942,39 +908,32 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
 @on_ranks(3)
 def test_ranks_without_data_join_the_others() -> None:
     with horovod() as rank:
-        size, batches = hvd.size(), [2, 5, 3]
-        model = network()
+        batches = [2, 5, 3]
+        model, single = network(), network()
         algorithm = ringstrategy.AllReduce(ringstrategy.BlockInt(8), error_feedback=True, uneven="join")
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        its_own = momentum(single)
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, its_own)]
         for step in range(batches[rank]):
             optimizer.zero_grad()
             loss_of(model, rank, step).backward()
             optimizer.step()
-            scheduler.step()
+            schedulers[0].step()
         assert hvd.join() == 1
         assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**5)
         assert optimizer.session.stats.steps == 5
-        single = network()
-        own = momentum(single)
-        its_scheduler = torch.optim.lr_scheduler.ExponentialLR(own, 0.9)
         for step in range(5):
-            own.zero_grad()
-            members = [r for r in range(size) if step < batches[r]]
+            its_own.zero_grad()
+            members = [r for r, count in enumerate(batches) if step < count]
             for r in members:
                 (loss_of(single, r, step) / len(members)).backward()
-            own.step()
-            its_scheduler.step()
+            its_own.step()
+            schedulers[1].step()
         check_twin(model, dict(single.named_parameters()), 0.02)
-        optimizer.zero_grad()  # and on, with all
-        loss_of(model, rank, 7).backward()
-        optimizer.step()
+        trained(model, optimizer, [rank], 1)  # and on, with all
         same_everywhere(model)
-        assert hvd.join() in range(size)
-        other = network()
-        hvd.DistributedOptimizer(
-            momentum(other), other.named_parameters(), algorithm=ringstrategy.AllReduce(uneven="join")
-        )
+        assert hvd.join() in range(3)
+        hvd.DistributedOptimizer(momentum(single), algorithm=ringstrategy.AllReduce(uneven="join"))
         with pytest.raises(ValueError, match="2 optimizers have uneven='join'"):
             hvd.join()
 
@@ -1010,48 +969,42 @@ def test_batch_norm_has_the_statistics_of_all_ranks() -> None:
             close(ours(inputs[rank]), theirs(inputs[rank].double()), bound)
 
 
-class Rates(L.LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.rates: list[float] = []
-
-    def training_step(self, rows: list[Tensor], index: int) -> Tensor:
-        loss: Tensor = self.layer(rows[0]).sum()
-        return loss
-
-    def validation_step(self, rows: list[Tensor], index: int) -> None:
-        self.log("rank", float(self.global_rank))
-
-    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
-        before = self.layer.bias.item()
-        super().optimizer_step(epoch, index, optimizer, closure)
-        self.rates.append(before - self.layer.bias.item())  # whose gradient is 1
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), 0.8)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
-
-
 def _in_lightning() -> tuple[list[float], float]:
     dist.init_process_group("gloo")
-    model = Rates()
-    loader = DataLoader(TensorDataset(torch.ones(10, 1)), 1)
+    rates: list[float] = []
+
+    class Rates(BoringModel):
+        def training_step(self, rows: Tensor, index: int) -> Tensor:
+            return self.layer(rows).sum()
+
+        def validation_step(self, rows: Tensor, index: int) -> None:
+            self.log("rank", float(self.global_rank))
+
+        def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+            before = self.layer.bias[0].item()
+            super().optimizer_step(epoch, index, optimizer, closure)
+            rates.append(before - self.layer.bias[0].item())  # whose gradient is 1
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.8)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
     trainer = L.Trainer(
         strategy="ring",
         accelerator="cpu",
         devices=2,
-        max_epochs=1,
+        max_steps=5,
         limit_val_batches=1,
+        val_check_interval=5,
         callbacks=[hvd.callbacks.LearningRateWarmupCallback(2), hvd.callbacks.MetricAverageCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(model, loader, loader)
-    return model.rates, float(trainer.callback_metrics["rank"])
+    trainer.fit(Rates())
+    return rates, float(trainer.callback_metrics["rank"])
 
 
 def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -> None:
@@ -1065,7 +1018,7 @@ def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
     for rates, rank in ranks(2, _in_lightning):
         # the schedule says 0.8, 0.4, 0.2, ..., of which a half, three quarters and then all are stepped
-        assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.05])
+        assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.05], abs=1e-6)
         assert rank == 0.5
 
 

@@ -269,21 +269,6 @@ def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_
     on_all_gpus(1, one)
 
 
-def test_an_error_comes_out_where_it_is_waited_for_and_nothing_is_sent_after_it(calls: Calls) -> None:
-    def one(peers: NcclPeers) -> None:
-        def fail() -> None:
-            raise dist.DistError("a peer is gone")
-
-        begun: list[int] = []
-        tickets = [peers.submit(fail, "at step 3"), peers.submit(lambda: begun.append(1), "at step 3")]
-        for ticket in tickets:
-            with pytest.raises(dist.DistError, match="a peer is gone"):
-                ticket.wait()
-        assert not begun
-
-    on_all_gpus(1, one)
-
-
 def test_who_waits_for_the_thread_hears_of_a_lost_peer(calls: Calls) -> None:
     network, begin = Network(1), threading.Event()
     control = Control(network, 0)
@@ -508,26 +493,14 @@ def test_ranks_whose_new_parameters_differ_are_told_before_the_warm_up(calls: Ca
 
 
 def test_sparse_gradients_connect_all_pairs_at_setup(calls: Calls) -> None:
-    size = 3
-
-    def one(peers: NcclPeers) -> Tensor:
+    def one(peers: NcclPeers) -> None:
         posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
-        rows = nn.Embedding(9, 4, sparse=True)
-        nn.init.zeros_(rows.weight)
         algorithm = AllReduce()
-        algorithm.setup({"weight": rows.weight}, peers, sparse=frozenset({"weight"}))
-        assert {target for post in posts for target in post.targets} == set(range(size)) - {peers.rank}
-        loss = rows(torch.arange(peers.rank + 1)).sum() * 3
-        algorithm.before_backward(loss)
-        loss.backward()
-        algorithm.after_backward()
-        assert rows.weight.grad is not None
-        grad = rows.weight.grad.to_dense()
+        algorithm.setup({"weight": nn.Embedding(9, 4).weight}, peers, sparse=frozenset({"weight"}))
+        assert {target for post in posts for target in post.targets} == set(range(3)) - {peers.rank}
         algorithm.close()
-        return grad
 
-    for grad in on_all_gpus(size, one):
-        assert grad[:, 0].tolist() == pytest.approx([3, 2, 1, 0, 0, 0, 0, 0, 0])
+    on_all_gpus(3, one)
 
 
 # The group

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import lightning.pytorch as L
 import pytest
@@ -26,7 +27,6 @@ from on_ranks import on_ranks
 from pool import Pool
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ringstrategy import (
     AllReduce,
@@ -124,34 +124,18 @@ def test_sums_and_means_of_floats_travel_encoded(ranks: Pool, size: int) -> None
 
 
 @on_ranks(3)
-def test_all_else_is_exact_and_torchs() -> None:
+def test_all_else_is_torchs_and_counts_no_bytes() -> None:
+    """What it gives is that of gloo: see the random programs."""
     rank, size = begin()
-    group, twin = made("ring_int4"), dist.new_group(backend="gloo")
-    operations: list[tuple[torch.Tensor, Any]] = [
+    group = made("ring_int4")
+    for values, op in (
         (data(rank, (1 << 14) - 1), dist.ReduceOp.SUM),  # short
         (data(rank), dist.ReduceOp.MAX),
-        (data(rank), dist.ReduceOp.MIN),
-        (data(rank, 1000), dist.ReduceOp.PRODUCT),
         ((data(rank) * 100).long(), dist.ReduceOp.SUM),
-        ((data(rank) * 100).int(), dist.ReduceOp.SUM),
-        ((data(rank) > 0).to(torch.uint8), dist.ReduceOp.SUM),
-    ]
-    for values, op in operations:
-        ours, torchs = values.clone(), values.clone()
-        dist.all_reduce(ours, op, group=group)
-        dist.all_reduce(torchs, op, group=twin)
-        assert torch.equal(ours, torchs), (values.dtype, op)
-    for values in (data(rank), (data(rank) * 100).long(), data(rank, 7)):
-        ours, torchs = ([torch.empty_like(values) for _ in range(size)] for _ in range(2))
-        dist.all_gather(ours, values, group=group)
-        dist.all_gather(torchs, values, group=twin)
-        assert all(map(torch.equal, ours, torchs))
-        mine = values.clone()
-        dist.broadcast(mine, 1, group=group)
-        assert torch.equal(mine, ours[1])
-    objects: list[Any] = [None] * size
-    dist.all_gather_object(objects, {"rank": rank}, group=group)
-    assert objects == [{"rank": other} for other in range(size)]
+    ):
+        dist.all_reduce(values, op, group=group)
+    dist.broadcast(values, 1, group=group)
+    dist.all_gather([torch.empty_like(values) for _ in range(size)], values, group=group)
     dist.barrier(group=group)
     assert (group.stats.bytes_sent, group.stats.exchanges) == (0, 0)
     dist.all_reduce(data(rank, 1 << 14), group=group)  # of as many bytes as travel encoded
@@ -213,7 +197,7 @@ def _kinds() -> list[torch.Tensor]:
             dist.all_reduce(values, group=encoded)
             found.append(values)
     transposed = data(rank, 600).view(20, 30).t()
-    dist.all_reduce(transposed, group=group)
+    dist.all_reduce(transposed, group=made("ring", pg_options=AllReduce(Identity(), Native())))
     several = [data(rank, 100), data(rank, 33).view(3, 11)]
     dist.all_reduce_coalesced(several, group=group)
     parts = [torch.empty(5, 2), torch.empty(2)]
@@ -262,53 +246,6 @@ def test_sparse_tensors_are_torchs() -> None:
     dist.all_reduce(sums[0], group=made("ring", pg_options=GroupOptions(AllReduce(), 0)))
     dist.all_reduce(sums[1])
     assert torch.equal(*(total.to_dense() for total in sums))
-    weights = []
-    for backend in ("ring", "gloo"):
-        torch.manual_seed(0)
-        bag = torch.nn.EmbeddingBag(9, 5000, sparse=True)
-        model = DistributedDataParallel(bag, process_group=dist.new_group(backend=backend))
-        model(torch.tensor([[rank, 3, 4]])).sum().backward()
-        assert bag.weight.grad is not None
-        weights.append(bag.weight.grad.to_dense())
-    assert torch.equal(*weights)
-    assert weights[0][:, 0].tolist() == pytest.approx([1 / 6, 1 / 6, 0, 1 / 3, 1 / 3, 0, 0, 0, 0])
-
-
-@on_ranks(2)
-def test_gloos_own_all_reduce_serves_too() -> None:
-    rank, _ = begin()
-    values = data(rank)
-    dist.all_reduce(values, group=made("ring", pg_options=AllReduce(Identity(), Native())))
-    assert torch.equal(values, data(0) + data(1))
-
-
-def _modes(group: dist.ProcessGroup, dtype: torch.dtype) -> list[Any]:
-    """What collectives leave behind, whatever autograd knows of their tensors."""
-    rank, numel, found = dist.get_rank(), 10 * dist.get_world_size(), list[Any]()
-    for mode in (nullcontext, torch.no_grad, torch.inference_mode):
-        leaf = torch.ones(numel, dtype=dtype, requires_grad=True)
-        in_graph, bare = leaf * (rank + 1), torch.full((numel,), rank + 1.0, dtype=dtype)
-        with mode():
-            made_here, shard, whole = bare * 2, torch.empty(10, dtype=dtype), torch.empty_like(bare)
-            parameter = torch.nn.Parameter(torch.ones(numel, dtype=dtype))
-            for values in (in_graph, bare, made_here, parameter):
-                dist.all_reduce(values, group=group)
-            dist.reduce_scatter_tensor(shard, made_here, group=group)
-            dist.all_gather_into_tensor(whole, made_here[:10], group=group)
-        dist.all_reduce(made_here, group=group)  # now outside of that mode
-        in_graph.sum().backward()
-        for tensor in (in_graph, bare, made_here, parameter, shard, whole, leaf.grad):
-            found.append((tensor.tolist(), tensor.requires_grad, tensor.is_inference()))
-        found.append([tensor._version for tensor in (in_graph, bare)])
-    return found
-
-
-@on_ranks(2)
-def test_autograd_sees_as_little_of_it_as_of_gloo() -> None:
-    begin()
-    group, twin = made("ring", pg_options=GroupOptions(AllReduce(), 0)), dist.new_group(backend="gloo")
-    for dtype in (torch.float32, torch.bfloat16):
-        assert _modes(group, dtype) == _modes(twin, dtype)
 
 
 # Random programs, beside gloo
@@ -405,6 +342,12 @@ def _called(step: Step, x: torch.Tensor, group: dist.ProcessGroup) -> list[torch
     return [x, long, *parts] if step.call in ("all_gather", "coalesced", "all_to_all") or "into" in step.call else [x]
 
 
+def _seen(tensor: torch.Tensor, in_place: bool) -> tuple[Any, ...]:
+    """Its values, and what autograd knows of it."""
+    version = tensor._version if in_place and not tensor.is_inference() else None
+    return tensor.tolist(), tensor.requires_grad, tensor.is_inference(), version
+
+
 def _outcome(step: Step, number: int, group: dist.ProcessGroup) -> Any:
     """Of a step. Sums of these numbers are exact in all dtypes."""
     generator = torch.Generator().manual_seed(1000 * dist.get_rank() + number)
@@ -419,7 +362,7 @@ def _outcome(step: Step, number: int, group: dist.ProcessGroup) -> Any:
         x = leaf * 2 if leaf is not None and step.kind == "graph" else drawn
         with step.mode():
             x = x + 0 if step.kind == "plain" else x
-            left = [(t.tolist(), t.requires_grad, t.is_inference()) for t in _called(step, x, group)]
+            left = [_seen(tensor, step.call in IN_PLACE) for tensor in _called(step, x, group)]
         if leaf is not None and step.kind == "graph":
             x.abs().sum().backward()
             left.append(leaf.grad.tolist())
@@ -527,9 +470,8 @@ def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
             dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
     dist.all_reduce(values, group=group)  # it still works
     several = made("ring", pg_options=AllReduce(BlockInt(8), Hierarchical()))
-    with pytest.raises(ValueError, match=r"no reduce-scatter; pass a collective that has one"):
+    with pytest.raises(ValueError, match="no reduce-scatter; pass collective=Ring"):
         dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
-    assert made("ring", pg_options=AllReduce(BlockInt(4))).options.algorithm.codec == BlockInt(4)
     dist.barrier()
 
 
@@ -556,22 +498,11 @@ def test_a_work_answers_as_gloos() -> None:
 
 
 def test_several_works_are_waited_for_each() -> None:
-    waited = []
-
-    class Work(dist.Work):
-        def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-            waited.append(self)
-            return True
-
-        def is_completed(self) -> bool:
-            return self in waited
-
-    works = [Work(), Work()]
+    works = [Mock(is_completed=Mock(return_value=done)) for done in (True, False)]
     both = _Works(works)
-    works[0].wait()
     assert not both.is_completed()
     assert both.wait()
-    assert both.is_completed()
+    assert all(work.wait.called for work in works)
 
 
 def test_torch_never_calls_a_backend_for_us() -> None:

@@ -85,7 +85,12 @@ class Collective(ABC):
         of this rank's chunk is encoded on this rank, so it loses nothing there.
         """
         del summand, peers
-        raise ValueError(f"{self} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
+        self.check_scatters()
+
+    def check_scatters(self) -> None:
+        """ValueError if it has no `scatter_`."""
+        if type(self).scatter_ is Collective.scatter_:
+            raise ValueError(f"{self} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
 
     def carries_extras(self, peers: Peers) -> bool:
         """Whether flags and riders can travel with the values, which may lie where a `Summand.source` says."""

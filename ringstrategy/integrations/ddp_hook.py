@@ -25,6 +25,7 @@ from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.integrations.encoded import Channel
 from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
 from ringstrategy.session.optimizers import stepped_by
+from ringstrategy.session.state import check_is_of
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word
 from ringstrategy.transport.connect import connect
@@ -257,12 +258,7 @@ class DdpHookState:
             ValueError: another rank or world gave it, the module has no such parameter, or `ddp_hook` got no module.
         """
         self._check_names()
-        mine = dist.get_rank(), dist.get_world_size()
-        if (state["rank"], state["world_size"]) != mine:
-            raise ValueError(
-                f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "
-                f"{mine[1]}: give each rank what it saved itself, or begin without a state"
-            )
+        check_is_of(dist.get_rank(), dist.get_world_size(), state)
         residuals = state["residuals"]
         lost = [
             name

@@ -72,8 +72,7 @@ def fsdp(
                 "takes FSDP2 and HSDP. Use a process group, dist.new_group(backend=...), for its mesh instead"
             )
     collective.check(codec)
-    if type(collective).scatter_ is Collective.scatter_:
-        raise ValueError(f"{collective} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
+    collective.check_scatters()
     sharded: dict[str, FSDPModule] = {}
     states = set()
     for name, part in module.named_modules():

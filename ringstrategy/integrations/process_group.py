@@ -162,17 +162,16 @@ class RingProcessGroup(dist.ProcessGroup):
 
     @override
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]  # as torch calls it
-        mean = self._is_ours(tensors, opts.reduceOp)
-        if mean is None:
-            exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
-            return exact
-        return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
+        return self._sum("allreduce", tensors, opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = _SUMS) -> dist.Work:
         """See `torch.distributed.all_reduce_coalesced`: one sum of all of them."""
+        return self._sum("allreduce_coalesced", tensors, opts)
+
+    def _sum(self, name: str, tensors: list[Tensor], opts: Any) -> dist.Work:
         mean = self._is_ours(tensors, opts.reduceOp)
         if mean is None:
-            exact: dist.Work = self._torchs(tensors).allreduce_coalesced(tensors, opts)
+            exact: dist.Work = getattr(self._torchs(tensors), name)(tensors, opts)
             return exact
         return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
@@ -182,11 +181,7 @@ class RingProcessGroup(dist.ProcessGroup):
         if mean is None:
             exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
             return exact
-        if type(self.options.algorithm.collective).scatter_ is Collective.scatter_:
-            raise ValueError(
-                f"{self.options.algorithm.collective} has no reduce-scatter; pass a collective that has one, such as "
-                "Ring(), Direct() or BySize(), to the AllReduce of this group's options"
-            )
+        self.options.algorithm.collective.check_scatters()
         self._check_shapes("reduce_scatter_tensor", values, output)
         return self._run("reduce-scatter", [output], lambda lane, out, seed: lane.scatter_(out[0], values, mean, seed))
 

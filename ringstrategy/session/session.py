@@ -29,7 +29,7 @@ from ringstrategy.session.parameters import (
     shared_parameters,
     sparse_parameters,
 )
-from ringstrategy.session.state import Means, copied
+from ringstrategy.session.state import Means, check_is_of, copied
 from ringstrategy.transport.stats import Stats
 
 
@@ -503,12 +503,7 @@ class Session:
 
         ValueError if another rank gave it, or another algorithm, or there is no place for a residual.
         """
-        mine = self.link.rank, self.link.size
-        if (state["rank"], state["world_size"]) != mine:
-            raise ValueError(
-                f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {mine[0]} of "
-                f"{mine[1]}: give each rank what it saved itself, and start as many"
-            )
+        check_is_of(self.link.rank, self.link.size, state)
         if self.link.peers is None:
             return
         if state["decentralized"] != self.algorithm.decentralized:

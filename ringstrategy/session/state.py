@@ -169,6 +169,15 @@ def written_by_all(ranks: Ranks, files: Files, write: Callable[[], None], undo: 
         ) from failure
 
 
+def check_is_of(rank: int, size: int, state: Mapping[str, Any]) -> None:
+    """ValueError unless this rank, in a world of this size, gave the state."""
+    if (state["rank"], state["world_size"]) != (rank, size):
+        raise ValueError(
+            f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {rank} of {size}: give "
+            "each rank what it saved itself, and start as many"
+        )
+
+
 def copied(state: Mapping[str, Any]) -> dict[str, Any]:
     """The same state with a copy of each tensor."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}

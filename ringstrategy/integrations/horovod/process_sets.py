@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -16,20 +17,18 @@ class ProcessSet:
 
     Args:
         ranks: of all ranks. None: all of them.
-        optimizers: how many a `DistributedOptimizer(process_set=...)` may make of it, each over connections of its own.
 
     Attributes:
         ranks: in rising order; None before it is in use, if they are all.
         process_set_id: 0 for all ranks; None while it is not in use.
     """
 
-    def __init__(self, ranks: Sequence[int] | None = None, *, optimizers: int = 1) -> None:
-        self.optimizers = optimizers
+    def __init__(self, ranks: Sequence[int] | None = None) -> None:
         self.ranks = None if ranks is None else sorted(set(ranks))
         self.process_set_id: int | None = None
         self._members: Members | None = None
         self._groups: list[dist.ProcessGroup] = []
-        self._lent: list[dist.ProcessGroup] = []
+        self._lent: Counter[dist.ProcessGroup] = Counter()  # to how many optimizers
 
     def __repr__(self) -> str:
         """As Horovod shows it."""
@@ -40,28 +39,22 @@ class ProcessSet:
     ) -> None:
         """It is in use, and owns the groups; `members` is None on ranks that do not belong to it.
 
-        The first group is that of `members`, the others are for optimizers.
+        The first group is that of `members`; the second one, which the set of all ranks has not, is for optimizers.
         """
         self.process_set_id, self.ranks, self._members = process_set_id, list(ranks), members
         self._groups = list(groups)
 
     def lend_group(self) -> dist.ProcessGroup:
-        """For one optimizer. ValueError if none are left."""
-        free = [group for group in self._groups[1:] if group not in self._lent]
-        if not free:
-            raise ValueError(
-                f"{self} has connections for {self.optimizers} optimizers, and all are in use: make it with "
-                f"hvd.ProcessSet({self.ranks}, optimizers={self.optimizers + 1})"
-            )
-        self._lent.append(free[0])
-        return free[0]
+        """For an optimizer, beside others: not that of `members`, which calls collectives on a thread of its own."""
+        group = self._groups[1]
+        self._lent[group] += 1
+        return group
 
     def take_group_back(self, group: dist.ProcessGroup) -> None:
-        """The optimizer that got it is closed. Idempotent, and no collective."""
-        if group in self._lent:
-            self._lent.remove(group)
-            if group not in self._groups:
-                _destroy(group)
+        """An optimizer that got it is closed. No collective."""
+        self._lent[group] -= 1
+        if group not in self._groups:
+            self._destroy(group)
 
     def end(self) -> None:
         """It is not in use any more. No collective."""
@@ -70,11 +63,15 @@ class ProcessSet:
             members.close()
 
     def destroy_groups(self) -> None:
-        """After `end`, while others go on; those of optimizers when these are closed. No collective."""
+        """After `end`, while others go on; that of optimizers when the last one is closed. No collective."""
         groups, self._groups = self._groups, []
         for group in groups:
-            if group not in self._lent:
-                _destroy(group)
+            self._destroy(group)
+
+    def _destroy(self, group: dist.ProcessGroup) -> None:
+        """Unless an optimizer has it, or it has been already, such as with all of them."""
+        if not self._lent[group] and group in dist.distributed_c10d._world.pg_map:
+            dist.destroy_process_group(group)
 
     @property
     def in_use(self) -> bool:
@@ -108,12 +105,6 @@ class ProcessSet:
 
     def _not_in_use(self) -> str:
         return NOT_INITIALIZED if self is global_process_set else f"{self} is not in use: call hvd.add_process_set"
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    """Unless it has been already, such as with all of them."""
-    if group in dist.distributed_c10d._world.pg_map:
-        dist.destroy_process_group(group)
 
 
 global_process_set = ProcessSet()

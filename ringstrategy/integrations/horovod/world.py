@@ -172,7 +172,7 @@ def _places(store: dist.Store, rank: int, size: int) -> list[str]:
 def _take_into_use(process_set: ProcessSet, ranks: Sequence[int]) -> None:
     this = world()
     nccl = backend_of("cuda") == "nccl"
-    count = 1 if process_set is global_process_set else 1 + process_set.optimizers
+    count = 1 if process_set is global_process_set else 2
     backend = "cpu:gloo,cuda:nccl" if nccl else None
     groups = [dist.new_group(list(ranks), timeout=this.timeout, backend=backend) for _ in range(count)]
     members = Members(groups[0], this.timeout, this.stats) if this.rank in ranks else None
