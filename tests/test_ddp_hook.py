@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
-from benchmarks.ranks import reserve_port
 from ringstrategy import (
     BlockInt,
     Codec,
