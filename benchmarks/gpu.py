@@ -97,7 +97,6 @@ def _dry_parts(out: Path) -> list[Part]:
             "tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "empty_bucket or with_gaps"), interpreted
         ),
         _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
-        _measured(out, "bucket", 120, "bucket", "--dry", "--cases", "=`ring_int8`,=`ring_powersgd`"),
         _measured(out, "streams over gloo", 120, "shared_gpu", "streams", "--dry"),
         _measured(
             out, "training over gloo", 120, "shared_gpu", "training", "--dry", "--cases", "=ring,gossip,overflow"

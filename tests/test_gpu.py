@@ -62,13 +62,6 @@ def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
         main(["gpu"])
 
 
-def test_a_bucket_is_counted_where_it_cannot_be_measured(tmp_path: Path) -> None:
-    pytest.importorskip("triton", reason="triton is only for Linux")
-    main(["bucket", "--dry", "--cases", "=`ring_int8`", "--out", str(tmp_path / "rows.jsonl")])
-    rows = read(tmp_path / "rows.jsonl")
-    assert [(row.hosts, row.waits, bool(row.launches)) for row in rows] == [(2, [], True), (8, [], True)]
-
-
 def test_two_trainings_end_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
     arguments = ["training", "--dry", "--cases", "=ddp,=ring"]
     rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", *arguments, environment=ONE_HOST)
@@ -112,4 +105,4 @@ def test_every_other_part_runs_small_on_the_cpu(
         main(["gpu", "--dry", "--out", str(tmp_path)])
     assert ended.value.code == 0, capfd.readouterr().out
     benchmarks = {row.benchmark for row in read(tmp_path / "rows.jsonl")}
-    assert benchmarks == {"kernels", "bucket", "shared_gpu training"}
+    assert benchmarks == {"kernels", "shared_gpu training"}
