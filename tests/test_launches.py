@@ -304,6 +304,7 @@ def test_what_is_known_is_what_is_counted() -> None:
         # gradients to wires, 7 wires of a part to its sum, all wires to means; 16 bits are copied back
         (AllReduce(BlockInt(8), Direct()), torch.float32, 3, 2),
         (AllReduce(BlockInt(8), Direct()), torch.bfloat16, 4, 2),
+        (AllReduce(BlockInt(8), Direct(), error_feedback=True), torch.float32, 7, 2),
         # 7 hops that add and 7 that pass on, each of two pieces, which are encoded and decoded once on their way
         (AllReduce(BlockInt(8), Ring()), torch.float32, 2 * RANKS * 2, 2 * (RANKS - 1) * 2),
     ):
