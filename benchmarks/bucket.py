@@ -279,7 +279,7 @@ def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: a
         "graph_seconds": graph,
         "launches": launches,
         "waits": sorted(set(waits)),
-        "device": torch.cuda.get_device_name(device),
+        **harness.made_with(torch.cuda.get_device_name(device)),
     }
 
 
@@ -303,17 +303,7 @@ def main(given: Sequence[str]) -> None:
                 continue
             if found["waits"]:
                 failed.append(f"{case}: the host waits for the device in {', '.join(found['waits'])}")
-            rows.append(
-                Row(
-                    benchmark="bucket",
-                    case=case,
-                    size="25 MB of fp32",
-                    hosts=ranks,
-                    torch=torch.__version__,
-                    commit=harness.commit(),
-                    **found,
-                )
-            )
+            rows.append(Row(benchmark="bucket", case=case, size="25 MB of fp32", hosts=ranks, **found))
     harness.publish("one bucket without a wire", rows, options.out, failed)
     if failed:
         sys.exit(1)

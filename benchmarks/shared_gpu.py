@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,26 +105,24 @@ def _delayed(device: torch.device, options: argparse.Namespace) -> list[str]:
             wrong.append(f"{case}: {sum(map(bool, gaps))} of {rounds} results are not those of the CPU, by {max(gaps)}")
         if not all(same):
             wrong.append(f"{case}: ranks differ")
-        rows.append(_row(options, device, case=case, error=max(gaps), ranks_identical=all(same), elements=numel))
+        rows.append(
+            Row(
+                benchmark="shared_gpu",
+                case=case,
+                rate=options.backend,
+                hosts=_RANKS,
+                error=max(gaps),
+                ranks_identical=all(same),
+                elements=numel,
+                **harness.made_with("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)),
+            )
+        )
     peers.close()
     twins.close()
     if rank == 0:
         where = "the CPU" if options.dry else "one GPU"
         harness.publish(f"two processes on {where}, over {options.backend}", rows, options.out)
     return wrong
-
-
-def _row(options: argparse.Namespace, device: torch.device, **found: Any) -> Row:
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return Row(
-        benchmark="shared_gpu",
-        rate=options.backend,
-        hosts=_RANKS,
-        device=name,
-        torch=torch.__version__,
-        commit=harness.commit(),
-        **found,
-    )
 
 
 def _be_a_rank(options: argparse.Namespace) -> None:
