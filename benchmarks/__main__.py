@@ -11,7 +11,7 @@ from pathlib import Path
 _NAMES = (
     *("training", "collectives", "codecs", "overhead", "slow_rank", "time_to_accuracy", "long_race"),
     *("faults", "fuzz", "soak"),
-    *("gpu", "kernels", "launches", "bucket", "shared_gpu"),
+    *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),
     *("campaign", "report", "demo", "lab"),
 )

@@ -84,10 +84,8 @@ def main(given: Sequence[str]) -> None:
             share_of_copy=medians[codec, operation] / copy,
             compression=compression.get(codec),
             values=options.values,
-            device="cpu",
-            torch=torch.__version__,
             cpu=f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores",
-            commit=harness.commit(),
+            **harness.made_with(),
         )
         for codec, operation in rates
     ]

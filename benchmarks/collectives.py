@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import harness
+from benchmarks.contenders import reduced
 from benchmarks.harness import Case
 from ringstrategy import (
     BlockFloat8,
@@ -40,6 +41,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.collectives import mean_
+from ringstrategy.cost import CodecCost, Link, Machines, Work, exchange_cost
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import connect
 
@@ -87,19 +89,15 @@ def ways(processes: int) -> list[Way]:
     ]
 
 
-def link_share(collective: Collective | None, hosts: int, processes: int) -> float:
-    """How often the encoded values must cross a host's link, in each direction, for one sum over all its ranks.
-
-    With N = hosts x processes, one rank of each host on a flat ring sends 2 (N-1)/N of the values to the next host.
-    Where all talk to all, each of a host's ranks sends N - processes others their N-th, twice. Who sums within the host
-    first needs 2 (hosts-1)/hosts, the least that there is; gloo is held against that, too.
-    """
-    ranks = hosts * processes
-    if isinstance(collective, Ring) and hosts > 1:
-        return 2 * (ranks - 1) / ranks
-    if isinstance(collective, Direct):
-        return 2 * processes * (hosts - 1) / hosts
-    return 2 * (hosts - 1) / hosts
+def must_cross(way: Way, numel: int, hosts: int, processes: int) -> float:
+    """Bytes that have to leave each host for one sum, by its schedule; gloo is held against the least that there is."""
+    if way.collective is None or isinstance(way.collective, Native):
+        return reduced(way.codec.nbytes(numel, torch.float32), hosts)
+    free = Work(0.0, 0.0)
+    costs = {(way.codec, False): CodecCost(free, free, free, free)}
+    names = tuple(str(rank // processes) for rank in range(hosts * processes))
+    machines = Machines(names, Link(0.0, 1.0), Link(0.0, 0.0), 0.0, costs, 0.0)
+    return exchange_cost(machines, way.collective, way.codec, numel).bytes_across
 
 
 class _Inputs:
@@ -159,7 +157,7 @@ class Sums:
         sum_, stats = self._sum_(way), (self._native if isinstance(way.collective, Native) else self._peers).stats
         result, seconds = self._first(sum_, dtype)
         steps = max(1, min(math.ceil(_RUN_SECONDS / seconds), _COPIES_BYTES // self.values.nbytes))
-        share = link_share(way.collective, self._options.hosts, self._options.processes)
+        crossing = must_cross(way, self.values.numel(), self._options.hosts, self._options.processes)
 
         def run() -> None:
             for values in self._copies[dtype][:steps]:
@@ -171,7 +169,7 @@ class Sums:
             result=lambda: self._copies[dtype][:1],
             prepare=lambda: self._fresh(steps, dtype),
             bytes_sent=(lambda: None) if way.collective is None else lambda: stats.bytes_sent,
-            limit_seconds=harness.wire_seconds(share * way.codec.nbytes(self.values.numel(), torch.float32)),
+            limit_seconds=harness.wire_seconds(crossing),
             steps=steps,
         )
         self.judge(case, result)

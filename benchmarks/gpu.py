@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness, lab
+from benchmarks import harness
 
 _SECONDS = 1200  # for all parts together
 _LEAST = 20  # a part with less than this left does not begin
@@ -65,18 +65,13 @@ def _parts(out: Path) -> list[Part]:
     found = [
         measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15"),
         measured("bucket", 150, "bucket"),
-        measured("training over nccl", 150, "shared_gpu", "training", "--backend", "nccl"),
-        measured("training over gloo", 100, "shared_gpu", "training", "--backend", "gloo"),
-        measured("streams over nccl", 90, "shared_gpu", "streams", "--backend", "nccl"),
-        measured("streams over gloo", 90, "shared_gpu", "streams", "--backend", "gloo"),
+        measured("streams over nccl", 90, "shared_gpu", "--backend", "nccl"),
+        measured("streams over gloo", 90, "shared_gpu", "--backend", "gloo"),
         Part("tests of processes", 120, _tests(["test_kernels_cuda"], "-k", _PROCESSES)),
         Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once, "-k", _KERNELS)),
         doors("nccl"),
         doors("gloo"),
     ]
-    if lab.missing() is None:
-        slow = ("--backend", "nccl", "--rate", "1gbit")
-        found.insert(3, measured("training over 1 Gbit/s", 150, "shared_gpu", "training", *slow))
     if shutil.which("compute-sanitizer"):
         checked = [
             "compute-sanitizer",
@@ -97,11 +92,7 @@ def _dry_parts(out: Path) -> list[Part]:
             "tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "empty_bucket or with_gaps"), interpreted
         ),
         _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
-        _measured(out, "bucket", 120, "bucket", "--dry", "--cases", "=`ring_int8`,=`ring_powersgd`"),
-        _measured(out, "streams over gloo", 120, "shared_gpu", "streams", "--dry"),
-        _measured(
-            out, "training over gloo", 120, "shared_gpu", "training", "--dry", "--cases", "=ring,gossip,overflow"
-        ),
+        _measured(out, "streams over gloo", 120, "shared_gpu", "--dry"),
     ]
 
 

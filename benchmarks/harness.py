@@ -282,9 +282,9 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def made_with() -> dict[str, Any]:
-    """What each row says that was measured on a processor."""
-    return {"device": "cpu", "torch": torch.__version__, "commit": commit()}
+def made_with(device: str = "cpu") -> dict[str, Any]:
+    """What each row says of the software, and of the device that it was measured on."""
+    return {"device": device, "torch": torch.__version__, "commit": commit()}
 
 
 def report(

@@ -173,10 +173,8 @@ def _row(case: Case, n: int, times: list[float], device: str) -> Row:
         seconds=times,
         seconds_median=seconds,  # on the device
         gigabytes_per_second=case.bytes_moved / seconds / 1e9,
-        device=device,
-        torch=torch.__version__,
         triton=triton.__version__,
-        commit=harness.commit(),
+        **harness.made_with(device),
     )
 
 

@@ -13,7 +13,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_module
@@ -21,7 +20,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 
-from ringstrategy.app.overrides import PARTS, lengthened
+from ringstrategy.app.overrides import lengthened
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
@@ -63,21 +62,7 @@ def app(folder, *overrides):
 # --- what a run is made of
 
 
-def test_every_part_is_one_and_can_be_exchanged():
-    for override, target in {
-        "algorithm=powersgd": "ringstrategy.PowerSGD",
-        "codec=rotated": "ringstrategy.Rotated",
-        "collective=direct": "ringstrategy.Direct",
-        "outer=mean": "ringstrategy.Nesterov",
-        "topology=star": "ringstrategy.topologies.Star",
-    }.items():
-        part = override.split("=")[0]
-        strategy = {"outer": "diloco", "topology": "gossip"}.get(part, "ring")
-        cfg = composed(f"strategy={strategy}", lengthened(override))
-        assert OmegaConf.select(cfg, PARTS[part])._target_ == target
-        assert repr(instantiate(cfg.strategy, _convert_="all").algorithm) != repr(
-            instantiate(composed(f"strategy={strategy}").strategy, _convert_="all").algorithm
-        ), override
+def test_every_algorithm_and_collective_is_one():
     for group in ("algorithm", "collective"):  # each codec and each topology has its contract
         with initialize_config_module("ringstrategy.configs", version_base="1.3"):
             made = {repr(instantiate(compose(f"{group}/{name}")[group], _convert_="all")) for name in names(group)}
@@ -158,30 +143,6 @@ def test_ranks_train_what_was_asked_for(ranks, tmp_path, monkeypatch):
         assert int(step["bytes_sent"]) >= 4 * parameters
 
 
-def gradient_descent(x, y, epochs, lr):
-    """Plain gradient descent of the mean squared error, from zero: the slow twin of the whole machinery."""
-    weights = np.zeros(x.shape[1])
-    for _ in range(epochs):
-        weights -= lr * 2 / len(x) * x.T @ (x @ weights - y)
-    return weights
-
-
-@pytest.mark.slow
-def test_regression_on_four_ranks_is_gradient_descent(ranks, tmp_path):
-    from ringstrategy.examples.data.regression import COEFFICIENTS, Regression
-
-    few = ["trainer.max_epochs=100", "logger.tensorboard=null", "trainer.enable_progress_bar=false"]
-    ranks(4, _trained, str(tmp_path / "job"), ["experiment=regression", *few])
-    summary = json.loads((tmp_path / "job" / "summary.json").read_text())
-    assert (summary["processes"], summary["steps"]) == (4, 100)
-    assert summary["bytes_sent"] > 0
-    data = Regression()
-    expected = gradient_descent(data.rows.double().numpy(), data.targets.double().numpy(), epochs=100, lr=0.01)
-    weights = torch.load(summary["checkpoint"], weights_only=True)["state_dict"]["weights"]
-    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-5)
-    assert 0.5 < np.abs(expected - COEFFICIENTS).max() < 4, "it moved, and had not yet arrived"
-
-
 # --- the program, without the processes of its jobs
 
 
@@ -258,21 +219,10 @@ def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, m
 
 
 @pytest.mark.slow
-def test_the_help_fits_a_terminal_and_its_examples_compose(ranks, tmp_path, monkeypatch):
-    (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "my_net.yaml").write_text("_target_: my_module.Net")
+def test_the_examples_of_the_help_compose(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    [(code, printed, jobs)] = ranks(1, _called, ["--config-dir", "mine", "--help"], [])
+    [(code, printed, jobs)] = ranks(1, _called, ["--help"], [])
     assert (code, jobs) == (0, [])
-    assert max(map(len, printed.splitlines())) <= 80
-    options, name = {}, ""  # by group; a line without one goes on with the last
-    for group, rest in re.findall(r"^  (\w*) +(\w+(?:, \w+)*,?)$", printed, re.MULTILINE):
-        name = group or name
-        options.setdefault(name, []).extend(re.findall(r"\w+", rest))
-    for group in ("algorithm", "codec", "collective", "data", "experiment", "strategy", "topology", "trainer"):
-        assert options[group] == names(group), group
-    assert options["model"] == sorted([*names("model"), "my_net"])
-
     examples = re.findall(r"^  ringstrategy-train (.*)", printed, re.MULTILINE)
     common = re.findall(r"^  ([\w.]+=\S+)", printed, re.MULTILINE)
     assert len(examples) > 5

