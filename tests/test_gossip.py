@@ -19,7 +19,6 @@ from fakes import FakePeers, on_all_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from pairs import pairs
 from pool import Pool
 from rank_files import rank_file, rank_state
 from test_strategy import Net, fit, normed, rows, same_everywhere, trainer_with
@@ -46,10 +45,7 @@ from ringstrategy import (
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Vector
 from ringstrategy.algorithms.parameters.periodic import Periodic
-from ringstrategy.algorithms.parameters.rows import cut_like
-from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.simulator import Simulation
 from ringstrategy.topologies import (
     Complete,
@@ -340,37 +336,6 @@ def test_cutting_into_pieces_changes_no_bit(algorithm: Decentralized) -> None:
         pieces = on_all_ranks(3, lambda peers: run(peers, algorithm, 5))
     for one, other in zip(whole, pieces, strict=True):
         np.testing.assert_array_equal(one[0], other[0])
-
-
-def test_differences_of_narrow_values_keep_their_digits() -> None:
-    given = [1.0, 2.0**-10, -300.0]
-
-    def mixed(peers: FakePeers) -> list[float]:
-        vector = Vector.of(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
-        exchange.Exchange().mix(Gossip().mixing, vector, peers, 0, 0)
-        return vector.correction.tolist()
-
-    weights = [RingGraph().weights(rank, 3, 0) for rank in range(3)]
-    for rank, (correction,) in enumerate(on_all_ranks(3, mixed)):
-        exact = sum(weight * (given[peer] - given[rank]) for peer, weight in weights[rank].items())
-        assert correction == pytest.approx(exact, rel=1e-6)
-
-
-@pairs(dtype=[torch.float32, torch.bfloat16, torch.float64], factor=[1.0, -1.0])
-def test_gathering_a_sum_and_adding_have_the_bits_of_a_loop(dtype: torch.dtype, factor: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(33, 7), (1,), (0,), (5, 3, 2), (1000,)]
-    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    parameters = {f"p{place}": nn.Parameter(each) for place, each in enumerate([*drawn, drawn[0].clone().T])}
-    flat = Flat(parameters, sums_dtype(dtype), Identity())
-    other = torch.randn(flat.values.shape, generator=generator, dtype=flat.values.dtype)
-    flat.gather_sum(other, factor)
-    before = [parameter.detach().clone() for parameter in parameters.values()]
-    for value, part, was in zip(cut_like(flat.values, before), cut_like(other, before), before, strict=True):
-        assert torch.equal(value, was.to(part.dtype) + factor * part)
-    flat.add(other)
-    for parameter, part, was in zip(parameters.values(), cut_like(other, before), before, strict=True):
-        assert torch.equal(parameter, (was.to(part.dtype) + part).to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -676,37 +641,6 @@ def test_ranks_that_differ_and_topologies_of_another_size_are_refused() -> None:
             Gossip(FromGraph([(0, 1)])).setup(named, peers)
 
     on_all_ranks(3, work)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: Gossip(interval=0), ValueError, "at least 1"),
-        (lambda: Gossip(interval=True), ValueError, "at least 1"),
-        (lambda: Gossip("ring"), TypeError, r"RingGraph\(\)"),
-        (lambda: Gossip(overlap="yes"), TypeError, "overlap is True, False, or after how many steps"),
-        (lambda: Gossip(interval=3, overlap=4), ValueError, "1 to interval=3, got 4"),
-        (lambda: Gossip(interval=3, overlap=0), ValueError, "1 to interval=3, got 0"),
-        (lambda: Gossip(interval=3, overlap=2, unequal_data=True), ValueError, "overlap=True or False"),
-        (lambda: Gossip(local="bias"), TypeError, "function"),
-        (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, r"rows.*PushSum"),
-        (lambda: Gossip(codec="int8"), TypeError, r"Identity\(\)"),
-        (lambda: Gossip(codec=BlockInt(8)), ValueError, "Choco"),
-        (lambda: Gossip(unit="steps"), ValueError, "'step' or 'epoch'"),
-        (lambda: Gossip(unequal_data=1), TypeError, "True or False"),
-        (lambda: Gossip(OnePeerExponential(), unequal_data=True), ValueError, "same symmetric matrix"),
-        (lambda: Choco(OnePeerExponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
-        (lambda: Choco(Exponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
-        (lambda: Choco(gain=0), ValueError, "0 < gain <= 1"),
-        (lambda: Choco(gain=float("nan")), ValueError, "0 < gain <= 1"),
-        (lambda: PushSum(RingGraph), TypeError, r"RingGraph\(\)"),
-        (lambda: CommunicationMonitor(-1), ValueError, "0 for never"),
-        (lambda: CommunicationMonitor(0.5), TypeError, "whole number"),
-    ],
-)
-def test_what_would_not_average_is_refused(make: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
 
 
 # Under a trainer

@@ -36,12 +36,10 @@ from ringstrategy import (
     Nesterov,
     Peers,
     PlanMismatchError,
-    Ring,
     RingStrategy,
     Rotated,
     Sign,
     SmallExact,
-    TopK,
 )
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.schedule import Schedule
@@ -326,32 +324,6 @@ def test_each_fragment_is_exchanged_once_an_interval_at_a_time_of_its_own() -> N
 
 
 # Refusals
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "cure"),
-    [
-        (lambda: LocalSGD(interval=0), ValueError, "at least 1"),
-        (lambda: LocalSGD(interval=4, fragments=5), ValueError, "take at most as many"),
-        (lambda: LocalSGD(fragments=0), ValueError, "whole number >= 1"),
-        (lambda: LocalSGD(warmup_steps=-1), ValueError, "whole number >= 0"),
-        (lambda: LocalSGD(warmup_steps=3, unit="epoch"), ValueError, "unit='step'"),
-        (lambda: LocalSGD(overlap=99), ValueError, "1 to interval"),
-        (lambda: LocalSGD(codec=TopK(), collective=Ring()), ValueError, "Direct"),
-        (lambda: LocalSGD(within_host=True, uneven="join"), ValueError, "uneven='error'"),
-        (lambda: LocalSGD(outer=0.7), TypeError, "outer makes an optimizer"),
-        (lambda: LocalSGD(outer=Nesterov), TypeError, "outer makes an optimizer"),
-        (lambda: LocalSGD(outer=lambda parameters: None), TypeError, "outer makes an optimizer"),
-        (lambda: Nesterov(lr=0), ValueError, "is a number"),
-        (lambda: Nesterov(lr=True), ValueError, "is a number"),
-        (lambda: Nesterov(momentum=1.0), ValueError, "is a number"),
-        (lambda: Nesterov(momentum=-0.1), ValueError, "is a number"),
-    ],
-)
-def test_what_cannot_be_right_is_refused(make: Callable[[], Any], error: type[Exception], cure: str) -> None:
-    with pytest.raises(error, match=cure):
-        make()
-    assert "SGD(" in repr(LocalSGD(outer=torch.optim.SGD)), "whose lr has a default"
 
 
 def test_ranks_with_other_outer_optimizers_or_codecs_are_told() -> None:
