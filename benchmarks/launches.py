@@ -35,7 +35,6 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import harness
 from ringstrategy.algorithms import Algorithm, AllReduce
-from ringstrategy.algorithms.base import GradientAlgorithm, ParameterAlgorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.rows import row_of
@@ -428,22 +427,18 @@ def whole_step(algorithm: Algorithm, *, scaled: bool = False) -> Meter:
         parameters = dict(module.named_parameters())
         peers, optimizer = StandInPeers(meter), torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
         algorithm.setup(parameters, peers)
-        if isinstance(algorithm, ParameterAlgorithm):
-            algorithm.bind(list(parameters.values()))
+        algorithm.bind(list(parameters.values()))
         for _ in range(3):  # what is made once is made in the first, and gossip's first exchange arrives in the second
             meter.clear()
             with meter.within():
                 loss = module(torch.empty(8, 1280, device=DEVICE)).square().mean()
-                if isinstance(algorithm, GradientAlgorithm):
-                    algorithm.before_backward(loss, scale=scale if scaled else None)
+                algorithm.before_backward(loss, scale=scale if scaled else None)
                 loss.backward()
-                if isinstance(algorithm, GradientAlgorithm):
-                    algorithm.after_backward()
-                    algorithm.before_step(set(parameters.values()))
+                algorithm.after_backward()
+                algorithm.before_step(set(parameters.values()))
                 optimizer.step()
                 algorithm.after_step(set(parameters.values()), stepped if scaled else True)
-                if isinstance(algorithm, ParameterAlgorithm):
-                    algorithm.settle()  # until the other thread has queued all that is counted
+                algorithm.settle()  # until the other thread has queued all that is counted
                 optimizer.zero_grad()
         meter.counting = False
         peers.close()

@@ -43,7 +43,6 @@ from benchmarks.lab import LOOPBACK, Lab, exit_on_sigterm
 from benchmarks.rows import Row
 from benchmarks.trainer import quiet_trainer
 from ringstrategy import AllReduce, BlockInt, Codec, Collective, Direct, Gaussian, Identity, Ring, RingStrategy, Rotated
-from ringstrategy.algorithms.base import ParameterAlgorithm
 from ringstrategy.collectives.base import mean_
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport import connect
@@ -188,7 +187,7 @@ def _faults(
     name: str, run: _Run, trainer: L.Trainer, losses: tuple[float, float], after: Tensor, truth: Tensor, identical: bool
 ) -> list[str]:
     """What is wrong with a training: its losses before and after, its parameters then, beside those of ddp."""
-    replicas = not isinstance(getattr(trainer.strategy, "algorithm", None), ParameterAlgorithm)
+    replicas = not getattr(getattr(trainer.strategy, "algorithm", None), "decentralized", False)
     found = (
         (trainer.world_size != _RANKS, f"the world has {trainer.world_size} ranks"),
         (replicas and not identical, "ranks differ"),

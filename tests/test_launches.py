@@ -16,7 +16,7 @@ from benchmarks.contenders import named
 from benchmarks.harness import table_on
 from benchmarks.launches import CASES, DEVICE, RANKS, Meter, StandInPeers, counted, measure, stand_ins, whole_step
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, Native, PowerSGD, Ring, SmallExact
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated, Sign
@@ -165,12 +165,11 @@ def train(algorithm: Algorithm, parameters: dict[str, Parameter]) -> None:
     stepped = set(parameters.values())
     for parameter in parameters.values():
         parameter.grad = None
-    if isinstance(algorithm, GradientAlgorithm):
-        loss = torch.stack([parameter.float().sum() for parameter in parameters.values()]).sum()
-        algorithm.before_backward(loss)
-        loss.backward()
-        algorithm.after_backward()
-        algorithm.before_step(stepped)
+    loss = torch.stack([parameter.float().sum() for parameter in parameters.values()]).sum()
+    algorithm.before_backward(loss)
+    loss.backward()
+    algorithm.after_backward()
+    algorithm.before_step(stepped)
     algorithm.after_step(stepped)
 
 
@@ -192,8 +191,7 @@ def test_no_step_launches_a_kernel_that_is_not_compiled_at_setup(name: str, dtyp
             parameters |= new
             if new:
                 algorithm.adopt({**parameters, "frozen": frozen})
-            if isinstance(algorithm, ParameterAlgorithm):
-                algorithm.bind(set(parameters.values()))
+            algorithm.bind(set(parameters.values()))
             compiled = set(meter.compiled)
             for step in range(5):  # gradients are read where they lie, or packed first
                 peers.backlog = lambda step=step: step  # type: ignore[method-assign, misc]
@@ -240,7 +238,6 @@ def test_a_mixing_costs_as_many_launches_for_many_parameters_as_for_few(name: st
         with stand_ins(meter):
             peers = StandInPeers(meter)
             algorithm.setup(parameters, peers)
-            assert isinstance(algorithm, ParameterAlgorithm)
             algorithm.bind(set(parameters.values()))
             for _ in range(3):  # the corrections of the first are applied with the second
                 meter.clear()

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.algorithms.base import GradientAlgorithm, check_uneven
+from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
@@ -42,7 +42,7 @@ _ACCUMULATED = (
 )
 
 
-class Synchronous(GradientAlgorithm):
+class Synchronous(Algorithm):
     """After each backward all ranks hold the same mean gradients, bit for bit. Subclasses define the buckets.
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.
