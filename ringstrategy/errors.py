@@ -40,7 +40,7 @@ def last_words(exception: BaseException) -> str:
 
 
 def is_of_a_connection(error: BaseException) -> TypeGuard[RuntimeError]:
-    """Did a connection to another rank fail, and has nobody found out yet which rank is lost?"""
+    """Whether a connection to another rank failed, and nobody has found out yet which rank is lost."""
     if isinstance(error, PeerLostError | PlanMismatchError) or not isinstance(error, RuntimeError):
         return False
     # gloo throws plain RuntimeErrors that name its source files, or their first line; its devices are this rank's own

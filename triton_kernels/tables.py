@@ -32,7 +32,7 @@ def _table(numbers: tuple[int, ...], device: torch.device, stream: int) -> Tenso
 
 
 def _captures(device: torch.device) -> bool:
-    """Is a CUDA graph being captured?"""
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

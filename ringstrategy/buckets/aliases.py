@@ -26,7 +26,7 @@ def gradient_is_held(parameter: Parameter, known: int = 0) -> bool:
 
 
 def gradient_is_kept(parameter: Parameter) -> bool:
-    """Does anything but the parameter refer to its gradient itself, whatever lies in the same memory?"""
+    """Whether anything but the parameter refers to its gradient itself, whatever lies in the same memory."""
     return _counts(parameter)[0] != _counts_alone()[0]
 
 

@@ -41,7 +41,7 @@ class Bucket(ABC):
 
     @property
     def undecided(self) -> bool:
-        """Has an exchange moved residuals, and no optimizer has stepped its gradients yet?"""
+        """Whether an exchange has moved residuals, and no optimizer has stepped its gradients yet."""
         return self.residuals.undecided
 
     def before_backward(self) -> None:
@@ -84,7 +84,7 @@ class Bucket(ABC):
         """After `gather`: make gradients views of the buffer, unless something else holds their memory."""
 
     def carries_flags(self, peers: Peers, collective: Collective) -> bool:
-        """Can flags on the host ride with the exchange?"""
+        """Whether flags on the host can ride with the exchange."""
         del peers, collective
         return False
 

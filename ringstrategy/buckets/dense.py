@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.buckets.aliases import references
 from ringstrategy.buckets.base import Bucket
@@ -132,8 +133,8 @@ class DenseBucket(Bucket):
             offset += slot.parameter.numel()
         self._own_references = references(self.buffer)
 
+    @override
     def take_gradients(self) -> None:
-        """See `Bucket.take_gradients`."""
         sources = self._sources or [None] * len(self.slots)
         for place, slot in enumerate(self.slots):
             if slot.trains:  # a frozen one's gradient does not travel
@@ -161,7 +162,7 @@ class DenseBucket(Bucket):
             self._copy(slot, source, self._scale)
 
     def _may_read_in_place(self, peers: Peers, collective: Collective) -> bool:
-        """Can the launch that encodes read gradients where they lie?"""
+        """Whether the launch that encodes can read gradients where they lie."""
         if self._places is None or not peers.queues or peers.size == 1 or not collective.carries_extras(peers):
             return False
         launches = self.codec.launches(self.buffer, 0)
@@ -192,8 +193,8 @@ class DenseBucket(Bucket):
             view.copy_(source)
             view.mul_(scale)
 
+    @override
     def carries_flags(self, peers: Peers, collective: Collective) -> bool:
-        """See `Bucket.carries_flags`."""
         return self.buffer.device.type == "cpu" and collective.carries_extras(peers)
 
     def rider(self, following: Bucket, small: int, peers: Peers, collective: Collective, seed: int) -> Summand | None:
@@ -231,6 +232,7 @@ class DenseBucket(Bucket):
             self._places.pack(nothing, self.buffer)
             self._places.unpack(self.buffer, nothing)
 
+    @override
     def launch(
         self,
         peers: Peers,
@@ -241,7 +243,6 @@ class DenseBucket(Bucket):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> Waitable:
-        """See `Bucket.launch`."""
         given, lost = self.residuals.given, self.residuals.lost
         # the same bits either way, so ranks may differ
         in_place = self._may_read_in_place(peers, collective) and not self._others and peers.backlog() < _IN_PLACE
@@ -295,8 +296,8 @@ class DenseBucket(Bucket):
         return exchange
 
     @torch.no_grad()
+    @override
     def scatter(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.scatter`."""
         if self._sources:
             self.take_gradients()
         taken: list[Tensor | None] = []

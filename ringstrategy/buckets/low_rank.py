@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
@@ -94,8 +95,8 @@ class LowRankBucket(Bucket):
             else:
                 torch.add(_like(slot.view, given), grad.detach(), alpha=1 / divisor, out=slot.view)
 
+    @override
     def take_gradients(self) -> None:
-        """See `Bucket.take_gradients`."""
         self._dense.take_gradients()
 
     def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
@@ -109,6 +110,7 @@ class LowRankBucket(Bucket):
         self._dense.warm_up_copies()
         self.residuals.warm_up()
 
+    @override
     def launch(
         self,
         peers: Peers,
@@ -119,7 +121,6 @@ class LowRankBucket(Bucket):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> Waitable:
-        """See `Bucket.launch`."""
         assert flags is None
         assert not riders
 
@@ -157,8 +158,8 @@ class LowRankBucket(Bucket):
                 subtract(matrix, left, right, 1 / peers.size, before, out=after)
             multiply(left, right, out=matrix)
 
+    @override
     def scatter(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.scatter`."""
         self._dense.scatter(used)
 
 

@@ -63,7 +63,7 @@ class Residuals:
 
     @property
     def undecided(self) -> bool:
-        """Is there an exchange whose gradients have not been stepped or dropped yet?"""
+        """Whether there is an exchange whose gradients have not been stepped or dropped yet."""
         return bool(self._undecided)
 
     @property
@@ -132,7 +132,7 @@ class Residuals:
 
     @torch.no_grad()
     def end(self, used: Callable[[Slot], bool]) -> None:
-        """An exchange has ended; `used`: has any rank a gradient for it?"""
+        """An exchange has ended; `used`: whether any rank has a gradient for it."""
         for slot in self._held if self._waiting else ():
             aside = self._waiting.pop(slot.name, None)
             if aside is None:
@@ -152,7 +152,7 @@ class Residuals:
 
     @torch.no_grad()
     def look(self) -> None:
-        """Another backward begins: what has become of means that nobody has stepped?"""
+        """Another backward begins: decide about means that nobody has stepped."""
         there = self._without_the_gone([slot for slot in self._held if slot.name in self._undecided])
         if there:
             parts = self._parts(there, None, True)
@@ -261,5 +261,5 @@ class Residuals:
 
 
 def may_read(tensor: Tensor) -> bool:
-    """Is a value there at once, without waiting for a device?"""
+    """Whether a value is there at once, without waiting for a device."""
     return tensor.device.type == "cpu"

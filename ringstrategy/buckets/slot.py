@@ -27,7 +27,7 @@ class Slot:
 
     @property
     def trains(self) -> bool:
-        """Does its gradient travel?"""
+        """Whether its gradient travels."""
         return self.parameter.requires_grad and not self.gone
 
     def release(self) -> None:
@@ -55,7 +55,7 @@ class Slot:
         return True
 
     def holds_gradient(self) -> bool:
-        """Does the parameter's gradient live in the buffer?"""
+        """Whether the parameter's gradient lives in the buffer."""
         grad = self.parameter.grad
         return (
             grad is not None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.slot import Slot
@@ -36,8 +37,8 @@ class SparseBucket(Bucket):
         return f"{BUCKET}{self.index}: sparse\n{parameter}"
 
     @torch.no_grad()
+    @override
     def gather(self, divisor: float) -> None:
-        """See `Bucket.gather`."""
         name, parameter = self.slots[0].name, self.slots[0].parameter
         grad = parameter.grad
         if grad is not None and not grad.is_sparse:
@@ -127,8 +128,8 @@ class SparseBucket(Bucket):
             "on all ranks"
         )
 
+    @override
     def scatter(self, used: Callable[[Slot], bool]) -> None:
-        """See `Bucket.scatter`."""
         slot = self.slots[0]
         if slot.trains and (slot.parameter.grad is not None or used(slot)):
             slot.parameter.grad = self._mean

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_block
 from ringstrategy.kernels.layout import Arithmetic
@@ -35,12 +36,12 @@ class BlockFloat8(Blocked):
             raise ValueError(f"format is 'e4m3' or 'e5m2', got {self.format!r}")
 
     @cached_property
+    @override
     def arithmetic(self) -> Arithmetic:
-        """See `Blocked.arithmetic`."""
         return Arithmetic(self.format, self.block, 8, 1 / torch.finfo(_DTYPES[self.format]).max)
 
+    @override
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
-        """See `Blocked.quantize`."""
         scale = bounding_scale(blocks, self.arithmetic)
         return (blocks * (1 / scale)).to(_DTYPES[self.format]).view(torch.uint8), scale
 

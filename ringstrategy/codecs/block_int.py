@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.blocked import Blocked, bounding_scale, check_bits, check_block
 from ringstrategy.codecs.noise import keys, noise
@@ -46,8 +47,8 @@ class BlockInt(Blocked):
             "int", self.block, self.bits, 1 / (half - 1), bias=-half, highest=half - 1, stochastic=stochastic
         )
 
+    @override
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
-        """See `Blocked.quantize`."""
         how = self.arithmetic
         scale = bounding_scale(blocks, how)
         levels = blocks * (1 / scale)
@@ -56,6 +57,6 @@ class BlockInt(Blocked):
         levels = levels.round().clamp(-how.highest, how.highest)
         return (levels - how.bias).to(torch.uint8), scale
 
+    @override
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
-        """See `Blocked.noise`."""
         return keys(seed, place, numel) if self.rounding == "stochastic" else None

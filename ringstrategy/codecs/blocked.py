@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.kernels import operations
@@ -60,18 +61,19 @@ class Blocked(Codec):
         """Bytes on the wire."""
         return self.arithmetic.nbytes(numel)
 
+    @override
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
-        """See `Codec.encode`."""
         self.check_wire(wire, values)
         operations.encode.on(values.device)(values, (), wire, self, lost=lost, seed=seed, offset=offset)
 
+    @override
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """See `Codec.decode`."""
         self.check_wire(wire, out)
         operations.decode.on(out.device)(wire, out, self, add=add)
 
+    @override
     def reduce(
         self,
         wires: Sequence[Tensor],
@@ -82,7 +84,6 @@ class Blocked(Codec):
         seed: int = 0,
         offset: int = 0,
     ) -> None:
-        """See `Codec.reduce`."""
         for wire in (*wires, wire_out):
             self.check_wire(wire, values)
         operations.encode.on(values.device)(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
@@ -127,11 +128,11 @@ class Blocked(Codec):
         return operations.launches.on(values.device)(self, signs) if fuses else None
 
     def fuses(self, values: Tensor, *, rotated: bool) -> bool:
-        """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
+        """Whether the pass that encodes or decodes such values can add a residual, and rotate if `rotated`."""
         return operations.fuses.on(values.device)(self, values, rotated=rotated)
 
+    @override
     def warm_up(self, device: torch.device) -> None:
-        """See `Codec.warm_up`."""
         operations.warm_up_blocks.on(device)(self)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
@@ -46,8 +47,8 @@ class Cast(Codec):
         if lost is not None:
             operations.lose.on(values.device)(values, rounded, lost)
 
+    @override
     def warm_up(self, device: torch.device) -> None:
-        """See `Codec.warm_up`."""
         operations.warm_up_lose.on(device)(self.dtype)
 
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.blocked import Blocked, check_bits, check_block, mean_magnitude
 from ringstrategy.kernels.layout import GAUSSIAN_STEPS, LARGEST_STEP, Arithmetic
@@ -34,14 +35,14 @@ class Gaussian(Blocked):
         check_block(self.block)
 
     @cached_property
+    @override
     def arithmetic(self) -> Arithmetic:
-        """See `Blocked.arithmetic`."""
         factor = GAUSSIAN_STEPS[self.bits] * math.sqrt(math.pi / 2)
         bias = 1 - (1 << self.bits)
         return Arithmetic("gaussian", self.block, self.bits, factor, spacing=2, bias=bias, too_large=LARGEST_STEP)
 
+    @override
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
-        """See `Blocked.quantize`."""
         how, half = self.arithmetic, 1 << (self.bits - 1)
         step = mean_magnitude(blocks) * how.factor
         tiny = step < how.smallest

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.blocked import Blocked
@@ -87,6 +88,7 @@ class Rotated(Codec):
         """The inner codec's."""
         self.codec.reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
 
+    @override
     def hop(
         self,
         arrived: Sequence[Tensor],
@@ -99,7 +101,6 @@ class Rotated(Codec):
         own_seed: int,
         offset: int = 0,
     ) -> None:
-        """See `Codec.hop`."""
         how: dict[str, Any] = {
             "residual": residual,
             "lost": lost,
@@ -112,15 +113,15 @@ class Rotated(Codec):
         else:
             super().hop(arrived, values, wire, **how)
 
+    @override
     def deliver(self, wire: Tensor, out: Tensor, *, seed: int, add: bool = False) -> None:
-        """See `Codec.deliver`."""
         if isinstance(self.codec, Blocked) and self.codec.fuses(out, rotated=True):
             self.codec.deliver(wire, out, signs=signs(seed), seed=seed, add=add)
         else:
             super().deliver(wire, out, seed=seed, add=add)
 
+    @override
     def launches(self, values: Tensor, seed: int) -> Launches | None:
-        """See `Codec.launches`."""
         return self.codec.launches(values, seed, signs=signs(seed)) if isinstance(self.codec, Blocked) else None
 
     def prepare_(self, values: Tensor, seed: int) -> None:

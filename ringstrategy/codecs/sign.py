@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.blocked import Blocked, check_block, mean_magnitude
 from ringstrategy.kernels.layout import Arithmetic
@@ -29,11 +30,11 @@ class Sign(Blocked):
         check_block(self.block)
 
     @cached_property
+    @override
     def arithmetic(self) -> Arithmetic:
-        """See `Blocked.arithmetic`."""
         return Arithmetic("sign", self.block, 1, 1.0, spacing=2, bias=-1)
 
+    @override
     def quantize(self, blocks: Tensor, seed: int, place: int) -> tuple[Tensor, Tensor]:
-        """See `Blocked.quantize`."""
         scale = mean_magnitude(blocks).bfloat16().float()
         return (blocks >= 0).to(torch.uint8), torch.where(scale.isfinite(), scale, torch.nan)

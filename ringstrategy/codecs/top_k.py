@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.kernels import operations
@@ -45,20 +46,20 @@ class TopK(Codec):
         """Bytes on the wire."""
         return -(-numel // self.block) * self.k * (2 + self._place_dtype.itemsize)
 
+    @override
     def encode(
         self, values: Tensor, wire: Tensor, *, lost: Tensor | None = None, seed: int = 0, offset: int = 0
     ) -> None:
-        """See `kernels.sparse.encode`."""
         self.check_wire(wire, values)
         operations.encode_sparse.on(values.device)(values, *self._split(wire), self._form, lost=lost)
 
+    @override
     def decode(self, wire: Tensor, out: Tensor, *, add: bool = False) -> None:
-        """See `kernels.sparse.decode`."""
         self.check_wire(wire, out)
         operations.decode_sparse.on(out.device)(*self._split(wire), out, self._form, add=add)
 
+    @override
     def warm_up(self, device: torch.device) -> None:
-        """See `Codec.warm_up`."""
         operations.warm_up_sparse.on(device)(self._form)
 
     @property

@@ -88,7 +88,7 @@ class Collective(ABC):
         raise ValueError(f"{self} has no reduce-scatter; pass collective=Ring(), Direct() or BySize()")
 
     def carries_extras(self, peers: Peers) -> bool:
-        """Can flags and riders travel with the values, and may those lie where a `Summand.source` says?"""
+        """Whether flags and riders can travel with the values, which may lie where a `Summand.source` says."""
         del peers
         return False
 

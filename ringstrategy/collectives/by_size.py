@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.collectives.base import Collective, Summand, check_segments
@@ -43,19 +44,20 @@ class BySize(Collective):
             raise ValueError(f"below is a number of encoded bytes >= 0, got {self.below!r}")
 
     @property
+    @override
     def tagged(self) -> bool:
-        """See `Collective.tagged`."""
         return True
 
+    @override
     def carries_extras(self, peers: Peers) -> bool:
-        """See `Collective.carries_extras`."""
         del peers
         return True
 
+    @override
     def check(self, codec: Codec) -> None:
-        """See `Ring.check`."""
         Ring(self.segments).check(codec)
 
+    @override
     def sum_(
         self,
         summand: Summand,
@@ -64,12 +66,11 @@ class BySize(Collective):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """See `Collective.sum_`."""
         nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in (summand, *riders))
         self.chosen(nbytes, peers).sum_(summand, peers, flags=flags, riders=riders)
 
+    @override
     def scatter_(self, summand: Summand, peers: Peers) -> None:
-        """See `Collective.scatter_`."""
         nbytes = summand.codec.nbytes(summand.values.numel(), summand.values.dtype)
         self.chosen(nbytes, peers).scatter_(summand, peers)
 

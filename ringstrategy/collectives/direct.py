@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.collectives.base import Collective, Summand, check_segments
 from ringstrategy.collectives.pieces import Pieces, cut_pieces, cut_shards
@@ -39,15 +40,16 @@ class Direct(Collective):
         check_segments(self.segments)
 
     @property
+    @override
     def tagged(self) -> bool:
-        """See `Collective.tagged`."""
         return True
 
+    @override
     def carries_extras(self, peers: Peers) -> bool:
-        """See `Collective.carries_extras`."""
         del peers
         return True
 
+    @override
     def sum_(
         self,
         summand: Summand,
@@ -56,7 +58,6 @@ class Direct(Collective):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
         if size == 1 or (summand.values.numel() == 0 and flags is None and not riders):
             return

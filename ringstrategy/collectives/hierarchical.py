@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
@@ -58,8 +59,8 @@ class Hierarchical(Collective):
         return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_extras(peers)
 
     @property
+    @override
     def tagged(self) -> bool:
-        """See `Collective.tagged`."""
         return self.between.tagged
 
     def check(self, codec: Codec) -> None:
@@ -69,6 +70,7 @@ class Hierarchical(Collective):
         except ValueError as error:
             raise ValueError(f"{error} (here the argument `between` of Hierarchical)") from None
 
+    @override
     def sum_(
         self,
         summand: Summand,
@@ -77,7 +79,6 @@ class Hierarchical(Collective):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """See `Collective.sum_`."""
         rank, hosts = peers.rank, ranks_of_hosts(peers.hosts)
         if len(hosts) == peers.size:
             self.between.sum_(summand, peers, flags=flags, riders=riders)

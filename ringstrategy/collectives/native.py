@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand
@@ -18,6 +19,7 @@ from ringstrategy.transport.trace import span
 class Native(Collective):
     """gloo's or NCCL's all-reduce; with `Cast` it sums in the 16-bit dtype. Its bytes cannot be counted: None."""
 
+    @override
     def sum_(
         self,
         summand: Summand,
@@ -26,7 +28,6 @@ class Native(Collective):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """See `Collective.sum_`."""
         values, codec = summand.values, summand.codec
         assert flags is None
         assert not riders

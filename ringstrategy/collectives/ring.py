@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
@@ -36,8 +37,8 @@ class Ring(Collective):
         check_segments(self.segments)
 
     @property
+    @override
     def tagged(self) -> bool:
-        """See `Collective.tagged`."""
         return True
 
     def check(self, codec: Codec) -> None:
@@ -45,11 +46,12 @@ class Ring(Collective):
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
 
+    @override
     def carries_extras(self, peers: Peers) -> bool:
-        """See `Collective.carries_extras`."""
         del peers
         return True
 
+    @override
     def sum_(
         self,
         summand: Summand,
@@ -58,7 +60,6 @@ class Ring(Collective):
         flags: Tensor | None = None,
         riders: Sequence[Summand] = (),
     ) -> None:
-        """See `Collective.sum_`."""
         rank, size = peers.rank, peers.size
         if size == 1 or (summand.values.numel() == 0 and flags is None and not riders):
             return

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.transport.base import Handle, Peers, Waitable
 from ringstrategy.transport.worker import Task
@@ -24,15 +25,15 @@ class Subset(Peers):
         """The same ranks."""
         return Subset(self._everyone.control, self._members)
 
+    @override
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """See `Peers.post`."""
         return self._everyone.post(
             {self._members[peer]: tensor for peer, tensor in sends.items()},
             {self._members[peer]: tensor for peer, tensor in recvs.items()},
         )
 
+    @override
     def expect(self, source: int, arriving: Tensor) -> None:
-        """See `Peers.expect`."""
         self._everyone.expect(self._members[source], arriving)
 
     def all_reduce_(self, values: Tensor) -> None:
@@ -43,8 +44,8 @@ class Subset(Peers):
         """See `Peers.scratch`; all ranks and some never exchange at the same time."""
         return self._everyone.scratch(name, nbytes, device)
 
+    @override
     def submit(self, task: Task, where: str) -> Waitable:
-        """See `Peers.submit`."""
         return self._everyone.submit(task, where)
 
     def close(self) -> None:

@@ -112,11 +112,11 @@ class BoundedStore:
         self._ask(lambda: self._store.delete_key(key))
 
     def has(self, keys: list[str]) -> bool:
-        """Are all of them there?"""
+        """Whether all of the keys are there."""
         return self._ask(lambda: self._store.check(keys))
 
     def has_any(self, keys: list[str]) -> bool:
-        """Is one of them there?"""
+        """Whether one of the keys is there."""
         return any(self.has([key]) for key in keys)
 
     def add(self, key: str, amount: int) -> int:

@@ -31,7 +31,7 @@ class _Waiting(NamedTuple):
     exchanges: int
 
     def misses(self, other: _Waiting) -> bool:
-        """Will the other rank never come to this collective?"""
+        """Whether the other rank will never come to this collective."""
         if not self.collective:
             return False
         if other.collective:

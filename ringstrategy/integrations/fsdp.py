@@ -167,7 +167,7 @@ class _ReduceScatter:
 
     @property
     def feeds_back(self) -> bool:
-        """Has it residuals?"""
+        """Whether it has residuals."""
         return self._dtype is not None and bool(self._own_parameters())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 from torch.futures import Future
+from typing_extensions import override
 
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.algorithms.memory import check_memory, check_width
@@ -159,8 +160,8 @@ class RingProcessGroup(dist.ProcessGroup):
 
     # What is ours
 
+    @override
     def allreduce(self, tensors: list[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]  # as torch calls it
-        """See `torch.distributed.all_reduce`."""
         mean = self._is_ours(tensors, opts.reduceOp)
         if mean is None:
             exact: dist.Work = self._torchs(tensors).allreduce(tensors, opts)
@@ -175,8 +176,8 @@ class RingProcessGroup(dist.ProcessGroup):
             return exact
         return self._run("all-reduce", tensors, lambda lane, sums, seed: lane.sum_(sums, mean, seed))
 
+    @override
     def _reduce_scatter_base(self, output: Tensor, values: Tensor, opts: Any) -> dist.Work:
-        """See `torch.distributed.reduce_scatter_tensor`."""
         mean = self._is_ours([values], opts.reduceOp)
         if mean is None:
             exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
@@ -193,8 +194,8 @@ class RingProcessGroup(dist.ProcessGroup):
         """Its name since torch 2.13."""
         return self._reduce_scatter_base(output, input, opts)
 
+    @override
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
-        """See `torch.distributed.all_gather_into_tensor`."""
         ours = input.device.type == "cpu" and input.nbytes >= self.options.exact_below and output.is_contiguous()
         if not ours or self.size() == 1 or input.dtype != output.dtype:
             exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
@@ -344,7 +345,7 @@ class _Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Has it ended?"""
+        """Whether it has ended."""
         return self._waited or self._future.done()
 
     def get_future(self) -> Future[Any]:
@@ -371,5 +372,5 @@ class _Works(dist.Work):
         return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
-        """Have all ended?"""
+        """Whether all have ended."""
         return all(work.is_completed() for work in self._works)

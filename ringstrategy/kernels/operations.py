@@ -69,7 +69,7 @@ def _nothing(*what: object) -> object:
 
 
 def _never(form: BlockFormat, values: Tensor, *, rotated: bool) -> bool:
-    """Can a residual be added to such values, and these be `rotated`, in the pass that encodes or decodes them?"""
+    """Whether the pass that encodes or decodes such values can add a residual, and rotate if `rotated`."""
     del form, values, rotated
     return False
 

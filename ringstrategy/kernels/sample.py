@@ -17,7 +17,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def same(one: Tensor, other: Tensor) -> bool:
-    """The same bits, in two samples of tensors of one dtype?"""
+    """Whether two samples of tensors of one dtype have the same bits."""
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 

@@ -432,7 +432,7 @@ class Members:
             raise
 
     def _is_dead(self, member: Member) -> bool:
-        """Is it proven?"""
+        """Whether the member is proven to be dead."""
         if member.network != self.me.network:
             return False  # a firewall may refuse too
         try:

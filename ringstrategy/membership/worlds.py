@@ -91,7 +91,7 @@ class Decision(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a member tells everyone who asks: is it leading now, and which world did it take last?"""
+    """What a member tells everyone who asks: whether it is leading now, and the world that it took last."""
 
     leads: bool
     world: World | None

@@ -137,7 +137,7 @@ class Joined:
 
 
 def with_following(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool, bool]]:
-    """Batches without an end, the last one again and again: a batch, is it a new one, and does a new one follow?
+    """Batches without an end, the last one again and again: a batch, whether it is new, and whether a new one follows.
 
     ValueError if there is none.
     """

@@ -89,7 +89,7 @@ class OptimizerSteps:
 
 
 def is_within_backward() -> bool:
-    """Does this thread run a hook or a function of a backward pass?"""
+    """Whether this thread runs a hook or a function of a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -102,7 +102,7 @@ def stepped_within_backward(name: str) -> RuntimeError:
 
 
 def _is_running(frame: FrameType, caller: FrameType | None) -> bool:
-    """Is it the caller, or one of those that called it?"""
+    """Whether it is the caller, or one of those that called it."""
     while caller is not None and caller is not frame:
         caller = caller.f_back
     return caller is frame
@@ -114,7 +114,7 @@ def announces_steps(optimizer: object) -> bool:
 
 
 def any_of(steps: list[Tensor | bool]) -> Tensor | bool:
-    """Was any of them a step?"""
+    """Whether any of them was a step."""
     on_device = [step for step in steps if isinstance(step, Tensor)]
     if len(on_device) < len(steps):
         return any(step for step in steps if not isinstance(step, Tensor))

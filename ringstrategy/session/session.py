@@ -187,7 +187,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """Has this rank run out of batches, so that the one it works on is its last one again, and counts nothing?"""
+        """Whether this rank has run out of batches: it repeats its last one, which counts nothing."""
         return self._joined.idle
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:

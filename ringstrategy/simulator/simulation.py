@@ -9,6 +9,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.algorithms.parameters.exchange import Exchange, Mixed, Piece
@@ -38,8 +39,8 @@ class AllInOne(Exchange):
         """None: the other ranks hold the same copy of a rank as the rank itself."""
         return {}
 
+    @override
     def mix(self, mixing: Mixed, vector: Vector, peers: Peers, step: int, seed: int) -> None:
-        """See `Exchange.mix`."""
         topology, codec, gain = mixing.topology, mixing.codec, mixing.gain
         piece = Piece(vector, 0, vector.values.numel(), peers, seed)
         nbytes = codec.nbytes(piece.end, piece.values.dtype)
@@ -96,14 +97,14 @@ class AllInOne(Exchange):
         codec.hop([], values.clone(), wire, residual=residual, lost=residual, seed=seed, own_seed=seed)
         codec.deliver(wire, out, seed=seed)
 
+    @override
     def common(self, tensors: Sequence[Tensor], peers: Peers, where: str) -> Tensor:
-        """See `Exchange.common`."""
         row = row_of(tensors)
         self.average_(row, peers, where)
         return row
 
+    @override
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
-        """See `Exchange.average_`."""
         rows = flat.view(self.ranks, -1)
         rows.copy_(rows.double().mean(0).to(rows.dtype).expand_as(rows))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, uniform
 
 
@@ -11,6 +13,6 @@ from ringstrategy.topologies.base import Topology, uniform
 class Complete(Topology):
     """The exact mean at every step. Each rank sends size - 1 messages. The yardstick for other topologies."""
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return uniform(rank, range(size))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, uniform
 
 
@@ -18,8 +20,8 @@ class Exponential(Topology):
 
     symmetric = False
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return uniform(rank, [(rank - (1 << hop)) % size for hop in range(_hops(size))])
 
 
@@ -33,10 +35,10 @@ class OnePeerExponential(Topology):
     static = False
     symmetric = False
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return uniform(rank, [(rank - (1 << step % self.period(size))) % size])
 
+    @override
     def period(self, size: int) -> int:
-        """See `Topology.period`."""
         return max(1, _hops(size))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, metropolis
 
 _ROUNDING = 1e-6  # by which a sum of weights may miss 1
@@ -18,16 +20,16 @@ class _Given(Topology):
 
     _rows: tuple[_Row, ...]
 
+    @override
     def check(self, size: int) -> None:
-        """See `Topology.check`."""
         if size not in (1, len(self._rows)):
             raise ValueError(
                 f"{type(self).__name__} describes {len(self._rows)} ranks, but there are {size}: "
                 "give one for that many, or choose a topology for any size, such as Exponential()"
             )
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return {0: 1.0} if size == 1 else dict(self._rows[rank])
 
 

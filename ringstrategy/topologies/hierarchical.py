@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, uniform
 from ringstrategy.topologies.exponential import OnePeerExponential
 
@@ -39,20 +41,20 @@ class Hierarchical(Topology):
         """If hosts are."""
         return self.between.doubly_stochastic
 
+    @override
     def check(self, size: int) -> None:
-        """See `Topology.check`."""
         if size % self.devices:
             raise ValueError(f"{size} ranks do not make hosts of {self.devices}: Hierarchical(devices=) must divide it")
         self.between.check(size // self.devices)
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         host, place = divmod(rank, self.devices)
         if step % 2 == 0:
             return uniform(rank, range(host * self.devices, (host + 1) * self.devices))
         hosts = self.between.weights(host, size // self.devices, step // 2)
         return {other * self.devices + place: weight for other, weight in hosts.items()}
 
+    @override
     def period(self, size: int) -> int:
-        """See `Topology.period`."""
         return 2 * self.between.period(size // self.devices)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, metropolis
 
 
@@ -11,8 +13,8 @@ from ringstrategy.topologies.base import Topology, metropolis
 class Hypercube(Topology):
     """log2(size) messages a step. A size that is no power of two gives an incomplete cube (Katseff 1988)."""
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         neighbours = _neighbours(rank, size)
         return metropolis(rank, {peer: len(_neighbours(peer, size)) for peer in neighbours}, len(neighbours))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from typing_extensions import override
+
 from ringstrategy.codecs.base import derive_seed
 from ringstrategy.topologies.base import Topology, uniform
 
@@ -26,8 +28,8 @@ class RandomMatching(Topology):
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ValueError(f"seed is a whole number, got {self.seed!r}")
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return uniform(rank, [_partners(self.seed, size, step)[rank]])
 
     def period(self, size: int) -> int:

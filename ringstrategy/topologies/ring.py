@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, uniform
 
 
@@ -11,6 +13,6 @@ from ringstrategy.topologies.base import Topology, uniform
 class RingGraph(Topology):
     """Rank r averages with r - 1 and r + 1, a third each. Two messages a step; the gap shrinks as 1 / size**2."""
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         return uniform(rank, [(rank - 1) % size, (rank + 1) % size])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from typing_extensions import override
+
 from ringstrategy.topologies.base import Topology, uniform
 
 
@@ -22,13 +24,13 @@ class Torus(Topology):
         if self.rows is not None and (not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1):
             raise ValueError(f"rows is a whole number of at least 1, or None, got {self.rows!r}")
 
+    @override
     def check(self, size: int) -> None:
-        """See `Topology.check`."""
         if self.rows is not None and size % self.rows:
             raise ValueError(f"{size} ranks do not make {self.rows} equal rows: leave out Torus(rows=)")
 
+    @override
     def weights(self, rank: int, size: int, step: int) -> dict[int, float]:
-        """See `Topology.weights`."""
         rows = _squarest(size) if self.rows is None else self.rows
         columns = size // rows
         row, column = divmod(rank, columns)

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.failure.detector import FailureDetector
@@ -88,8 +89,8 @@ class GlooPeers(Peers):
         self._control = _Control(self)
 
     @property
+    @override
     def detector(self) -> FailureDetector:
-        """See `Peers.detector`."""
         return self._detector
 
     @property
@@ -284,16 +285,16 @@ class _Control(Peers):
         self._peers = peers
 
     @property
+    @override
     def detector(self) -> FailureDetector:
-        """See `Peers.detector`."""
         return self._peers.detector
 
+    @override
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:
-        """See `Peers.post`."""
         return self._peers.post_control(sends, recvs)
 
+    @override
     def all_reduce_(self, values: Tensor) -> None:
-        """See `Peers.all_reduce_`."""
         self._peers.all_reduce_(values)
 
     def submit(self, task: Task, where: str) -> Waitable:

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
@@ -69,8 +70,8 @@ class NcclPeers(Peers):
         return self._control
 
     @property
+    @override
     def detector(self) -> FailureDetector:
-        """See `Peers.detector`."""
         return self._control.detector
 
     def post(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> Handle:

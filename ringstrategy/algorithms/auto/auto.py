@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.auto.candidates import eligible, in_words, next_best_in_words, to_try
 from ringstrategy.algorithms.auto.trials import PASSES, Trials
@@ -123,8 +124,8 @@ class Auto(Algorithm):
 
     # Choosing
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         with peers.stats.probe():
             compare_plans(peers, self.plan_text(peers.size, ()))  # before ranks try together
         self._peers, self._hosts = peers, tuple(peers.hosts)
@@ -225,24 +226,25 @@ class Auto(Algorithm):
 
     # Averaging
 
+    @override
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `Algorithm.check`."""
         self._inner.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
 
+    @override
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """See `Algorithm.adopt`."""
         self._parameters = dict(parameters)
         self._sparse |= sparse
         return self._inner.adopt(parameters, sparse=sparse)
 
+    @override
     def is_local(self, name: str) -> bool:
-        """See `Algorithm.is_local`."""
         return self._inner.is_local(name)
 
+    @override
     def compare(self, text: str) -> None:
-        """See `Algorithm.compare`."""
         self._inner.compare(text)
 
+    @override
     def before_backward(
         self,
         loss: Tensor | None = None,
@@ -252,7 +254,6 @@ class Auto(Algorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `Algorithm.before_backward`."""
         if self._peers is not None and sync:
             if self._trials is not None or self._inner.delivers:
                 with self._peers.stats.probe():
@@ -260,8 +261,8 @@ class Auto(Algorithm):
             self._begin = self._now()
         self._inner.before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
 
+    @override
     def after_backward(self) -> None:
-        """See `Algorithm.after_backward`."""
         if self._peers is None or self._begin is None:
             self._inner.after_backward()
             return
@@ -279,12 +280,12 @@ class Auto(Algorithm):
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
+    @override
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.before_step`."""
         self._inner.before_step(parameters)
 
+    @override
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
-        """See `Algorithm.after_step`."""
         self._inner.after_step(parameters, stepped)
 
     # What survives a checkpoint
@@ -305,16 +306,16 @@ class Auto(Algorithm):
         self._take(self._chosen, deliver=True, carry=False)
         self._inner.load_state_dict(state)
 
+    @override
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Algorithm.residuals`."""
         return self._inner.residuals()
 
+    @override
     def load_residuals(self, residuals: Mapping[str, Tensor]) -> list[str]:
-        """See `Algorithm.load_residuals`."""
         return self._inner.load_residuals(residuals)
 
+    @override
     def close(self) -> None:
-        """See `Algorithm.close`."""
         self._inner.close()
         self._peers = None
         self._parameters, self._sparse = {}, frozenset()

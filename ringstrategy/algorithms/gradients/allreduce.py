@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
@@ -83,14 +84,14 @@ class AllReduce(Synchronous):
             f"on_nonfinite={self.on_nonfinite!r}, uneven={self.uneven!r})"
         )
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         if self.codec_threads is not None:  # else `Session` has decided
             use_threads(self.codec_threads)
         super().setup(parameters, peers, sparse=sparse)
 
+    @override
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
-        """See `Synchronous.plan`."""
         return plan_buckets(
             parameters, sparse, self.codec_of, self.feeds_back, self._capacity, first_index, self.residual_dtype
         )
@@ -100,5 +101,5 @@ class AllReduce(Synchronous):
         return codec_of(self.codec, self.collective, name, parameter)
 
     def feeds_back(self, codec: Codec) -> bool:
-        """Do buckets of this codec keep residuals?"""
+        """Whether buckets of this codec keep residuals."""
         return self.delivers if codec.lossless else self.error_feedback

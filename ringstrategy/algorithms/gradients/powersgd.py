@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.algorithms.local import Local
@@ -84,8 +85,8 @@ class PowerSGD(Synchronous):
             f"local={described(self.local)}, on_nonfinite={self.on_nonfinite!r}, uneven={self.uneven!r})"
         )
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         super().setup(parameters, peers, sparse=sparse)
         factored = [slot.parameter for b in self._buckets if isinstance(b, LowRankBucket) for slot in b.slots]
         whole = [slot.parameter for b in self._buckets if isinstance(b, DenseBucket) for slot in b.slots]
@@ -94,8 +95,8 @@ class PowerSGD(Synchronous):
         elif whole and peers.rank == 0:
             warnings.warn(_nothing(self.rank, whole), stacklevel=2)
 
+    @override
     def plan(self, parameters: Mapping[str, Parameter], sparse: frozenset[str], first_index: int) -> list[Bucket]:
-        """See `Synchronous.plan`."""
         matrices = {n: p for n, p in parameters.items() if n not in sparse and _is_worthwhile(p, self.rank)}
         others = {name: parameter for name, parameter in parameters.items() if name not in matrices}
         feeds_back = self.error_feedback

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
@@ -128,8 +129,8 @@ class Synchronous(Algorithm):
         """Bytes of a bucket's buffer."""
         return max(1, int(self.bucket_mb * 2**20))
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         assert self._peers is None, "close() first"
         self._peers, self._step = peers, 0
         self._residuals, self._bucket_state, self._stepped = {}, {}, {}
@@ -151,8 +152,8 @@ class Synchronous(Algorithm):
             for bucket in buckets:
                 bucket.warm_up(self._peers, self.collective, small(self._capacity))
 
+    @override
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        """See `Algorithm.check`."""
         if scaled_loss:
             nonfinite.refuse_loss_scaler(self.on_nonfinite)
         if self._local_names and (scaled_loss or clips_by_norm):
@@ -183,12 +184,12 @@ class Synchronous(Algorithm):
             slot.gone = slot.parameter not in there
         return gone
 
+    @override
     def is_local(self, name: str) -> bool:
-        """See `Algorithm.is_local`."""
         return name in self._local_names
 
+    @override
     def compare(self, text: str) -> None:
-        """See `Algorithm.compare`."""
         assert self._peers is not None
         compare_plans(self._peers, f"{self._plan_text}\n{text}")
 
@@ -227,6 +228,7 @@ class Synchronous(Algorithm):
         self._plan_text = self.plan_text(self._peers.size, (bucket.describe() for bucket in self._buckets))
         return new
 
+    @override
     def before_backward(
         self,
         loss: Tensor | None = None,
@@ -236,7 +238,6 @@ class Synchronous(Algorithm):
         same: str = "",
         divisor: float | None = None,
     ) -> None:
-        """See `Algorithm.before_backward`."""
         if self._peers is None:
             return
         if self._pass is not None:
@@ -272,8 +273,8 @@ class Synchronous(Algorithm):
         else:
             self._unaveraged[parameter] = _ACCUMULATED if self._accumulating else _UNKNOWN
 
+    @override
     def after_backward(self) -> None:
-        """See `Algorithm.after_backward`."""
         self._accumulating = False
         current = self._pass
         if current is not None:
@@ -331,8 +332,8 @@ class Synchronous(Algorithm):
                 f"(steps skipped so far: {stats.steps_skipped})"
             )
 
+    @override
     def before_step(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.before_step`."""
         for parameter, cure in list(self._unaveraged.items()) if self._unaveraged else ():
             if parameter.grad is None or not parameter.grad.any():
                 del self._unaveraged[parameter]
@@ -348,11 +349,11 @@ class Synchronous(Algorithm):
 
     @property
     def undecided(self) -> bool:
-        """Is it still unknown of an exchange with feedback whether its gradients are stepped?"""
+        """Whether the gradients of an exchange with feedback are neither stepped nor dropped yet."""
         return any(bucket.undecided for bucket in self._buckets)
 
+    @override
     def news(self) -> list[str]:
-        """See `Algorithm.news`."""
         news, self._news = self._news, []
         return news
 
@@ -364,8 +365,8 @@ class Synchronous(Algorithm):
             stepped |= bucket.residuals.parts()
         return {"step": self._step, "buckets": buckets, "stepped": stepped}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`."""
         self._step = int(state["step"])
         self._bucket_state = {name: value for name, value in state["buckets"].items() if name in self._frozen}
         self._stepped = dict(state.get("stepped", {}))
@@ -373,8 +374,8 @@ class Synchronous(Algorithm):
             bucket.load_state(state["buckets"])
             bucket.residuals.load_parts(self._stepped)
 
+    @override
     def residuals(self) -> Iterator[tuple[str, Tensor]]:
-        """See `Algorithm.residuals`."""
         for bucket in self._buckets:
             yield from bucket.residuals.state()
         yield from self._residuals.items()

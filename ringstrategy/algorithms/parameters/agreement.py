@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.beside import Beside
@@ -50,15 +51,15 @@ class Agreement(Averager):
         return f"LocalSGD by {described(self.codec)}, error_feedback={self.error_feedback}, overlap={overlaps}"
 
     def _is_plain(self, group: Group) -> bool:
-        """Is this agreement an exact mean: one of the warm-up, or the last?"""
+        """Whether this agreement is an exact mean: one of the warm-up, or the last."""
         return self.ends or group.turns <= self.schedule.start
 
+    @override
     def parts(self, parameters: Mapping[str, Parameter]) -> list[dict[str, Parameter]]:
-        """See `Averager.parts`."""
         return cut_fragments({name: value for name, value in parameters.items() if value.numel()}, self.fragments)
 
+    @override
     def line(self, name: str, parameter: Parameter) -> str:
-        """See `Averager.line`."""
         return f"{super().line(name, parameter)} by {codec_of(self.codec, self.collective, name, parameter)}"
 
     def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
@@ -134,8 +135,8 @@ class Agreement(Averager):
             for flat in group.flats:
                 _share(flat, runtime)
 
+    @override
     def rehearse(self, group: Group, runtime: Runtime) -> None:
-        """See `Averager.rehearse`."""
         summands = [
             Summand(
                 torch.zeros_like(flat.correction),

@@ -33,7 +33,7 @@ class Consensus:
 
     @property
     def entered(self) -> bool:
-        """Do the tensors show the mean now?"""
+        """Whether the tensors show the mean now."""
         return self._shown is not None
 
     def enter(

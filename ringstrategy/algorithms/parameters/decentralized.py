@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
@@ -55,8 +56,8 @@ class Decentralized(Periodic):
         """How values travel."""
         return self.mixing.codec
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         self.topology.check(peers.size)
         super().setup(parameters, peers, sparse=sparse)
 
@@ -114,8 +115,8 @@ class Mixing(Averager):
         """The values that all ranks see in these bytes; `whose`: their rank, None: this one. Once a wire."""
         return wire.view(self.seen_dtype(piece.values.dtype))
 
+    @override
     def group(self, parameters: Mapping[str, Parameter], runtime: Runtime) -> Group:
-        """See `Averager.group`."""
         warm_up_codec(self.codec, parameters)
         group = Group(parameters, self.values_dtype, lambda name, parameter: self.codec)
         for flat in group.flats:
@@ -142,8 +143,8 @@ class Mixing(Averager):
         """The exact mean of all ranks."""
         return runtime.view.means(group, Flat.row if replaced else self.mass)
 
+    @override
     def rehearse(self, group: Group, runtime: Runtime) -> None:
-        """See `Averager.rehearse`."""
         peers = runtime.peers
         corrections = [vector.correction for vector in group.vectors]
         for vector in group.vectors:

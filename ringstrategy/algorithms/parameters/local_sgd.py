@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local
@@ -106,17 +107,17 @@ class LocalSGD(Periodic):
         super().__init__(schedule, self._agreement, consensus, local, uneven)
         self._said: list[str] = []
 
+    @override
     def argument(self, name: str) -> str:
-        """See `Periodic.argument`."""
         return self._outer_text if name == "outer" else super().argument(name)
 
+    @override
     def news(self) -> list[str]:
-        """See `Algorithm.news`."""
         said, self._said = self._said, []
         return said
 
+    @override
     def attend(self, buffers: Callable[[], Sequence[Tensor]], copied: Callable[[], Sequence[Tensor]] = tuple) -> None:
-        """See `Algorithm.attend`."""
         self._agreement.beside = Beside(buffers, copied)
 
     def _groups_of(self, parameters: Collection[Parameter]) -> list[Group]:
@@ -171,8 +172,8 @@ class LocalSGD(Periodic):
         """See `Algorithm.state_dict`: also Theta and the outer optimizer's state."""
         return {**super().state_dict(), "outer": self._outer_class}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`."""
         super().load_state_dict(state)
         before, now = state.get("outer", self._outer_class), self._outer_class
         if before != now and any(kept["outer"] for kept in self._kept.shared.values()):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
@@ -94,21 +95,21 @@ class Periodic(Algorithm):
 
     @property
     def entered(self) -> bool:
-        """Do parameters show what all ranks see?"""
+        """Whether parameters show what all ranks see."""
         return self._runtime is not None and self._runtime.view.entered
 
     # The contract
 
+    @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        """See `Algorithm.setup`."""
         assert self._runtime is None, "close() first"
         self._kept = Kept()
         self._runtime = Runtime(peers, self.exchange, Consensus(peers, self.exchange), self._kept)
         self._learn(parameters)
         self._agree(self._known)
 
+    @override
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        """See `Algorithm.adopt`."""
         there = set(parameters.values())
         gone = [name for name, parameter in self._all.items() if parameter not in there]
         new = self._learn(parameters)
@@ -129,8 +130,8 @@ class Periodic(Algorithm):
         """See `Algorithm.forget`: as if training went on from a checkpoint of now."""
         self.load_state_dict(self.state_dict())
 
+    @override
     def bind(self, parameters: Collection[Parameter]) -> None:
-        """See `Algorithm.bind`."""
         self._groups_of(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
@@ -146,8 +147,8 @@ class Periodic(Algorithm):
         if self.schedule.unit == "step":
             self._turn(groups)
 
+    @override
     def after_epoch(self, parameters: Collection[Parameter] = ()) -> None:
-        """See `Algorithm.after_epoch`."""
         if self.schedule.unit == "epoch":
             self._turn(self._groups_of(parameters))
 
@@ -280,16 +281,16 @@ class Periodic(Algorithm):
 
     # What all ranks see
 
+    @override
     def settle(self) -> None:
-        """See `Algorithm.settle`."""
         for group in self._groups:
             self._wait(group)
 
     @torch.no_grad()
+    @override
     def enter_consensus(
         self, others: Sequence[Tensor] = (), copied: Sequence[Tensor] = (), *, replaced: bool = False
     ) -> bool:
-        """See `Algorithm.enter_consensus`."""
         runtime = self._runtime
         if runtime is None or runtime.view.entered:
             return False
@@ -301,18 +302,18 @@ class Periodic(Algorithm):
         runtime.view.enter(seen, [*self._known.values(), *others], copied)
         return True
 
+    @override
     def leave_consensus(self) -> None:
-        """See `Algorithm.leave_consensus`."""
         if self._runtime is not None:
             self._runtime.view.leave()
 
+    @override
     def as_own(self) -> AbstractContextManager[None]:
-        """See `Algorithm.as_own`."""
         return nullcontext() if self._runtime is None else self._runtime.view.hidden()
 
     @torch.no_grad()
+    @override
     def consensus_distance(self, sample: int | None = None) -> float | None:
-        """See `Algorithm.consensus_distance`."""
         runtime = self._runtime
         return None if runtime is None else runtime.view.distance(self._groups, self.averager.mass, sample)
 
@@ -323,18 +324,18 @@ class Periodic(Algorithm):
         state = self._kept.shared_state(self._groups)
         return {"step": max((count["steps"] for count in state["counts"].values()), default=0), **state}
 
+    @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Algorithm.load_state_dict`."""
         self.settle()
         self._groups, self._bound = [], {}
         self._kept.load_shared(state)
 
+    @override
     def own_state(self) -> dict[str, Any]:
-        """See `Algorithm.own_state`."""
         return {"of": self.averager.keeper, **self._kept.own_state(self._groups)}
 
+    @override
     def load_own_state(self, state: Mapping[str, Any]) -> bool:
-        """See `Algorithm.load_own_state`."""
         mine = bool(state["of"] == self.averager.keeper)
         self._kept.load_own(state if mine else {})
         return mine

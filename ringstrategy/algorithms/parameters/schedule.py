@@ -54,5 +54,5 @@ class Schedule:
         return (turn - self.start - first) % self.interval
 
     def waits(self, turn: int) -> bool:
-        """Do ranks wait for an exchange that begins at this turn?"""
+        """Whether ranks wait for an exchange that begins at this turn."""
         return turn <= self.start or self.late == 0

@@ -119,7 +119,7 @@ class _Flow(torch.autograd.Function):
 
 
 def has_parts(values: Tensor) -> bool:
-    """Are they no whole numbers?"""
+    """Whether they are floating-point or complex numbers."""
     return values.is_floating_point() or values.is_complex()
 
 

@@ -55,7 +55,7 @@ class Handle(Generic[Result]):
     _error: BaseException | None = None
 
     def done(self) -> bool:
-        """Has it ended, well or not?"""
+        """Whether it has ended, well or not."""
         return self._event.is_set()
 
     def wait(self) -> Result:

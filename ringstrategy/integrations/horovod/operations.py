@@ -32,7 +32,7 @@ Given = Tensor | Sequence[Tensor]  # for one tensor a user gets a tensor, and fo
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Has the operation ended, so that `synchronize` returns at once?"""
+    """Whether the operation has ended, so that `synchronize` returns at once."""
     return handle.done()
 
 

@@ -78,7 +78,7 @@ class ProcessSet:
 
     @property
     def in_use(self) -> bool:
-        """Do all ranks know it?"""
+        """Whether all ranks know it."""
         return self.process_set_id is not None
 
     @property
@@ -91,7 +91,7 @@ class ProcessSet:
         return self._members
 
     def included(self) -> bool:
-        """Does this rank belong to it?"""
+        """Whether this rank belongs to it."""
         if not self.in_use:
             raise ValueError(self._not_in_use())
         return self._members is not None

@@ -92,7 +92,7 @@ class Reduction:
         return own
 
     def _begin_(self, values: Tensor, members: Members) -> bool | None:
-        """None if torch's backend is to join them; else has the average been divided already?
+        """None if torch's backend is to join them; else whether the average has been divided already.
 
         Before the sum where the range of a codec may end, and after it where that is exact.
         """

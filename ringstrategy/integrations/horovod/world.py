@@ -275,7 +275,7 @@ def stop_timeline() -> None:
 
 
 def is_initialized() -> bool:
-    """Is it between `init` and `shutdown`?"""
+    """Whether it is between `init` and `shutdown`."""
     return bool(_now)
 
 
@@ -310,7 +310,7 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Has each node as many processes?"""
+    """Whether each node has as many processes."""
     places = world().places
     return len({places.count(place) for place in places}) == 1
 
@@ -329,20 +329,20 @@ def gloo_built() -> bool:
 
 
 def gloo_enabled() -> bool:
-    """Do CPU tensors travel over gloo?"""
+    """Whether CPU tensors travel over gloo."""
     return bool(world()) and backend_of("cpu") == "gloo"
 
 
 def nccl_built() -> bool:
-    """Has this torch NCCL?"""
+    """Whether this torch has NCCL."""
     return dist.is_nccl_available()
 
 
 def cuda_built() -> bool:
-    """Has this torch CUDA?"""
+    """Whether this torch has CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Has this torch ROCm?"""
+    """Whether this torch has ROCm."""
     return torch.version.hip is not None

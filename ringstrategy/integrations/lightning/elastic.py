@@ -48,7 +48,7 @@ class Rank(Protocol):
 
     @property
     def joins(self) -> bool:
-        """Is this process to join, and has not yet?"""
+        """Whether this process is to join, and has not yet."""
 
     @property
     def world_size(self) -> int:
@@ -283,7 +283,7 @@ class Elastic:
     # After a loss
 
     def _recover(self, where: int, error: BaseException) -> bool:
-        """Go on with the ranks that are there. Has this rank's batch, validation or epoch's end ended by that?
+        """Continue with the ranks that are there. True: this rank's batch, validation or epoch's end has ended by that.
 
         Raises `error` if no rank was lost.
         """
@@ -419,7 +419,7 @@ class Elastic:
             self._fit.restarting = False
 
     def _settle_progress(self, mine: tuple[int, ...], theirs: tuple[int, ...], own: tuple[Any, Any]) -> bool:
-        """Count what has ended; has this rank's own batch, validation or epoch's end?"""
+        """Count what has ended. True: this rank's own batch, validation or epoch's end has."""
         where, furthest = mine[3], theirs[3]
         progress = self._epoch.batch_progress
         self._epoch.automatic_optimization.optim_progress.reset_on_restart()

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
@@ -93,7 +94,7 @@ class RingModule(Module):
         self._between = True
 
     def stepped_by(self, optimizer: Optimizer) -> bool:
-        """Does it step any parameter of this model?"""
+        """Whether it steps any parameter of this model."""
         return not stepped_by(optimizer).isdisjoint(self.module.parameters())
 
 
@@ -378,8 +379,8 @@ class RingFabricStrategyMixin(DDPStrategy):
         """That of the model, under the names that it has without Fabric, with this rank's own values."""
         return super().get_module_state_dict(_without_ring(module))
 
+    @override
     def load_module_state_dict(self, module: Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """See `get_module_state_dict`."""
         super().load_module_state_dict(_without_ring(module), state_dict, strict)
         if isinstance(module, RingModule) and self.world_size > 1:
             module.session.algorithm.forget()

@@ -7,6 +7,8 @@ import pickle
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
+from typing_extensions import override
+
 from ringstrategy.integrations.lightning.package import Package
 
 if TYPE_CHECKING:
@@ -52,13 +54,13 @@ class BringingLauncherMixin(_MultiProcessingLauncher):
             raise worker_output
         super()._recover_results_in_main_process(worker_output, trainer)
 
+    @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:
-        """See `_MultiProcessingLauncher`."""
         # as bytes, since Lightning looks for tensors in what is brought back, and refuses frozen dataclasses there
         return {**super().get_extra_results(trainer), "ringstrategy": pickle.dumps(self._give())}
 
+    @override
     def update_main_process_results(self, trainer: Trainer, extra: dict[str, Any]) -> None:
-        """See `_MultiProcessingLauncher`."""
         self._take(pickle.loads(extra.pop("ringstrategy")))
         super().update_main_process_results(trainer, extra)
 
@@ -69,8 +71,8 @@ class OutlivingLauncherMixin(_SubprocessScriptLauncher):
     package: Package
     _observer: _ChildProcessObserver | None = None
 
+    @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_SubprocessScriptLauncher`."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             self._call_children_scripts()

@@ -127,7 +127,7 @@ class LooksMixin(Callback):
         self._session.algorithm.leave_consensus()
 
     def replaced(self, *, buffers: bool = True) -> bool:
-        """Has any rank put other values into parameters since, or into buffers?"""
+        """Whether any rank has put other values into parameters since, or into buffers."""
         # an average may have the very values of the parameters, as at first, and is swapped all the same
         averages = any(isinstance(callback, self.package.WeightAveraging) for callback in callbacks(self._trainer))
         now = glance(self._session.module, buffers=buffers)

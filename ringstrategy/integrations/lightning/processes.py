@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
 from ringstrategy.errors import PeerLostError, is_of_a_connection, last_words
 from ringstrategy.failure.board import Board
@@ -61,8 +62,8 @@ class ProcessesMixin(DDPStrategy):
     # Launching
 
     @property
+    @override
     def accelerator(self) -> Accelerator | None:
-        """See `DDPStrategy`."""
         return self._own_accelerator
 
     @accelerator.setter
@@ -139,7 +140,7 @@ class ProcessesMixin(DDPStrategy):
 
     @property
     def joins(self) -> bool:
-        """Is this process to take the place of a rank that was lost, and has not taken it yet?"""
+        """Whether this process is to take the place of a rank that was lost, and has not taken it yet."""
         return self.on_peer_loss != "raise" and bool(os.environ.get(JOIN)) and not self._has_joined
 
     @property

@@ -90,7 +90,7 @@ class Stopping:
         return self._asked
 
     def agree(self, asked: int) -> bool:
-        """All ranks do what one of them was asked, before their next batch; all call it. Is it to stop?
+        """All ranks do what one of them was asked, before their next batch; all call it. True: they stop.
 
         For ranks that have told each other without rank 0, such as those that meet after a loss.
 
