@@ -37,7 +37,6 @@ from ringstrategy import (
     Nesterov,
     Ring,
 )
-from ringstrategy.algorithms import GradientAlgorithm
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.names import STRATEGIES
@@ -384,9 +383,8 @@ class Ours(Training):
         with torch.no_grad():
             for parameter, value in zip(self.model.parameters(), before, strict=True):
                 parameter.copy_(value)
-            if isinstance(self.algorithm, GradientAlgorithm):
-                for _, residual in self.algorithm.residuals():
-                    residual.zero_()
+            for _, residual in self.algorithm.residuals():
+                residual.zero_()
         return self.algorithm.news()
 
     @contextmanager

@@ -41,7 +41,7 @@ from ringstrategy import (
     PowerSGD,
     RingStrategy,
 )
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 
 FEATURES, BATCH, STEPS, EPOCHS = 6, 4, 3, 3  # steps of an epoch without a loss
 _STALL_SECONDS = 1.0  # less than any timeout
@@ -192,8 +192,7 @@ def _state(trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
     states = trainer.optimizers[0].state
     kept = [states[parameter]["momentum_buffer"] for parameter in module.parameters() if parameter in states]
     assert isinstance(trainer.strategy, RingStrategy)
-    if isinstance(trainer.strategy.algorithm, GradientAlgorithm):
-        kept += [value for _, value in trainer.strategy.algorithm.residuals()]
+    kept += [value for _, value in trainer.strategy.algorithm.residuals()]
     digests = [hashlib.sha256(), hashlib.sha256()]
     for number, tensor in enumerate((*module.parameters(), *kept)):
         digests[1].update(tensor.detach().contiguous().numpy().tobytes())

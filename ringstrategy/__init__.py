@@ -19,10 +19,8 @@ if TYPE_CHECKING:
         Auto,
         Choco,
         Gossip,
-        GradientAlgorithm,
         LocalSGD,
         Nesterov,
-        ParameterAlgorithm,
         PowerSGD,
         PushSum,
         SmallExact,
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "algorithms": (
-        *("Algorithm", "GradientAlgorithm", "ParameterAlgorithm"),
+        "Algorithm",
         *("AllReduce", "Auto", "Choco", "Gossip", "LocalSGD", "Nesterov", "PowerSGD", "PushSum", "SmallExact"),
     ),
     "codecs": (
@@ -91,7 +89,6 @@ __all__ = [
     "FsdpResiduals",
     "Gaussian",
     "Gossip",
-    "GradientAlgorithm",
     "GroupOptions",
     "Hierarchical",
     "Identity",
@@ -99,7 +96,6 @@ __all__ = [
     "LocalSGD",
     "Native",
     "Nesterov",
-    "ParameterAlgorithm",
     "PeerLostError",
     "Peers",
     "PlanMismatchError",

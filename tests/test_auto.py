@@ -145,17 +145,6 @@ def test_models_that_differ_keep_no_hooks() -> None:
         assert torch.equal(gradient, torch.ones(1000 + rank))
 
 
-def test_wrong_arguments_are_refused() -> None:
-    for wrong in ([], ["int8"], [BySize()], BlockInt(8)):
-        with pytest.raises(TypeError, match="allow is a list of one codec or more"):
-            Auto(allow=wrong)  # type: ignore[arg-type]
-    assert Auto(allow=[BlockInt(8), Identity(), BlockInt(8)]).allow == (BlockInt(8), Identity())
-    with pytest.raises(TypeError, match="error_feedback is True or False"):
-        Auto(error_feedback=1)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="residual_dtype"):
-        Auto(residual_dtype="float64")
-
-
 # Trying
 
 

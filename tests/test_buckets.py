@@ -167,21 +167,33 @@ class _Agreed:
         return
 
 
-@pytest.mark.parametrize(("row", "broken"), [(0, False), (9, False), (10, True), (-1, True)])
-def test_rows_that_a_parameter_has_not_are_refused(row: int, broken: bool) -> None:
+@pytest.mark.parametrize(
+    ("rows", "refused"),
+    [
+        ([0], ""),
+        ([0, 9], ""),
+        ([1, 10], "row 10"),
+        ([-1, 2], "row -1"),
+        ([10**12], "row 1000000000000"),
+        ([*range(10), 9], "11 rows"),
+    ],
+)
+def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(rows: list[int], refused: str) -> None:
+    """An optimizer would write outside of the parameter."""
+
     def one(peers: FakePeers) -> None:
         parameter = nn.Parameter(torch.zeros(10, 2))
         bucket = SparseBucket(0, "rows", parameter)
         parameter.grad = torch.sparse_coo_tensor([[3]], torch.ones(1, 2), (10, 2), check_invariants=True)
         bucket.gather(2)
         if peers.rank == 1:
-            bucket._indices[0, 0] = row
-        if broken:
-            with pytest.raises(ValueError, match=f"rank 1 sent row {row} of the gradient of rows"):
+            bucket._indices, bucket._values = torch.tensor([rows]), torch.ones(len(rows), 2)
+        if refused:
+            with pytest.raises(ValueError, match=f"rank 1 sent {refused} of the gradient of rows, which has 10 rows"):
                 bucket.launch(peers, Direct(), _Agreed(), 0, "")
         else:
             bucket.launch(peers, Direct(), _Agreed(), 0, "").wait()
             bucket.scatter(lambda slot: True)
-            assert parameter.grad.to_dense()[:, 0].nonzero().view(-1).tolist() == sorted([3, row])
+            assert parameter.grad.to_dense()[:, 0].nonzero().view(-1).tolist() == sorted([3, *rows])
 
     on_all_ranks(2, one)

@@ -25,7 +25,6 @@ from torch.nn.utils import vector_to_parameters
 import ringstrategy as ring
 import ringstrategy.horovod as hvd
 from ringstrategy import AllReduce, BlockInt
-from ringstrategy.algorithms import Algorithm
 from ringstrategy.session import Session
 
 WHOLE = ["session", "trainer", "fabric", "horovod"]  # doors over a `Session`: they know steps, losses and parameters
@@ -272,16 +271,13 @@ def closes_clean(tells: Tells, door: str) -> None:
         assert torch.equal(end, again)
 
 
-OF_NO_FAMILY = "TypeError: OfNoFamily says neither that it averages gradients nor that it averages parameters: derive"
 A_CODEC = "a codec or a collective goes into it"
 WHOSE = "ValueError: this state is of rank"
 REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be right, and a part of what is said
     "session": [
-        (lambda: Session(Net(0), OfNoFamily()), OF_NO_FAMILY),
         (lambda: Session(Net(0), AllReduce()).load_state_dict({"rank": 1, "world_size": 2}), WHOSE),
     ],
     "trainer": [
-        (lambda: ring.RingStrategy(OfNoFamily()), OF_NO_FAMILY),
         (lambda: ring.RingStrategy(timeout=5), "TypeError: timeout is a datetime.timedelta"),
         (lambda: ring.RingStrategy(timeout=timedelta(0)), "ValueError: timeout must be positive"),
         (lambda: ring.RingStrategy(BlockInt(8)), A_CODEC),
@@ -300,7 +296,6 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: ring.RingStrategy(AllReduce), "ringstrategy.AllReduce()"),
     ],
     "fabric": [
-        (lambda: ring.RingFabricStrategy(OfNoFamily()), OF_NO_FAMILY),
         (lambda: ring.RingFabricStrategy(AllReduce(uneven="join")), "all ranks the same number of batches"),
         (lambda: ring.RingFabricStrategy(ring.Gossip(unit="epoch")), "unit='step'"),
         (lambda: ring.RingFabricStrategy(BlockInt(8)), A_CODEC),
@@ -357,12 +352,6 @@ REFUSED: dict[str, list[tuple[Callable[[], Any], str]]] = {  # what cannot be ri
         (lambda: ring.fsdp(fully_shard(Net(0)), 8), "TypeError: codec is a ringstrategy codec"),
     ],
 }
-
-
-class OfNoFamily(Algorithm):
-    """As algorithms were before there were two families: nobody would call what averages."""
-
-    setup = adopt = after_step = state_dict = load_state_dict = close = lambda *_, **__: None
 
 
 def hvd_sum(tensor: Tensor) -> None:

@@ -6,13 +6,12 @@ from functools import partial
 from types import SimpleNamespace
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
+from test_strategy import trainer_with
 from torch.utils.data import DataLoader
 
 from ringstrategy.examples.data.digits import Digits
-from ringstrategy.examples.data.regression import COEFFICIENTS, MEANS, Regression
 from ringstrategy.examples.data.stdlib_text import StdlibText, read_stdlib_text
 from ringstrategy.examples.models.cnn import CNN
 from ringstrategy.examples.models.gpt import GPT
@@ -115,18 +114,7 @@ class Labels(L.Callback):
 
 def _labels_of_two_epochs(strategy):
     seen = Labels()
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        limit_val_batches=0,
-        callbacks=[seen],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_with(strategy, callbacks=[seen], limit_val_batches=0)
     trainer.fit(MLP(), Digits(batch_size=200, skew=1.0))
     return trainer.world_size, seen.epochs
 
@@ -158,15 +146,6 @@ def test_stdlib_text_windows():
     assert b"import" in bytes(text.tolist())
     with pytest.raises(ValueError, match="does not fit"):
         StdlibText(context=4000, max_bytes=20_000, validation_bytes=4000)
-
-
-def test_regression_rows():
-    data = Regression()
-    x = data.rows.numpy()
-    assert x.shape == (1000, 4)
-    np.testing.assert_allclose(x.mean(0), MEANS, atol=0.15)
-    np.testing.assert_allclose(x.std(0), 1, atol=0.1)
-    np.testing.assert_allclose(data.targets.numpy(), x @ np.array(COEFFICIENTS), rtol=1e-5, atol=1e-5)
 
 
 def overfit(model, batch, steps):
@@ -207,7 +186,7 @@ def test_gpt_learns_a_batch_by_heart(tied):
     assert losses[-1] < 0.5
 
 
-def test_gpt_does_not_look_ahead():
+def test_gpt_does_not_look_ahead_and_refuses_what_cannot_be():
     model = GPT(context=16, width=32, layers=2, heads=2)
     window = torch.randint(256, (1, 16))
     changed = window.clone()
@@ -215,10 +194,7 @@ def test_gpt_does_not_look_ahead():
     before, after = model(window), model(changed)
     assert torch.equal(before[:, :10], after[:, :10])
     assert not torch.equal(before[:, 10], after[:, 10])
-
-
-def test_gpt_refuses_what_cannot_be():
+    with pytest.raises(ValueError, match="longer than context=16"):
+        model(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(ValueError, match="width must be a multiple of heads"):
         GPT(width=32, heads=3)
-    with pytest.raises(ValueError, match="longer than context=16"):
-        GPT(context=16, width=32, heads=2)(torch.zeros(1, 17, dtype=torch.int64))

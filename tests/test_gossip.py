@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import csv
-import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ import torch
 from fakes import FakePeers, on_all_ranks
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins import MixedPrecision
-from pairs import pairs
 from pool import Pool
 from rank_files import rank_file, rank_state
 from test_strategy import Net, fit, normed, rows, same_everywhere, trainer_with
@@ -37,7 +34,6 @@ from ringstrategy import (
     LocalSGD,
     Nesterov,
     PeerLostError,
-    PlanMismatchError,
     PushSum,
     RingStrategy,
     Rotated,
@@ -46,10 +42,7 @@ from ringstrategy import (
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.algorithms.parameters import exchange
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
-from ringstrategy.algorithms.parameters.group import Flat, Vector
 from ringstrategy.algorithms.parameters.periodic import Periodic
-from ringstrategy.algorithms.parameters.rows import cut_like
-from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.simulator import Simulation
 from ringstrategy.topologies import (
     Complete,
@@ -342,37 +335,6 @@ def test_cutting_into_pieces_changes_no_bit(algorithm: Decentralized) -> None:
         np.testing.assert_array_equal(one[0], other[0])
 
 
-def test_differences_of_narrow_values_keep_their_digits() -> None:
-    given = [1.0, 2.0**-10, -300.0]
-
-    def mixed(peers: FakePeers) -> list[float]:
-        vector = Vector.of(torch.tensor([given[peers.rank]], dtype=torch.bfloat16))
-        exchange.Exchange().mix(Gossip().mixing, vector, peers, 0, 0)
-        return vector.correction.tolist()
-
-    weights = [RingGraph().weights(rank, 3, 0) for rank in range(3)]
-    for rank, (correction,) in enumerate(on_all_ranks(3, mixed)):
-        exact = sum(weight * (given[peer] - given[rank]) for peer, weight in weights[rank].items())
-        assert correction == pytest.approx(exact, rel=1e-6)
-
-
-@pairs(dtype=[torch.float32, torch.bfloat16, torch.float64], factor=[1.0, -1.0])
-def test_gathering_a_sum_and_adding_have_the_bits_of_a_loop(dtype: torch.dtype, factor: float) -> None:
-    generator = torch.Generator().manual_seed(3)
-    shapes = [(33, 7), (1,), (0,), (5, 3, 2), (1000,)]
-    drawn = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-    parameters = {f"p{place}": nn.Parameter(each) for place, each in enumerate([*drawn, drawn[0].clone().T])}
-    flat = Flat(parameters, sums_dtype(dtype), Identity())
-    other = torch.randn(flat.values.shape, generator=generator, dtype=flat.values.dtype)
-    flat.gather_sum(other, factor)
-    before = [parameter.detach().clone() for parameter in parameters.values()]
-    for value, part, was in zip(cut_like(flat.values, before), cut_like(other, before), before, strict=True):
-        assert torch.equal(value, was.to(part.dtype) + factor * part)
-    flat.add(other)
-    for parameter, part, was in zip(parameters.values(), cut_like(other, before), before, strict=True):
-        assert torch.equal(parameter, (was.to(part.dtype) + part).to(dtype))
-
-
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -539,21 +501,6 @@ def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None
         assert torch.equal(second[rank], alone[rank])
 
 
-def test_parameters_that_share_a_part_of_their_memory_are_refused() -> None:
-    def named(one: Tensor, other: Tensor) -> dict[str, nn.Parameter]:
-        return {"one": nn.Parameter(one), "other": nn.Parameter(other)}
-
-    def work(peers: FakePeers) -> None:
-        whole = torch.zeros(6, 4)
-        for shares in (named(whole, whole[2:4]), named(whole, whole.t()), named(whole[:, ::2], whole[:, 2:])):
-            with pytest.raises(ValueError, match=r"one and other have a part .*: give each memory of its own"):
-                Gossip().setup(shares, peers)
-        for apart in (named(whole[:, ::2], whole[:, 1::2]), named(whole[:2], whole[2:]), named(whole[:0], whole)):
-            Gossip().setup(apart, peers)
-
-    on_all_ranks(2, work)
-
-
 def test_each_optimizer_mixes_its_own_parameters_and_an_interval_may_count_epochs() -> None:
     def work(peers: FakePeers) -> None:
         one, two, local = (_of_rank(peers) for _ in range(3))
@@ -588,23 +535,22 @@ def check_resumes(
     size: int,
     parameters_of: Callable[[int], dict[str, nn.Parameter]],
     change: Callable[[dict[str, nn.Parameter], int, int], None],
-    steps: Collection[int] = (1, 4, 5, 6, 7),
 ) -> None:
-    """Runs that end after so many steps, and begin again from what was saved, go on with the bits of one that did not.
+    """Runs that end after some steps, and begin again from what was saved, go on with the bits of one that did not.
 
     What is saved are two states and the parameters; nothing of a state is changed by the run that takes it.
     """
 
     def work(peers: FakePeers) -> None:
-        through, _ = train(peers, 12)
-        for step in steps:
-            _, saved = train(peers, step)
-            kept = copy.deepcopy(saved)
-            resumed, _ = train(peers, 12, saved, step)
-            assert all(map(torch.equal, through, resumed)), f"after step {step} of {make()}"
-            assert json.dumps(kept, default=_in_words) == json.dumps(saved, default=_in_words)
+        through, *_ = train(peers, 12)
+        for step in (1, 4, 5, 6, 7):
+            saved = train(peers, step)
+            kept = str(saved)
+            resumed, *_ = train(peers, 12, saved, step)
+            assert all(torch.equal(through[name], resumed[name]) for name in through), f"after step {step} of {make()}"
+            assert str(saved) == kept
 
-    def train(peers: FakePeers, end: int, saved: Any = None, begin: int = 0) -> tuple[list[Tensor], Any]:
+    def train(peers: FakePeers, end: int, saved: Any = None, begin: int = 0) -> Any:
         parameters, algorithm = parameters_of(peers.rank), make()
         algorithm.setup(parameters, peers)
         if saved is not None:
@@ -619,15 +565,10 @@ def check_resumes(
             if step % 2:
                 algorithm.after_epoch(set(parameters.values()))
         algorithm.settle()
-        state = {name: p.detach() for name, p in parameters.items()}, algorithm.own_state(), algorithm.state_dict()
-        return list(state[0].values()), copy.deepcopy(state)
+        values = {name: parameter.detach() for name, parameter in parameters.items()}
+        return copy.deepcopy((values, algorithm.own_state(), algorithm.state_dict()))
 
     on_all_ranks(size, work)
-
-
-def _in_words(value: Any) -> str:
-    assert isinstance(value, Tensor)
-    return f"{value.dtype} {value.tolist()}"
 
 
 @pytest.mark.parametrize(
@@ -664,60 +605,36 @@ def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so() -> Non
     assert on_all_ranks(2, work) == [[True, False]] * 2
 
 
-# Refusals
+def test_what_would_be_averaged_twice_or_by_another_graph_is_refused() -> None:
+    def named(one: Tensor, other: Tensor) -> dict[str, nn.Parameter]:
+        return {"one": nn.Parameter(one), "other": nn.Parameter(other)}
 
-
-def test_ranks_that_differ_and_topologies_of_another_size_are_refused() -> None:
     def work(peers: FakePeers) -> None:
-        named = {"weight": _of_rank(peers)}
-        with pytest.raises(PlanMismatchError, match=r"rank 1 has .*Star\(\)"):
-            Gossip(Star() if peers.rank == 1 else RingGraph()).setup(named, peers)
-        with pytest.raises(ValueError, match="describes 2 ranks, but there are 3"):
-            Gossip(FromGraph([(0, 1)])).setup(named, peers)
+        whole = torch.zeros(6, 4)
+        for shares in (named(whole, whole[2:4]), named(whole, whole.t()), named(whole[:, ::2], whole[:, 2:])):
+            with pytest.raises(ValueError, match=r"one and other have a part .*: give each memory of its own"):
+                Gossip().setup(shares, peers)
+        for apart in (named(whole[:, ::2], whole[:, 1::2]), named(whole[:2], whole[2:]), named(whole[:0], whole)):
+            Gossip().setup(apart, peers)
+            with pytest.raises(ValueError, match="describes 3 ranks, but there are 2"):
+                Gossip(FromGraph([(0, 1), (1, 2)])).setup(apart, peers)
 
-    on_all_ranks(3, work)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: Gossip(interval=0), ValueError, "at least 1"),
-        (lambda: Gossip(interval=True), ValueError, "at least 1"),
-        (lambda: Gossip("ring"), TypeError, r"RingGraph\(\)"),
-        (lambda: Gossip(overlap="yes"), TypeError, "overlap is True, False, or after how many steps"),
-        (lambda: Gossip(interval=3, overlap=4), ValueError, "1 to interval=3, got 4"),
-        (lambda: Gossip(interval=3, overlap=0), ValueError, "1 to interval=3, got 0"),
-        (lambda: Gossip(interval=3, overlap=2, unequal_data=True), ValueError, "overlap=True or False"),
-        (lambda: Gossip(local="bias"), TypeError, "function"),
-        (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), ValueError, r"rows.*PushSum"),
-        (lambda: Gossip(codec="int8"), TypeError, r"Identity\(\)"),
-        (lambda: Gossip(codec=BlockInt(8)), ValueError, "Choco"),
-        (lambda: Gossip(unit="steps"), ValueError, "'step' or 'epoch'"),
-        (lambda: Gossip(unequal_data=1), TypeError, "True or False"),
-        (lambda: Gossip(OnePeerExponential(), unequal_data=True), ValueError, "same symmetric matrix"),
-        (lambda: Choco(OnePeerExponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
-        (lambda: Choco(Exponential()), ValueError, r"RingGraph\(\), Torus\(\)"),
-        (lambda: Choco(gain=0), ValueError, "0 < gain <= 1"),
-        (lambda: Choco(gain=float("nan")), ValueError, "0 < gain <= 1"),
-        (lambda: PushSum(RingGraph), TypeError, r"RingGraph\(\)"),
-        (lambda: CommunicationMonitor(-1), ValueError, "0 for never"),
-        (lambda: CommunicationMonitor(0.5), TypeError, "whole number"),
-    ],
-)
-def test_what_would_not_average_is_refused(make: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
+    on_all_ranks(2, work)
 
 
 # Under a trainer
 
 
 class Watch(Callback):
-    """Do all ranks hold the same parameters and buffers, at each validation and after each batch?"""
+    """The state with which training starts; do all ranks hold the same at each validation, and after each batch?"""
 
     def __init__(self) -> None:
+        self.begin: dict[str, Tensor] = {}
         self.seen: list[bool] = []
         self.own: list[bool] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.begin = {name: value.clone() for name, value in pl_module.state_dict().items()}
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -728,50 +645,38 @@ class Watch(Callback):
 
 
 def flat(module: nn.Module) -> Tensor:
-    return torch.cat(
-        [value.detach().reshape(-1) for value in module.state_dict().values() if value.is_floating_point()]
-    )
+    """Buffers too."""
+    return torch.cat([v.detach().reshape(-1) for v in module.state_dict().values() if v.is_floating_point()])
 
 
-APART = {
-    "gossip": Gossip(),
-    "own": Gossip(consensus=False),
-    "late": LocalSGD(3, Nesterov(0.7, 0.3), overlap=1),
-    "at once": LocalSGD(2),
-    "epochs": LocalSGD(1, unit="epoch"),
+APART: dict[str, tuple[Periodic, int, int]] = {  # epochs, and how many mixings there are in them
+    "gossip": (Gossip(), 1, 7),
+    "own": (Gossip(consensus=False), 1, 7),
+    "late": (LocalSGD(3, Nesterov(0.7, 0.3), overlap=1), 1, 2),
+    "at once": (LocalSGD(2), 1, 4),
+    "epochs": (LocalSGD(1, unit="epoch"), 2, 1),
 }
 
 
-def _validates(folder: str) -> dict[str, tuple[list[bool], list[bool], bool, int]]:
-    found = {}
-    for name, algorithm in APART.items():
+def _validates(folder: str) -> None:
+    for name, (algorithm, epochs, mixings) in APART.items():
         watch, model, logger = Watch(), normed(), CSVLogger(folder, name=name, version="")
-        options: dict[str, Any] = {
-            "max_epochs": 1 + (name == "epochs"),
-            "val_check_interval": 2,
-            "log_every_n_steps": 1,
-        }
-        callbacks = [watch, CommunicationMonitor(2)]
-        trainer = trainer_with(RingStrategy(algorithm), callbacks=callbacks, logger=logger, **options)
+        options: dict[str, Any] = {"max_epochs": epochs, "val_check_interval": 2, "log_every_n_steps": 1}
+        strategy = RingStrategy(algorithm)
+        trainer = trainer_with(strategy, callbacks=[watch, CommunicationMonitor(2)], logger=logger, **options)
         trainer.fit(model, rows(96), rows(24))
-        assert isinstance(trainer.strategy, RingStrategy)
-        assert trainer.strategy.stats.steps == trainer.global_step > 5
-        assert trainer.strategy.stats.exposed_seconds > 0
-        mixings = trainer.strategy.algorithm.state_dict()["counts"]["layers.0.weight"]["mixings"]
-        found[name] = watch.seen, watch.own, same_everywhere(flat(model)), mixings
-    return found
+        assert strategy.stats.steps == trainer.global_step > 5
+        assert strategy.stats.exposed_seconds > 0
+        assert strategy.algorithm.state_dict()["counts"]["layers.0.weight"]["mixings"] == mixings
+        assert len(watch.seen) > 3
+        assert set(watch.seen) == {same_everywhere(flat(model))} == {name != "own"}
+        assert watch.own == [name == "at once" and step % 2 == 1 for step in range(len(watch.own))], "buffers too"
 
 
 def test_validation_and_the_end_see_what_ranks_share_and_the_monitor_how_far_they_are_apart(
     ranks: Pool, tmp_path: Path
 ) -> None:
-    for found in ranks(3, _validates, str(tmp_path)):
-        for name, (seen, own, end, mixings) in found.items():
-            assert len(seen) > 3
-            assert set(seen) == {name != "own"}
-            assert end == (name != "own")
-            assert mixings == {"late": 2, "at once": 4, "epochs": 1}.get(name, 7)
-            assert own == [name == "at once" and step % 2 == 1 for step in range(len(own))], "buffers too"
+    ranks(3, _validates, str(tmp_path))
 
     def logged(name: str, column: str) -> list[float]:
         with open(tmp_path / name / "metrics.csv") as file:
@@ -779,10 +684,9 @@ def test_validation_and_the_end_see_what_ranks_share_and_the_monitor_how_far_the
 
     assert min(distance for distance in logged("gossip", "consensus_distance") if distance) > 1e-12
     norms, alike = logged("at once", "outer_gradient_norm"), logged("at once", "direction_agreement")
-    agreements = sum(norm > 0 for norm in norms)
-    assert agreements == sum(each != 0 for each in alike) == 4
-    assert all(-0.5 <= each <= 1.0 for each in alike)
-    assert max(alike) > 0.2, "all ranks learn the same"
+    assert sum(norm > 0 for norm in norms) == sum(each != 0 for each in alike) == 4
+    assert 0.2 < max(alike) <= 1.0, "all ranks learn the same"
+    assert min(alike) >= -0.5
 
 
 def _save(folder: str) -> None:
@@ -790,20 +694,13 @@ def _save(folder: str) -> None:
     fit(RingStrategy(Gossip()), Net(), max_epochs=1, callbacks=callbacks, enable_checkpointing=True)
 
 
-class Start(Callback):
-    """What this rank's parameters are when training starts."""
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.state = {name: value.clone() for name, value in pl_module.state_dict().items()}
-
-
 def _begins(path: str, algorithm: Algorithm) -> tuple[bool, float]:
     """With the mean that the checkpoint holds? And with which first value?"""
-    begin = Start()
-    fit(RingStrategy(algorithm), Net(), ckpt_path=path, max_epochs=4, limit_train_batches=1, callbacks=[begin])
+    watch = Watch()
+    fit(RingStrategy(algorithm), Net(), ckpt_path=path, max_epochs=4, limit_train_batches=1, callbacks=[watch])
     saved = torch.load(path, weights_only=True)["state_dict"]
-    equal = all(torch.equal(saved[name], value) for name, value in begin.state.items())
-    return equal, begin.state["layers.0.weight"][0, 0].item()
+    equal = all(torch.equal(saved[name], value) for name, value in watch.begin.items())
+    return equal, watch.begin["layers.0.weight"][0, 0].item()
 
 
 def test_who_starts_from_a_checkpoint_has_its_own_parameters_or_else_the_mean(ranks: Pool, tmp_path: Path) -> None:
@@ -822,36 +719,6 @@ def test_who_starts_from_a_checkpoint_has_its_own_parameters_or_else_the_mean(ra
     assert all(equal for equal, _ in ranks(3, _begins, str(path), Gossip()))
 
 
-def scaled() -> MixedPrecision:
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2))
-
-
-class OverflowsHere(Net):
-    """In batch 1 one value of one gradient is infinite, on rank 1 alone."""
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        overflows = batch_idx == 1 and self.global_rank == 1
-        return loss + float("inf") * self.layers[0].weight[0, 0] if overflows else loss
-
-
-def _skips() -> tuple[float, dict[str, int], bool]:
-    trainer = fit(RingStrategy(Gossip(Complete(), overlap=False)), OverflowsHere(), plugins=[scaled()], max_epochs=1)
-    assert isinstance(trainer.strategy, RingStrategy)
-    counts = trainer.strategy.algorithm.state_dict()["counts"]
-    finite = all(bool(parameter.isfinite().all()) for parameter in trainer.lightning_module.parameters())
-    return trainer.precision_plugin.scaler.get_scale(), counts["layers.0.weight"], finite
-
-
-def test_mixing_goes_on_after_a_step_that_one_ranks_loss_scaler_skipped(ranks: Pool) -> None:
-    one, other = ranks(2, _skips)
-    assert other[0] < one[0], "scalers are each rank's own"
-    assert one[1] == other[1]
-    assert one[1]["mixings"] == one[1]["steps"] > 2
-    assert one[2]
-    assert other[2]
-
-
 class Fails(Net):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if self.global_rank == 1 and self.global_step == 3:
@@ -859,20 +726,15 @@ class Fails(Net):
         return super().training_step(batch, batch_idx)
 
 
-def _torn(folder: str) -> str:
+def _torn(folder: str) -> None:
     saver = OnExceptionCheckpoint(folder, "left")
-    with pytest.raises((ArithmeticError, PeerLostError)) as raised:
+    with pytest.raises((ArithmeticError, PeerLostError)):
         fit(RingStrategy(Choco(Star())), Fails(), callbacks=[saver], enable_checkpointing=True)
-    return type(raised.value).__name__
 
 
 @pytest.mark.slow
-def test_an_exception_saves_local_weights_hangs_nobody_and_torn_copies_are_not_taken_back(
-    ranks: Pool, tmp_path: Path
-) -> None:
-    outcomes = ranks(3, _torn, str(tmp_path))
-    assert outcomes.count("ArithmeticError") == 1
-    assert set(outcomes) == {"ArithmeticError", "PeerLostError"}
+def test_copies_that_an_exception_has_torn_are_not_taken_back(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _torn, str(tmp_path))
     own = rank_state(tmp_path / "left.ckpt", 1)["own"]
     assert own["algorithm"]["torn"]
     assert all(value.isfinite().all() for value in own["checkpoint"]["state_dict"].values())

@@ -26,7 +26,7 @@ from benchmarks.bucket import LonelyPeers, no_wire, our_function
 from benchmarks.codecs import CODECS
 from benchmarks.contenders import named
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gossip, LocalSGD, Native, PowerSGD, Ring, SmallExact
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.rows import row_of
 from ringstrategy.codecs import Cast, Codec, Gaussian, Identity, Rotated, Sign
@@ -222,24 +222,24 @@ class Training:
             self.peers.close()
 
     def bind(self) -> None:
-        if isinstance(self.algorithm, ParameterAlgorithm):
+        if self.algorithm.decentralized:
             self.algorithm.bind(set(self.parameters.values()))
 
     def step(self, scale: Tensor | None = None, but: str = "") -> None:
         """Hooks, backward, exchanges, residuals; one parameter is not stepped, if gradients are averaged."""
-        averages_gradients = isinstance(self.algorithm, GradientAlgorithm)
+        averages_gradients = not self.algorithm.decentralized
         stepped = {each for name, each in self.parameters.items() if name != but or not averages_gradients}
         decided: Any = True if scale is None else torch.ones((), dtype=torch.bool, device=DEVICE)
         for parameter in self.parameters.values():
             parameter.grad = None
-        if isinstance(self.algorithm, GradientAlgorithm):
+        if not self.algorithm.decentralized:
             loss = torch.stack([parameter.float().sum() for parameter in self.parameters.values()]).sum()
             self.algorithm.before_backward(loss, scale=scale)
             loss.backward()
             self.algorithm.after_backward()
             self.algorithm.before_step(stepped)
         self.algorithm.after_step(stepped, decided)
-        if isinstance(self.algorithm, ParameterAlgorithm):
+        if self.algorithm.decentralized:
             self.algorithm.settle()  # until the other thread has queued all that is counted
 
 

@@ -65,14 +65,9 @@ def train(peers: FakePeers, algorithm: Synchronous, place: int) -> list[list[Ten
         algorithm.after_backward()
         optimizer.step()
         algorithm.after_step(set(parameters.values()))
-        momentum = [state["momentum_buffer"].clone() for state in optimizer.state.values()]
-        history.append(
-            [
-                *(p.detach().clone() for p in parameters.values()),
-                *momentum,
-                *(residual.clone() for _, residual in algorithm.residuals()),
-            ]
-        )
+        momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
+        now = [*parameters.values(), *momentum, *(residual for _, residual in algorithm.residuals())]
+        history.append([value.detach().clone() for value in now])
     assert peers.stats.exchanges == STEPS
     assert peers.stats.steps_skipped == len(BAD)
     said = [line for line in algorithm.news() if "skipped" in line]
@@ -99,36 +94,23 @@ def train(peers: FakePeers, algorithm: Synchronous, place: int) -> list[list[Ten
 def test_a_step_that_is_skipped_changes_nothing_on_any_rank(algorithm: Any, place: int) -> None:
     every_rank = on_all_ranks(3, lambda peers: train(peers, algorithm(), place))
     shared = 2 * len(list(model().parameters()))  # all but the residuals
-    for step in range(STEPS):
-        for history in every_rank:
-            assert all(torch.equal(a, b) for a, b in zip(history[step][:shared], every_rank[0][step], strict=False))
-            assert all(value.isfinite().all() for value in history[step])
-            same = (
-                all(torch.equal(a, b) for a, b in zip(history[step], history[step - 1], strict=True)) if step else False
-            )
-            assert same == (step in BAD)
+    for history in every_rank:
+        for step, now in enumerate(history):
+            assert all(map(torch.equal, now[:shared], every_rank[0][step]))
+            assert all(value.isfinite().all() for value in now)
+            assert step == 0 or all(map(torch.equal, now, history[step - 1])) == (step in BAD)
 
 
-def one_backward(peers: FakePeers, algorithm: Synchronous, spoils: str = "2.bias") -> nn.Sequential:
+def one_backward(peers: FakePeers, algorithm: Synchronous) -> nn.Sequential:
     """At step 2, where rank 1 has an infinity in that parameter's gradient."""
     module = model()
     algorithm.setup(dict(module.named_parameters()), peers)
     module[4].requires_grad_(False)
     module[4].bias.grad = torch.ones(3)  # a toggled one's
-    loss = spoilt(module(batch(peers.rank, 2)).pow(2).mean(), module.get_parameter(spoils), peers.rank, 2)
+    loss = spoilt(module(batch(peers.rank, 2)).pow(2).mean(), module[2].bias, peers.rank, 2)
     algorithm.before_backward(loss)
     loss.backward()
     return module
-
-
-def test_without_it_one_rank_spoils_all() -> None:
-    def last(peers: FakePeers) -> Tensor:
-        module = one_backward(peers, algorithm := AllReduce(), "0.bias")
-        algorithm.after_backward()
-        assert peers.stats.steps_skipped == 0
-        return module[0].bias.grad
-
-    assert all(not gradient.isfinite().all() for gradient in on_all_ranks(2, last))
 
 
 def test_raise_names_the_parameters_on_all_ranks() -> None:
@@ -154,32 +136,11 @@ def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients(
     assert on_all_ranks(2, gradients) == [[True, True, True, True, True, False]] * 2
 
 
-def test_a_matrix_from_which_nothing_learns_once_learns_later() -> None:
-    """A gradient of zeros leaves no direction, and of a NaN none that is a number: q stays as it was."""
-
-    def work(peers: FakePeers) -> tuple[Tensor, Tensor]:
-        weight, algorithm = nn.Parameter(torch.zeros(8, 6)), PowerSGD(1)
-        algorithm.setup({"weight": weight}, peers)
-        exact = torch.outer(torch.arange(8.0), torch.arange(6.0) + peers.rank)
-        for gradient in (torch.zeros(8, 6), exact * float("nan"), exact):
-            algorithm.before_backward()
-            weight.grad = gradient.clone()
-            algorithm._on_gradient(weight)
-            algorithm.after_backward()
-            algorithm.after_step({weight})
-        return weight.grad, exact
-
-    (mean, one), (_, two) = on_all_ranks(2, work)
-    assert (mean - (one + two) / 2).norm() < 0.2 * mean.norm()
-
-
-@pytest.mark.parametrize("make", [AllReduce, PowerSGD, Auto])
-def test_what_cannot_be_is_refused(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"'propagate'.*'skip'.*'raise', got 'ignore'"):
-        make(on_nonfinite="ignore")
-    with pytest.raises(ValueError, match="leave it at 'propagate'"):
-        make(on_nonfinite="skip").check(scaled_loss=True, clips_by_norm=False)
-    make(on_nonfinite="propagate").check(scaled_loss=True, clips_by_norm=False)
+def test_it_goes_with_no_loss_scaler() -> None:
+    for make in (AllReduce, PowerSGD, Auto):
+        with pytest.raises(ValueError, match="leave it at 'propagate'"):
+            make(on_nonfinite="skip").check(scaled_loss=True, clips_by_norm=False)
+        make(on_nonfinite="propagate").check(scaled_loss=True, clips_by_norm=False)
 
     def in_a_plain_loop(peers: FakePeers) -> None:
         algorithm = AllReduce(on_nonfinite="raise")

@@ -8,25 +8,23 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from fakes import FakePeers, Toy, on_all_ranks
 from pairs import pairs
-from pool import Pool
 from torch import Tensor, nn
 
-from ringstrategy import Cast, Codec, Collective, Direct, Identity, Native, Peers, Ring
+from ringstrategy import Cast, Codec, Collective, Direct, Identity, Ring
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.kernels.orthonormal import orthonormalise_
-from ringstrategy.transport import connect
 
+torch.manual_seed(3)
+_MODEL = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
 
 
@@ -43,20 +41,17 @@ class _Rank:
         self.buckets = algorithm.plan(self.parameters, frozenset(), 0)
         self.steps = 0
 
-    def step(
-        self, gradients_: Mapping[str, Tensor | None], unused: frozenset[str] = frozenset()
-    ) -> dict[str, Tensor | None]:
-        """Mean gradients; `unused` names those without a gradient on all ranks."""
+    def step(self, gradients_: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Mean gradients."""
         for name, parameter in self.parameters.items():
-            grad = gradients_.get(name)
-            parameter.grad = None if grad is None else grad.clone()
+            parameter.grad = gradients_[name].clone()
         for bucket in self.buckets:
             bucket.pack(self.peers.size)
             bucket.launch(self.peers, self.algorithm.collective, _Agreed(), 1000 * self.steps + bucket.index, "")
         for bucket in self.buckets:
-            bucket.unpack(lambda slot: slot.name not in unused)
+            bucket.unpack(lambda slot: True)
         self.steps += 1
-        return {n: None if p.grad is None else p.grad.clone() for n, p in self.parameters.items()}
+        return {name: parameter.grad.clone() for name, parameter in self.parameters.items()}
 
     def residuals(self) -> dict[str, Tensor]:
         """Copies."""
@@ -224,7 +219,6 @@ def test_other_dtypes_are_summed_and_kept_wide(dtype: torch.dtype) -> None:
     def run(peers: FakePeers) -> tuple[Tensor, Tensor]:
         me = _Rank(PowerSGD(), peers, _parameters({"matrix": (40, 30)}, dtype))
         mean = me.step({"matrix": _random(peers.rank, 0)["first"].to(dtype)})["matrix"]
-        assert mean is not None
         assert mean.dtype == dtype
         residual = me.residuals()["matrix"]
         assert residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -299,15 +293,14 @@ def test_what_is_not_finite_is_seen_everywhere_and_leaves_no_trace(codec: Codec,
             gradients_["first"][3, 7] = bad
         means = me.step(gradients_)
         mean = means["first"]
-        assert mean is not None
         assert not mean.isfinite().any()
         assert torch.equal(me.residuals()["first"], residuals["first"])
         assert torch.equal(me.queries()["first"], queries["first"])
         if codec.block == 1:
-            assert all(value is not None and value.isfinite().all() for n, value in means.items() if n != "first")
+            assert all(value.isfinite().all() for n, value in means.items() if n != "first")
             assert not torch.equal(me.residuals()["second"], residuals["second"])
         after = me.step(_random(peers.rank, 3))
-        assert all(value is not None and value.isfinite().all() for value in after.values())
+        assert all(value.isfinite().all() for value in after.values())
         return after
 
     assert _same(on_all_ranks(3, run))
@@ -318,14 +311,12 @@ def test_zeros_stay_zeros_and_their_q_stays_alive() -> None:
         me = _Rank(PowerSGD(2), peers, _parameters({"matrix": (40, 30)}))
         fresh = me.queries()["matrix"]
         mean = me.step({"matrix": torch.zeros(40, 30)})["matrix"]
-        assert mean is not None
         assert torch.equal(mean, torch.zeros(40, 30))
         assert torch.equal(me.queries()["matrix"], fresh)
         assert torch.equal(me.residuals()["matrix"], torch.zeros(40, 30))
         one = torch.zeros(40, 30)
         one[:, 4] = torch.arange(40.0) * (1 + peers.rank)  # all other columns are zeros, and its rank is 1
         mean = me.step({"matrix": one})["matrix"]
-        assert mean is not None
         later = me.queries()["matrix"]
         assert (later[0] != 0).sum() == 1
         assert torch.equal(later[1], fresh[1])
@@ -334,28 +325,6 @@ def test_zeros_stay_zeros_and_their_q_stays_alive() -> None:
     for mean in on_all_ranks(2, run):
         assert torch.allclose(mean[:, 4], torch.arange(40.0) * 1.5)
         assert mean[:, :4].abs().max() == 0
-
-
-def test_unused_by_some_counts_as_zeros_and_unused_by_all_changes_nothing() -> None:
-    def run(peers: FakePeers) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
-        me = _Rank(PowerSGD(2, bucket_mb=1), peers, _parameters())
-        me.step(_random(peers.rank, 0))
-        residuals = [me.residuals()]
-        queries = me.queries()
-        gradients_: dict[str, Tensor | None] = {**_random(peers.rank, 1), "second": None}
-        if peers.rank == 1:
-            gradients_["first"] = None
-        means = me.step(gradients_, frozenset({"second"}))
-        residuals.append(me.residuals())
-        assert means["second"] is None
-        assert torch.equal(residuals[1]["second"], residuals[0]["second"])
-        assert torch.equal(me.queries()["second"], queries["second"])
-        return means, residuals
-
-    results = on_all_ranks(3, run)
-    assert all(torch.equal(results[0][0]["first"], means["first"]) for means, _ in results)
-    wanted = sum(_random(r, 1)["first"].double() / 3 for r in (0, 2)) + _sum([r[0]["first"] for _, r in results])
-    assert _close(results[0][0]["first"] + _sum([r[1]["first"] for _, r in results]), wanted)
 
 
 # Arithmetic
@@ -424,70 +393,6 @@ def test_bits_do_not_depend_on_the_cpus_instructions(capsys: pytest.CaptureFixtu
 # Trainings
 
 
-class _Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(3)
-        self.layers = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
-        self.convolution = nn.Conv2d(2, 12, 3).to(memory_format=torch.channels_last)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.rand(parameter.shape, generator=generator) * 0.3 - 0.15)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layers(x)
-        return y.pow(2).mean() + self.convolution(y.view(-1, 2, 4, 6)).pow(2).mean()
-
-
-def _train(peers: Peers, algorithm: PowerSGD, steps: int, saved: list[Any] | None = None, begin: int = 0) -> list[Any]:
-    """State, residuals and parameters after so many steps."""
-    module = _Net()
-    algorithm.setup(dict(module.named_parameters()), peers)
-    if saved is not None:
-        state, residuals, weights = saved[peers.rank]
-        algorithm.load_state_dict(state)
-        assert algorithm.load_residuals(residuals) == []
-        module.load_state_dict(weights)
-    optimizer = torch.optim.SGD(module.parameters(), 0.5)
-    for step in range(begin, begin + steps):
-        optimizer.zero_grad()
-        batch = torch.randn(6, 48, generator=torch.Generator().manual_seed(100 * step + peers.rank))
-        loss = module(batch)
-        algorithm.before_backward(loss)
-        loss.backward()
-        algorithm.after_backward()
-        optimizer.step()
-    assert peers.stats.bytes_sent
-    kept = copy.deepcopy([algorithm.state_dict(), dict(algorithm.residuals()), module.state_dict()])
-    algorithm.close()
-    return kept
-
-
-def _process(algorithm: PowerSGD) -> list[Any]:
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    peers = connect(torch.device("cpu"), timedelta(seconds=60))
-    try:
-        return _train(peers, algorithm, 4)
-    finally:
-        peers.close()
-
-
-@pytest.mark.parametrize(
-    ("size", "algorithm"),
-    [
-        (3, PowerSGD(bucket_mb=0.01)),
-        pytest.param(4, PowerSGD(2, Toy(), Direct(), bucket_mb=0.01), marks=pytest.mark.slow),
-        pytest.param(2, PowerSGD(2, Cast("bf16"), Ring(), find_unused_parameters=True), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_processes_stay_identical_with_several_buckets_in_flight(ranks: Pool, size: int, algorithm: PowerSGD) -> None:
-    states = [weights for *_, weights in ranks(size, _process, algorithm)]
-    assert _same(states)
-    initial = _Net().state_dict()
-    assert all(not torch.equal(value, initial[name]) for name, value in states[0].items())
-
-
 def test_factors_go_through_the_codec_and_whole_gradients_do_not() -> None:
     def run(codec: Codec, shapes: dict[str, tuple[int, ...]]) -> int:
         def bytes_sent(peers: FakePeers) -> int:
@@ -504,20 +409,38 @@ def test_factors_go_through_the_codec_and_whole_gradients_do_not() -> None:
 
 @pytest.mark.parametrize("scheme", [PowerSGD(2, bucket_mb=0.01), PowerSGD(1, Toy())], ids=str)
 def test_a_resumed_run_goes_on_bit_for_bit(scheme: PowerSGD) -> None:
-    def run(steps: int, saved: list[Any] | None = None, begin: int = 0) -> list[Any]:
-        return on_all_ranks(3, lambda peers: _train(peers, copy.deepcopy(scheme), steps, saved, begin))
+    Saved = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]
 
-    straight, saved = run(6), run(3)
-    assert _same([weights for *_, weights in straight])
-    for one, two in zip(straight, run(3, saved, 3), strict=True):
-        assert all(torch.equal(two[2][name], value) for name, value in one[2].items())
-    assert _same([state["buckets"] for state, *_ in saved])
-    state = saved[0][0]["buckets"]
-    assert state["layers.0.weight"].shape == (scheme.rank, 48)
-    assert "layers.0.bias" not in state
-    for kept in saved:
-        kept[0]["buckets"] = {}
-    assert not _same([straight[0][2], run(3, saved, 3)[0][2]])
+    def run(peers: FakePeers, steps: range, saved: list[Saved] | None = None) -> Saved:
+        """State, residuals and parameters after these steps."""
+        module, algorithm = copy.deepcopy(_MODEL), copy.deepcopy(scheme)
+        algorithm.setup(dict(module.named_parameters()), peers)
+        if saved is not None:
+            state, residuals, weights = saved[peers.rank]
+            algorithm.load_state_dict(state)
+            assert algorithm.load_residuals(residuals) == []
+            module.load_state_dict(weights)
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for step in steps:
+            optimizer.zero_grad()
+            batch = torch.randn(6, 48, generator=torch.Generator().manual_seed(100 * step + peers.rank))
+            algorithm.before_backward()
+            module(batch).pow(2).mean().backward()
+            algorithm.after_backward()
+            optimizer.step()
+        kept = copy.deepcopy((algorithm.state_dict(), dict(algorithm.residuals()), module.state_dict()))
+        algorithm.close()
+        return kept
+
+    through, saved = (on_all_ranks(3, lambda peers, end=end: run(peers, range(end))) for end in (6, 3))
+    resumed = on_all_ranks(3, lambda peers: run(peers, range(3, 6), saved))
+    assert _same([weights for *_, weights in [*through, *resumed]])
+    for state, *_ in saved:
+        assert "0.bias" not in state["buckets"]
+        assert state["buckets"]["0.weight"].shape == (scheme.rank, 48)
+        state["buckets"] = {}
+    forgetful = on_all_ranks(3, lambda peers: run(peers, range(3, 6), saved))
+    assert not _same([through[0][2], forgetful[0][2]])
 
 
 def test_a_state_of_another_rank_is_refused() -> None:
@@ -525,75 +448,3 @@ def test_a_state_of_another_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="resume with the rank"):
         bucket.load_state({"matrix": torch.zeros(1, 30)})
     bucket.load_state({"other": torch.zeros(1, 30)})
-
-
-def _scaled(peers: FakePeers, skip: bool) -> list[Tensor]:
-    """Two steps at loss scale 8, then one at 4; before them perhaps one that overflows and is skipped."""
-    module = nn.ParameterDict({"matrix": nn.Parameter(torch.zeros(40, 30)), "other": nn.Parameter(torch.zeros(40, 30))})
-    algorithm = PowerSGD(bucket_mb=1e-3)
-    algorithm.setup(dict(module.items()), peers)
-    means = []
-    for step, scale in enumerate([8.0, 8.0, 4.0]):
-        for overflows in [True, False] if skip and step == 1 else [False]:
-            module.zero_grad()
-            gradients_ = _random(peers.rank, step, {"matrix": (40, 30), "other": (40, 30)})
-            if overflows and peers.rank == 1:
-                gradients_["other"][0, 0] = torch.inf
-            loss = sum((module[name] * gradients_[name]).sum() for name in gradients_) * scale
-            algorithm.before_backward(loss, scale=torch.tensor(scale))
-            loss.backward()
-            algorithm.after_backward()
-            values = [p.grad for p in module.parameters() if p.grad is not None]
-            bad = not all(value.isfinite().all() for value in values)
-            assert bad == overflows
-            for value in values:
-                value /= scale  # as the scaler does it before the step
-            algorithm.after_step(set(module.parameters()), torch.tensor(not bad))
-            if not bad:
-                means += [value.clone() for value in values]
-    residuals = dict(algorithm.residuals())
-    means += [value for value in (residuals["matrix"], residuals["other"]) if value is not None]
-    algorithm.close()
-    return [mean.clone() for mean in means]
-
-
-def test_a_loss_scaler_changes_nothing_and_a_skipped_step_leaves_its_residuals() -> None:
-    skipped = on_all_ranks(3, lambda peers: _scaled(peers, True))
-    exact = [
-        _sum([_random(r, s, dict.fromkeys(("matrix", "other"), (40, 30)))[n] for r in range(3)]) / 3
-        for s in range(3)
-        for n in ("matrix", "other")
-    ]
-    for place in (0, 1):  # everything delivered and everything lacking is everything there was
-        residuals = _sum([means[6 + place] for means in skipped])
-        delivered = _sum([skipped[0][2 * step + place] for step in range(3)])
-        assert _close(delivered + residuals, _sum([exact[2 * step + place] for step in range(3)]))
-    for mine, others in zip(on_all_ranks(3, lambda peers: _scaled(peers, False))[0][:2], skipped[0][:2], strict=True):
-        assert torch.equal(mine, others)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "cure"),
-    [
-        ({"rank": 0}, ValueError, ">= 1"),
-        ({"rank": True}, ValueError, ">= 1"),
-        ({"rank": 1.5}, ValueError, ">= 1"),
-        ({"codec": "int8"}, TypeError, "Identity"),
-        ({"collective": "ring"}, TypeError, "Ring"),
-        ({"codec": Toy(), "collective": Native()}, ValueError, "Ring"),
-        ({"error_feedback": None}, TypeError, "True or False"),
-        ({"bucket_mb": 0}, ValueError, "> 0"),
-    ],
-)
-def test_bad_arguments_name_the_cure(arguments: dict[str, Any], error: type[Exception], cure: str) -> None:
-    with pytest.raises(error, match=cure):
-        PowerSGD(**arguments)
-
-
-def test_undeclared_sparse_gradients_are_not_densified() -> None:
-    def run(peers: FakePeers) -> None:
-        me = _Rank(PowerSGD(), peers, _parameters({"matrix": (50, 40)}))
-        with pytest.raises(TypeError, match="sparse=True"):
-            me.step({"matrix": torch.ones(50, 40).to_sparse(1)})
-
-    on_all_ranks(2, run)

@@ -1,7 +1,7 @@
 """Algorithms decide what is averaged (gradients or parameters), and when. They know nothing of Lightning."""
 
 from ringstrategy.algorithms.auto import Auto
-from ringstrategy.algorithms.base import Algorithm, GradientAlgorithm, ParameterAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.algorithms.parameters.choco import Choco
@@ -17,10 +17,8 @@ __all__ = [
     "Auto",
     "Choco",
     "Gossip",
-    "GradientAlgorithm",
     "LocalSGD",
     "Nesterov",
-    "ParameterAlgorithm",
     "PowerSGD",
     "PushSum",
     "SmallExact",

@@ -16,7 +16,7 @@ from ringstrategy.transport.base import Peers
 
 
 class Algorithm(ABC):
-    """What is averaged between ranks, and when; derive from `GradientAlgorithm` or from `ParameterAlgorithm`.
+    """What is averaged between ranks, and when: the gradients of each step, or parameters now and then.
 
     Hyperparameters go to `__init__`, the runtime comes with `setup`. Before `setup` an algorithm can be pickled and
     copied. With one rank there is no `setup`, and nothing is averaged: only `state_dict`, `own_state`, `settle`,
@@ -26,7 +26,8 @@ class Algorithm(ABC):
     times), `before_step`, the optimizer's step, `after_step`.
 
     Attributes:
-        decentralized: do ranks have different parameters between two steps?
+        decentralized: does each rank step its own gradients, so that ranks have different parameters between two steps?
+            Else all step the same mean gradients.
         replicates: do all ranks hold something with the same bits: their parameters, or what `shared_values` gives?
         consensus: between two steps ranks have different parameters, but validation sees the same on all of them, and
             training returns it.
@@ -40,7 +41,7 @@ class Algorithm(ABC):
     decentralized: bool = False
     replicates: bool = True
     consensus: bool = False
-    within: GradientAlgorithm | None = None
+    within: Algorithm | None = None
     uneven: str = "error"
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
@@ -70,7 +71,7 @@ class Algorithm(ABC):
 
     def is_local(self, name: str) -> bool:
         """Does each rank step its own gradient of this parameter? Known after `setup`."""
-        return True
+        return self.decentralized
 
     @abstractmethod
     def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
@@ -263,39 +264,6 @@ class Algorithm(ABC):
     @abstractmethod
     def close(self) -> None:
         """Detach from the parameters. Idempotent, never a collective."""
-
-
-class GradientAlgorithm(Algorithm):
-    """All ranks step the same mean gradients, so their parameters stay equal."""
-
-    def is_local(self, name: str) -> bool:
-        """Is this parameter never averaged? Known after `setup`."""
-        return False
-
-
-class ParameterAlgorithm(Algorithm):
-    """Each rank steps its own gradients; parameters are averaged now and then.
-
-    Between two averagings the ranks' parameters differ. Validation and checkpoints see the same on all ranks, between
-    `enter_consensus` and `leave_consensus`: the mean of all ranks, or `shared_values` if the algorithm `replicates`.
-    """
-
-    decentralized = True
-    replicates = False
-    consensus = True
-
-    def forget(self) -> None:
-        """As if training went on from a checkpoint of now."""
-        self.load_state_dict(self.state_dict())
-
-
-def check_family(algorithm: Algorithm) -> None:
-    """TypeError unless it is of one of the two families: nothing would ever be averaged."""
-    if not isinstance(algorithm, GradientAlgorithm | ParameterAlgorithm):
-        raise TypeError(
-            f"{type(algorithm).__name__} says neither that it averages gradients nor that it averages parameters: "
-            "derive it from ringstrategy.GradientAlgorithm or from ringstrategy.ParameterAlgorithm"
-        )
 
 
 def check_counts_steps(algorithm: object, whose: str) -> None:

@@ -30,7 +30,7 @@ from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
 from ringstrategy.integrations.encoded import Channel, peers_for
 from ringstrategy.integrations.flats import in_flats
-from ringstrategy.integrations.memory import memory_of
+from ringstrategy.integrations.writable import memory_of
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
 from ringstrategy.transport.futures import Promise
@@ -182,7 +182,7 @@ class RingProcessGroup(dist.ProcessGroup):
             exact: dist.Work = self._torchs([values])._reduce_scatter_base(output, values, opts)
             return exact
         self.options.algorithm.collective.check_scatters()
-        self._check_shapes("reduce_scatter_tensor", values, output)
+        self._check_output("reduce_scatter_tensor", output, values, output)
         return self._run("reduce-scatter", [output], lambda lane, out, seed: lane.scatter_(out[0], values, mean, seed))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = _SCATTERED) -> dist.Work:
@@ -195,15 +195,16 @@ class RingProcessGroup(dist.ProcessGroup):
         if not ours or self.size() == 1 or input.dtype != output.dtype:
             exact: dist.Work = self._torchs([input])._allgather_base(output, input, opts)
             return exact
-        self._check_shapes("all_gather_into_tensor", output, input)
+        self._check_output("all_gather_into_tensor", output, output, input)
         return self._run("all-gather", [output], lambda lane, out, _: lane.gather_(out[0], input))
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = _GATHERED) -> dist.Work:
         """Its name since torch 2.13."""
         return self._allgather_base(output, input, opts)
 
-    def _check_shapes(self, operation: str, whole: Tensor, part: Tensor) -> None:
+    def _check_output(self, operation: str, output: Tensor, whole: Tensor, part: Tensor) -> None:
         """Before anything is sent: it would be too late on the thread that exchanges."""
+        check_memory(f"the output of {operation}", output)
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise ValueError(
                 f"{operation} in a group of {self.size()}: the longer tensor needs {self.size()} times the values of "
@@ -267,8 +268,6 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def _run(self, what: str, out: list[Tensor], task: Callable[[_Lane, list[Tensor], int], None]) -> dist.Work:
         self._torchs(out)
-        for tensor in out:
-            check_memory(f"a tensor of this {what}", tensor)
         device = out[0].device
         if device.type not in self._lanes:
             algorithm = self.options.algorithm

@@ -7,7 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ringstrategy.algorithms.base import GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.collectives.hierarchical import ranks_of_hosts
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.connect import connect
@@ -25,9 +25,7 @@ class Host:
         peers: likewise; its bytes are not counted, because they never leave the host.
     """
 
-    def __init__(
-        self, algorithm: GradientAlgorithm, ranks: list[int], device: torch.device, timeout: timedelta
-    ) -> None:
+    def __init__(self, algorithm: Algorithm, ranks: list[int], device: torch.device, timeout: timedelta) -> None:
         self.algorithm = algorithm
         self.group = dist.new_group(ranks, timeout, use_local_synchronization=True)
         self.peers = connect(device, timeout, Stats(), group=self.group)
@@ -36,7 +34,7 @@ class Host:
     def around(
         cls,
         everyone: Peers,
-        algorithm: GradientAlgorithm,
+        algorithm: Algorithm,
         group: dist.ProcessGroup | None,
         device: torch.device,
         timeout: timedelta,

@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, check_family
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session.host import Host
 from ringstrategy.session.joined import Batch, Joined, with_following
 from ringstrategy.session.link import Link
@@ -69,7 +69,6 @@ class Session:
         group: dist.ProcessGroup | None = None,
         divisor: float | None = None,
     ) -> None:
-        check_family(algorithm)
         self.module, self.algorithm = module, algorithm
         self._gradients = algorithm  # gets what a backward and a step are to average
         self.stats = Stats() if stats is None else stats

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.auto.candidates import eligible, in_words, next_best_in_words, to_try
 from ringstrategy.algorithms.auto.trials import PASSES, Trials
-from ringstrategy.algorithms.base import GradientAlgorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.local import Local, split
 from ringstrategy.algorithms.policy import described
@@ -28,7 +28,7 @@ _WARM_UP = 3  # first passes of a training, which nobody times
 _MOST_POSTPONED = 100  # passes in a row whose gradients were still waiting for their step
 
 
-class Auto(GradientAlgorithm):
+class Auto(Algorithm):
     """An `AllReduce` that tries which of the allowed codecs and collectives is fastest here, and uses it.
 
     Every candidate gets four of the first backward passes; those within 10 % of the best get up to three times as many

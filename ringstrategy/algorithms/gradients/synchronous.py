@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ringstrategy.algorithms.base import GradientAlgorithm, check_uneven
+from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
@@ -43,7 +43,7 @@ _ACCUMULATED = (
 )
 
 
-class Synchronous(GradientAlgorithm):
+class Synchronous(Algorithm):
     """After each backward all ranks hold the same mean gradients, bit for bit. Subclasses define the buckets.
 
     Parameters unused by this rank count as zeros if another rank has a gradient; unused by all, they keep `grad=None`.

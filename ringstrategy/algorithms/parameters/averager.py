@@ -81,7 +81,7 @@ class Averager(ABC):
         Args:
             group: with nothing under way.
             runtime: see there.
-            replaced: see `ParameterAlgorithm.enter_consensus`.
+            replaced: see `Algorithm.enter_consensus`.
         """
 
     def left(self, group: Group, runtime: Runtime) -> Iterable[tuple[Flat, Tensor]]:

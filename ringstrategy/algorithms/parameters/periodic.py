@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from ringstrategy.algorithms.base import ParameterAlgorithm, check_uneven
+from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.memory import firsts
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime
@@ -27,7 +27,7 @@ from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers, Waitable
 
 
-class Periodic(ParameterAlgorithm):
+class Periodic(Algorithm):
     """Every rank steps with its own gradients; every few steps of an optimizer its parameters are exchanged.
 
     Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.
@@ -39,6 +39,9 @@ class Periodic(ParameterAlgorithm):
         local: see `Synchronous`.
         uneven: see `Algorithm`. With "join" a rank without data exchanges, and does not step.
     """
+
+    decentralized = True
+    replicates = False
 
     def __init__(
         self, schedule: Schedule, averager: Averager, consensus: bool, local: Local | None, uneven: str
@@ -122,6 +125,10 @@ class Periodic(ParameterAlgorithm):
         self._first = firsts(shared)
         self._known = {name: parameter for name, parameter in shared.items() if self._first[parameter] is parameter}
         return {name: parameter for name, parameter in parameters.items() if parameter not in known}
+
+    def forget(self) -> None:
+        """See `Algorithm.forget`: as if training went on from a checkpoint of now."""
+        self.load_state_dict(self.state_dict())
 
     @override
     def bind(self, parameters: Collection[Parameter]) -> None:

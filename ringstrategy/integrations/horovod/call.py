@@ -16,7 +16,7 @@ from torch import Tensor
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.named import Handle, Operation, Result
 from ringstrategy.integrations.horovod.process_sets import ProcessSet
-from ringstrategy.integrations.memory import memory_of
+from ringstrategy.integrations.writable import memory_of
 
 Arguments = ParamSpec("Arguments")
 Other = TypeVar("Other")

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ringstrategy.algorithms.base import Algorithm, ParameterAlgorithm, check_counts_steps
+from ringstrategy.algorithms.base import Algorithm, check_counts_steps
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.codecs.base import Codec
 from ringstrategy.integrations.horovod.compression import Compression, check_codec, collective_for
@@ -181,12 +181,12 @@ def _algorithm(
         algorithm = STRATEGIES[algorithm]()
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm is an Algorithm such as ringstrategy.Gossip(), got {algorithm!r}")
-    if algorithm.uneven == "join" and isinstance(algorithm, ParameterAlgorithm):
+    if algorithm.uneven == "join" and algorithm.decentralized:
         raise ValueError(f"{algorithm} averages parameters, and uneven='join' is for gradients here: leave it out")
     check_counts_steps(algorithm, "the loop")
-    if op is Sum and isinstance(algorithm, ParameterAlgorithm):
+    if op is Sum and algorithm.decentralized:
         raise ValueError(f"{algorithm} averages parameters, and sums no gradients: leave out op=hvd.Sum")
-    if scaler is not None and isinstance(algorithm, ParameterAlgorithm):
+    if scaler is not None and algorithm.decentralized:
         raise ValueError(
             f"{algorithm} averages parameters after each rank's own steps, and a loss scaler would skip a step on one "
             "rank alone: train in bfloat16 without a scaler, or with Lightning's Trainer or Fabric"

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.base import Algorithm, check_counts_steps, check_family
+from ringstrategy.algorithms.base import Algorithm, check_counts_steps
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.integrations.lightning.looks import callbacks
 from ringstrategy.integrations.lightning.package import Package
@@ -44,8 +44,6 @@ def check_arguments(algorithm: object, timeout: object, broadcast_buffers: objec
             f"algorithm is an Algorithm such as ringstrategy.AllReduce(), got {algorithm!r}"
             + ("; a codec or a collective goes into it: AllReduce(codec=..., collective=...)" if algorithm else "")
         )
-    if isinstance(algorithm, Algorithm):
-        check_family(algorithm)
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout is a datetime.timedelta such as timedelta(seconds=60), got {timeout!r}")
     if timeout <= timedelta(0):

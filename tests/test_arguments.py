@@ -1,0 +1,104 @@
+"""Arguments of algorithms that cannot be right are refused where they are given, with the cure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import Toy
+
+from ringstrategy import (
+    AllReduce,
+    Auto,
+    BlockInt,
+    BySize,
+    Choco,
+    CommunicationMonitor,
+    Gossip,
+    Identity,
+    LocalSGD,
+    Native,
+    Nesterov,
+    PowerSGD,
+    PushSum,
+    ReplicaCheck,
+    Ring,
+    SmallExact,
+    TopK,
+)
+from ringstrategy.topologies import Exponential, FromMatrix, OnePeerExponential, RingGraph
+
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: AllReduce("int8"), "TypeError: .*Identity"),
+    (lambda: AllReduce(Identity), "TypeError: .*Identity"),
+    (lambda: AllReduce(Toy(), Native()), "ValueError: .*Ring"),
+    (lambda: AllReduce(collective="ring"), "TypeError: .*Ring"),
+    (lambda: AllReduce(error_feedback="yes"), "TypeError: .*True or False"),
+    *[(lambda bad=bad: AllReduce(bucket_mb=bad), "ValueError: .*> 0") for bad in (0, "25", True)],
+    (lambda: AllReduce(local="wide"), "TypeError: .*function"),
+    (lambda: AllReduce(residual_dtype="fp16"), "ValueError: .*bfloat16"),
+    *[(lambda bad=bad: AllReduce(codec_threads=bad), "ValueError: .*how many cores") for bad in (0, 1.5, True)],
+    (lambda: AllReduce(uneven="wait"), "ValueError: .*'error'.*'join'.*got 'wait'"),
+    (lambda: AllReduce(on_nonfinite="ignore"), "ValueError: .*'propagate'.*'skip'.*'raise', got 'ignore'"),
+    (lambda: SmallExact("int8"), r"TypeError: .*Identity\(\)"),
+    (lambda: SmallExact(Toy(), small=None), r"TypeError: .*Identity\(\)"),
+    (lambda: SmallExact(Toy(), below=-1), "ValueError: .*>= 0"),
+    (lambda: SmallExact(Toy(), names="embedding"), r"TypeError: .*\['embedding'\]"),
+    *[(lambda bad=bad: PowerSGD(bad), "ValueError: .*>= 1") for bad in (0, True, 1.5)],
+    (lambda: PowerSGD(codec="int8"), "TypeError: .*Identity"),
+    (lambda: PowerSGD(codec=Toy(), collective=Native()), "ValueError: .*Ring"),
+    (lambda: PowerSGD(error_feedback=None), "TypeError: .*True or False"),
+    *[
+        (lambda bad=bad: Auto(allow=bad), "TypeError: allow is a list of one codec or more")
+        for bad in ([], ["int8"], [BySize()], BlockInt(8))
+    ],
+    (lambda: Auto(error_feedback=1), "TypeError: error_feedback is True or False"),
+    (lambda: Auto(residual_dtype="float64"), "ValueError: residual_dtype"),
+    (lambda: Gossip("ring"), r"TypeError: .*RingGraph\(\)"),
+    (lambda: Gossip(codec="int8"), r"TypeError: .*Identity\(\)"),
+    (lambda: Gossip(codec=BlockInt(8)), "ValueError: .*Choco"),
+    (lambda: Gossip(FromMatrix([[0.5, 1.0], [0.5, 0.0]])), "ValueError: .*rows.*PushSum"),
+    *[(lambda bad=bad: Gossip(interval=bad), "ValueError: .*at least 1") for bad in (0, True)],
+    (lambda: Gossip(unit="steps"), "ValueError: .*'step' or 'epoch'"),
+    (lambda: Gossip(overlap="yes"), "TypeError: overlap is True, False, or after how many steps"),
+    *[(lambda bad=bad: Gossip(interval=3, overlap=bad), f"ValueError: .*1 to interval=3, got {bad}") for bad in (4, 0)],
+    (lambda: Gossip(interval=3, overlap=2, unequal_data=True), "ValueError: .*overlap=True or False"),
+    (lambda: Gossip(unequal_data=1), "TypeError: .*True or False"),
+    (lambda: Gossip(OnePeerExponential(), unequal_data=True), "ValueError: .*same symmetric matrix"),
+    *[
+        (lambda bad=bad: Choco(bad), r"ValueError: .*RingGraph\(\), Torus\(\)")
+        for bad in (OnePeerExponential(), Exponential())
+    ],
+    *[(lambda bad=bad: Choco(gain=bad), "ValueError: .*0 < gain <= 1") for bad in (0, float("nan"))],
+    (lambda: PushSum(RingGraph), r"TypeError: .*RingGraph\(\)"),
+    (lambda: LocalSGD(4, fragments=5), "ValueError: .*take at most as many"),
+    (lambda: LocalSGD(fragments=0), "ValueError: .*whole number >= 1"),
+    (lambda: LocalSGD(warmup_steps=-1), "ValueError: .*whole number >= 0"),
+    (lambda: LocalSGD(warmup_steps=3, unit="epoch"), "ValueError: .*unit='step'"),
+    (lambda: LocalSGD(codec=TopK(), collective=Ring()), "ValueError: .*Direct"),
+    (lambda: LocalSGD(within_host=True, uneven="join"), "ValueError: .*uneven='error'"),
+    *[
+        (lambda bad=bad: LocalSGD(outer=bad), "TypeError: outer makes an optimizer")
+        for bad in (0.7, Nesterov, lambda parameters: None)
+    ],
+    *[(lambda bad=bad: Nesterov(lr=bad), "ValueError: lr is a number") for bad in (0, True)],
+    *[(lambda bad=bad: Nesterov(momentum=bad), "ValueError: momentum is a number") for bad in (1.0, -0.1)],
+    (lambda: CommunicationMonitor(-1), "ValueError: .*0 for never"),
+    (lambda: CommunicationMonitor(0.5), "TypeError: .*whole number"),
+    *[(lambda bad=bad: ReplicaCheck(bad), "ValueError: every_n_steps") for bad in (0, True, 1.5)],
+]
+
+
+def test_what_cannot_be_right_is_refused_with_the_cure() -> None:
+    for place, (make, words) in enumerate(REFUSED):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            pytest.fail(f"row {place}: {make()} was taken")
+        assert re.match(words, f"{caught.type.__name__}: {caught.value}"), f"row {place}: {caught.value}"
+
+
+def test_what_looks_odd_and_is_right() -> None:
+    assert Auto(allow=[BlockInt(8), Identity(), BlockInt(8)]).allow == (BlockInt(8), Identity())
+    assert "SGD(" in repr(LocalSGD(outer=torch.optim.SGD)), "whose lr has a default"
