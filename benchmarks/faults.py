@@ -253,7 +253,11 @@ def _is_named(plan: Plan, rank: int, error: dict[str, Any] | None, trained: bool
         if spawned:
             said = f"{printed} {error}".lower()
             return any(f"{who} {victim}" in said for who in ("rank", "process") for victim in plan.victims)
-        return error is not None and error["kind"] == "PeerLostError" and error["rank"] in plan.victims
+        if (
+            error is None
+        ):  # Lightning's launcher kills all others within 5 s of the first end, perhaps before it is said
+            return plan.launcher == "lightning" and plan.policy == "raise"
+        return error["kind"] == "PeerLostError" and error["rank"] in plan.victims
     if spawned:
         return True
     return error is not None and (plan.place == "set-up" or error["kind"] == _KINDS.get(plan.fault, error["kind"]))

@@ -579,7 +579,7 @@ def test_what_forked_and_spawned_processes_count_and_choose_comes_back(names: li
 LAUNCHED = """
 import json, os, sys
 os.chdir(FOLDER)
-sys.path.insert(0, HERE)
+sys.path[:0] = [HERE, ROOT]
 import torch.distributed as dist
 from test_strategy import Net, check_replicas, fit
 
@@ -597,7 +597,7 @@ def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path
     from benchmarks import lab  # not above: scripts that import this module from another folder do not find it
 
     script = tmp_path / "script.py"
-    script.write_text(f"FOLDER, HERE = {str(tmp_path)!r}, {str(HERE)!r}\n{LAUNCHED}")
+    script.write_text(f"FOLDER, HERE, ROOT = {str(tmp_path)!r}, {str(HERE)!r}, {str(HERE.parent)!r}\n{LAUNCHED}")
     command = ["env", "-u", "LOCAL_RANK", "-u", "RANK", "-u", "WORLD_SIZE", sys.executable, str(script)]
     with lab.Lab(2, lab.LOOPBACK if lab.missing() else lab.UNTHROTTLED) as hosts:
         for node in range(2):
