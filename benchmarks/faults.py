@@ -253,9 +253,7 @@ def _is_named(plan: Plan, rank: int, error: dict[str, Any] | None, trained: bool
         if spawned:
             said = f"{printed} {error}".lower()
             return any(f"{who} {victim}" in said for who in ("rank", "process") for victim in plan.victims)
-        if (
-            error is None
-        ):  # Lightning's launcher kills all others within 5 s of the first end, perhaps before it is said
+        if error is None:  # Lightning's launcher kills all others within 5 s of the first end, with or without a word
             return plan.launcher == "lightning" and plan.policy == "raise"
         return error["kind"] == "PeerLostError" and error["rank"] in plan.victims
     if spawned:
