@@ -902,6 +902,29 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
             hvd.barrier(third)
 
 
+@on_ranks(3)
+def test_optimizers_of_a_process_set_average_in_one_backward() -> None:
+    """By the backend's own collectives too, which two threads call."""
+    with horovod() as rank:
+        pair = hvd.add_process_set([0, 1])
+        if pair.included():
+            layers, optimizers = [nn.Linear(1, 1, bias=False) for _ in range(2)], []
+            for layer in layers:
+                native = ringstrategy.AllReduce(collective=ringstrategy.Native())
+                own = hvd.DistributedOptimizer(
+                    momentum(layer), layer.named_parameters(), algorithm=native, process_set=pair
+                )
+                optimizers.append(own)
+            for _ in range(50):
+                values = [layer(torch.ones(1)) for layer in layers]
+                ((1 + rank) * (values[0] + 100 * values[1])).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                assert [layer.weight.grad.item() for layer in layers] == [1.5, 150]
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+
+
 # Uneven data
 
 

@@ -26,11 +26,12 @@ class Algorithm(ABC):
     times), `before_step`, the optimizer's step, `after_step`.
 
     Attributes:
-        decentralized: does each rank step its own gradients, so that ranks have different parameters between two steps?
-            Else all step the same mean gradients.
-        replicates: do all ranks hold something with the same bits: their parameters, or what `shared_values` gives?
+        decentralized: each rank steps its own gradients, so ranks have different parameters between two steps. Else all
+            step the same mean gradients.
+        replicates: all ranks hold something with the same bits: their parameters, or what `shared_values` gives.
         consensus: between two steps ranks have different parameters, but validation sees the same on all of them, and
             training returns it.
+        tagged: all messages between the ranks carry tags, see `Collective.tagged`.
         within: averages the gradients of each step among the ranks of a host, whose parameters then stay equal; set up
             with these ranks alone. None: each rank steps its own gradients.
         uneven: what happens if ranks have different numbers of batches. "error": all ranks stop with an error that
@@ -41,6 +42,7 @@ class Algorithm(ABC):
     decentralized: bool = False
     replicates: bool = True
     consensus: bool = False
+    tagged: bool = True
     within: Algorithm | None = None
     uneven: str = "error"
 
@@ -70,7 +72,7 @@ class Algorithm(ABC):
         """
 
     def is_local(self, name: str) -> bool:
-        """Does each rank step its own gradient of this parameter? Known after `setup`."""
+        """Whether each rank steps its own gradient of this parameter; known after `setup`."""
         return self.decentralized
 
     @abstractmethod

@@ -59,19 +59,22 @@ class Link:
         """How many ranks there are."""
         return dist.get_world_size(self._group)
 
-    def open(self, device: torch.device, *, beside_steps: bool) -> Peers | None:
+    def open(self, device: torch.device, *, beside_steps: bool, tagged: bool) -> Peers | None:
         """Connect; every rank calls it. None if there is one rank. PeerLostError on every rank if one does not come.
 
         Args:
             device: where the values are.
             beside_steps: see `connect`.
+            tagged: see there.
         """
         if not dist.is_initialized():
             raise RuntimeError(_NO_GROUP)
         end_with_agent()
         if self.size == 1:
             return None
-        self.peers = connect(device, self._timeout, self._stats, beside_steps=beside_steps, group=self._group)
+        self.peers = connect(
+            device, self._timeout, self._stats, beside_steps=beside_steps, group=self._group, tagged=tagged
+        )
         begin_threads(free_cores(self.peers.hosts.count(self.peers.hosts[self.peers.rank])))
         if backend_of("cpu") == "gloo":
             self._watchdog = CollectiveWatchdog(self._listen, self._waits_in_vain, break_off_default)

@@ -102,7 +102,7 @@ class Session:
             clips_by_norm: gradients are clipped by their norm.
         """
         apart = self.algorithm.decentralized
-        peers = self.link.open(device, beside_steps=apart)
+        peers = self.link.open(device, beside_steps=apart, tagged=self.algorithm.tagged)
         if peers is None:
             self._known = set(shared_parameters(self.module).values())
             if self._notices_steps:

@@ -87,6 +87,7 @@ class Synchronous(Algorithm):
         self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
             raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
+        self.tagged = self.collective.tagged
         if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
             raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
         check_local(local)

@@ -84,6 +84,7 @@ class LocalSGD(Periodic):
         self.collective = BySize() if collective is None else collective
         if not isinstance(self.collective, Collective):
             raise TypeError(f"collective is a Collective such as ringstrategy.Ring(), got {collective!r}")
+        self.tagged = self.collective.tagged
         check_codec(self.codec, self.collective)
         check_feedback(error_feedback)
         self._outer_text = described_outer(outer)

@@ -45,7 +45,7 @@ class ProcessSet:
         self._groups = list(groups)
 
     def lend_group(self) -> dist.ProcessGroup:
-        """For an optimizer, beside others: not that of `members`, which calls collectives on a thread of its own."""
+        """For an optimizer, beside others whose messages carry tags; not that of `members`, which calls collectives."""
         group = self._groups[1]
         self._lent[group] += 1
         return group
