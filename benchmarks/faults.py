@@ -357,7 +357,7 @@ def _made(plan: Plan) -> list[list[dict[str, Any]]]:
 
 
 def wrong_means(plan: Plan, ended: Sequence[int]) -> Found:
-    """Do the ranks have the same bits, and the means that one process computes over the batches of each step?"""
+    """Whether ranks have the same bits, and the means that one process computes over the batches of each step."""
     if plan.strategy.startswith("gossip"):
         return []
     steps, trained = plan.noted("step"), plan.noted("trained")

@@ -71,7 +71,7 @@ class Guarded:
         self.values = self._memory[begin : self._end].view(dtype)
 
     def intact(self) -> bool:
-        """Are the guards as they were?"""
+        """Whether the guards are as they were."""
         memory = self._memory
         return bool((memory[: self._begin] == _CANARY).all() and (memory[self._end :] == _CANARY).all())
 
@@ -80,7 +80,7 @@ class Guarded:
 class _Payload:
     kind: str
     wire: Tensor  # uint8, as a peer has sent it
-    is_sized: bool  # has it the length that the plan gives?
+    is_sized: bool  # it has the length that the plan gives
 
 
 def _payload(kind: str, codec: Codec, values: Tensor, draw: random.Random) -> _Payload:
@@ -260,10 +260,16 @@ def fuzz(seed: int, payloads: int) -> dict[str, Counter[str]]:
     """Counts by codec; SystemExit with the seed to repeat if a payload did harm."""
     with tempfile.TemporaryDirectory() as folder:
         job = Job(Path(folder), 1, _rounds, seed, payloads)
-        [code] = job.wait(end=math.inf)
-        job.close()
-        if code:
-            told = job.record(0)["message"] if code > 0 else f"the process died of signal {-code}"
+        told = ""
+        try:
+            [code] = job.wait(end=math.inf)
+            if code:
+                told = job.record(0)["message"] if code > 0 else f"the process died of signal {-code}"
+        except AssertionError as hang:
+            told = str(hang)
+        finally:
+            job.close()
+        if told:
             last = noted(Path(folder) / _SEEDS)[-1]["seed"]
             sys.exit(f"{told}; repeat it with python -m benchmarks fuzz --seed {last} --payloads 1")
         counts: dict[str, Counter[str]] = {}

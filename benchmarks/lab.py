@@ -49,6 +49,7 @@ _IFF_RUNNING = 0x40
 _KEEPER = Path(__file__).resolve().with_name("keeper.py")
 _GSO_BYTES = 65536  # the largest packet a TCP socket hands to a queue; a smaller bucket makes tbf cut it up
 _BURST_SECONDS = 0.002
+_CARRIER_SECONDS = 60.0  # on a busy machine the kernel takes one
 _QUEUE_SECONDS = 0.5  # deep enough that nothing is dropped
 _DELAYED_PACKETS = 1_000_000  # netem's own 1000 would drop what a fast link has under way
 _PARTS = (0.9, 1.0)  # of the rate: what one stream's payload must reach and cannot pass, headers take 4.4 %
@@ -306,7 +307,10 @@ class Lab:
 
     def _await_carrier(self, index: int, device: str) -> None:
         """Until then the kernel drops what the device sends, and TCP sends it again only after a second."""
+        deadline = time.monotonic() + _CARRIER_SECONDS
         while not self._on_host(index, partial(_is_running, device)):
+            if time.monotonic() > deadline:
+                raise LabError(f"{device} of network {index} has no carrier after {_CARRIER_SECONDS:.0f} s")
             time.sleep(0.005)
 
     def _shape(self, index: int, device: str, bits: float | None, delay_ms: float = 0.0) -> None:

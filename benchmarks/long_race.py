@@ -60,7 +60,7 @@ class Racer:
 
     @property
     def missed(self) -> bool:
-        """Did it miss DDP's loss with some seed?"""
+        """Whether it missed DDP's loss with some seed."""
         return any(run.needed is None for run in self.runs.values())
 
     def minutes(self, rate: str, seeds: Container[int] | None = None) -> float | None:

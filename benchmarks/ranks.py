@@ -90,7 +90,7 @@ def _used(pids: Iterable[int]) -> tuple[float, int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Is there such a process, which has not ended?"""
+    """Whether there is such a process, which has not ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):

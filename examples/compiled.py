@@ -61,7 +61,7 @@ class Deep(L.LightningModule):
 
 
 def main() -> None:
-    """Train for three steps; when did buckets leave in the last one?"""
+    """Train for three steps, and say when buckets left in the last one."""
     whole = sys.argv[1:] == ["whole"]
     algorithm = AllReduce(BlockInt(8), bucket_mb=0.5)
     trainer = L.Trainer(

@@ -1,8 +1,8 @@
 """One pool of worker processes for all multi-process tests: a task is a function run on N ranks, a world of its own.
 
 Processes are forked from a server that has imported torch, lightning, Numba and ringstrategy once, and are reused: a
-task costs a rendezvous, not an import. A task that hangs (see `benchmarks.ranks.Patience`) costs the
-pool its processes and the test its pass.
+task costs a rendezvous, not an import. A task that hangs (see `benchmarks.ranks.Patience`) costs the pool its processes
+and the test its pass.
 
 Several pools may run at once, each in a pytest of its own: a world's port is held by its pool from the choice to the
 end, so no two worlds meet on one port. (They did when a port was looked for and let go again: the ranks of the world

@@ -248,3 +248,8 @@ def test_without_a_lab_the_short_form_says_so_and_the_campaign_refuses(measured,
     printed = capsys.readouterr()
     assert re.search(r"need root.*loopback.*information only", printed.out, re.S)
     assert "the campaign needs the lab: network namespaces need root" in printed.err
+
+
+def test_nobody_claims_a_limit_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RINGSTRATEGY_BENCH_THROUGHPUT", raising=False)
+    assert harness.throughput() is harness.wire_seconds(1e6) is None, "whatever --rate says"

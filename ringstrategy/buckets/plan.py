@@ -37,7 +37,7 @@ def plan_buckets(
         parameters: with their names, in order of registration.
         sparse: names of those whose gradients are sparse.
         codec_of: the codec for a parameter; parameters share a bucket only if device, dtype of sums and codec agree.
-        feedback_of: does a bucket of this codec keep a residual?
+        feedback_of: whether a bucket of this codec keeps a residual.
         capacity: bytes of a buffer. A larger parameter closes its bucket, which it shares with nothing but parameters
             before it that are `small` together.
         first_index: index of the first bucket, > 0 for those that are appended to a plan.

@@ -417,6 +417,10 @@ class Session:
 
     # What all ranks see, where they have parameters of their own
 
+    def begin_validation(self) -> None:
+        """Training pauses on this rank, as on all others, after as many batches."""
+        self.link.leave_training("in validation", "validation")
+
     def end_training(self, *, together: bool = False) -> None:
         """Training has ended on this rank, and what it has begun to exchange.
 

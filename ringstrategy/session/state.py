@@ -174,7 +174,7 @@ def check_is_of(rank: int, size: int, state: Mapping[str, Any]) -> None:
     if (state["rank"], state["world_size"]) != (rank, size):
         raise ValueError(
             f"this state is of rank {state['rank']} of {state['world_size']}, and this is rank {rank} of {size}: give "
-            "each rank what it saved itself, and start as many"
+            "each rank what it saved itself, and start as many, or begin without a state"
         )
 
 

@@ -42,7 +42,7 @@ class LooksMixin(Callback):
 
     @property
     def attends(self) -> bool:
-        """Is it called? Not while a tuner tries something with callbacks of its own, and takes it back then."""
+        """Whether it is called: not while a tuner tries something with callbacks of its own, and takes it back then."""
         there = callbacks(self._trainer)
         return isinstance(there, _Callbacks) and there.first is self
 

@@ -380,7 +380,7 @@ class RingStrategyMixin(ProcessesMixin):
         """As `ddp`."""
         super().on_validation_start()
         if self.session is not None:
-            self.session.link.leave_training("in validation", "validation")
+            self.session.begin_validation()
 
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
