@@ -401,6 +401,7 @@ def _programs(first: int, count: int) -> list[str]:
     return differ
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="its gloo ends the process where programs err on purpose")
 @pytest.mark.parametrize("size", [2, 3])
 def test_random_programs_have_gloos_results(ranks: Pool, size: int) -> None:
     assert ranks(size, _programs, 0, 30) == [[]] * size
