@@ -43,8 +43,8 @@ NAMES = ("ring", "ring_int8, feedback", "gossip", "local SGD", "powersgd", "goss
 
 
 def _plan(folder: Path, place: str, step: int, policy: Any = "shrink", **how: Any) -> Plan:
-    how = {"victims": (1,), "timeout": 20.0, **how}
-    return Plan(str(folder), policy=policy, fault="kill", place=place, step=step, **how)
+    how = {"fault": "kill", "victims": (1,), "timeout": 20.0, **how}
+    return Plan(str(folder), policy=policy, place=place, step=step, **how)
 
 
 def _cases() -> list[Any]:
@@ -77,6 +77,14 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
 def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
     plan = _plan(tmp_path, place, **{"step": 4, **how})
     assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+
+
+@slow
+def test_a_frozen_rank_is_left_behind(tmp_path: Path) -> None:
+    """It wakes when the others have ended."""
+    plan = _plan(tmp_path, "backward", 4, fault="freeze", timeout=4.0)
+    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+    assert [error["kind"] for error in plan.noted("error")[1]] == ["LeftBehindError"]
 
 
 # Replacements

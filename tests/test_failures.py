@@ -80,6 +80,8 @@ def test_every_survivor_names_the_lost_rank(
     for rank in survivors:
         record = running.record(rank)
         assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) "), record["message"]
+        if (place, strategy) == ("backward", "ring"):  # gossip has no buckets
+            assert re.match(r".*?\) at step 3, in bucket \d+", record["message"]), record["message"]
         assert fault != "raise" or "it stopped with ValueError: this row is broken" in record["message"]
         assert f"rank {rank}: {record['kind']}: lost rank {victim} " in running.output(rank)  # logged
 
@@ -113,6 +115,23 @@ def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[...
         lost, message = running.named(rank)
         assert lost == 1, message
         assert how == "dies" or "it stopped with FileNotFoundError: no weights on this host" in message, message
+
+
+def _has_no_interface() -> None:
+    """Rank 1 cannot make the group in which the others wait for it, for longer than any test may take."""
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    if dist.get_rank() == 1:
+        dist.new_group = mock.Mock(side_effect=RuntimeError("no interface eth7"))
+    connect(torch.device("cpu"), timedelta(hours=1))
+
+
+def test_a_rank_that_fails_while_it_connects_is_named_at_once(job: Callable[..., Job]) -> None:
+    running = job(3, _has_no_interface)
+    assert running.wait() == [1, 1, 1]
+    for rank in (0, 2):
+        lost, message = running.named(rank)
+        assert lost == 1, message
+        assert "it stopped with RuntimeError: no interface eth7" in message, message
 
 
 def _other_strategies() -> None:
