@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import die
 from jobs import job as job  # a fixture
 from lightning.pytorch.callbacks import Callback
@@ -68,7 +69,7 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
     ("place", "how"),
     [
         ("backward", {"size": 4, "victims": (0, 2)}),  # half of the ranks, and the store
-        pytest.param("send", {"delay": 7}, marks=slow),  # where others have got all of theirs, and stepped
+        pytest.param("send", {"delay": 7}, marks=slow),
         pytest.param("send", {"delay": 3, "victims": (0,), "strategy": "direct bf16"}, marks=nightly),
         pytest.param("backward", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
         pytest.param("batch end", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=nightly),
@@ -77,6 +78,42 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
 def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
     plan = _plan(tmp_path, place, **{"step": 4, **how})
     assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+
+
+class Torn(Callback):
+    """Rank `victim` is killed before its last message of a step, once another has got all of its own and stepped."""
+
+    def __init__(self, plan: Plan, victim: int) -> None:
+        self.plan, self.victim = plan, victim
+        self.sent, self.last = 0, -1  # messages
+        self.before = list[int]()  # each step
+
+    def on_train_start(self, *_: Any) -> None:
+        if int(os.environ["LOCAL_RANK"]) == self.victim:
+            self.send, dist.isend = dist.isend, self.count
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before.append(self.sent)
+        if len(self.before) > self.plan.step:
+            self.last = 2 * self.sent - self.before[-2]  # as many as in the step before
+
+    def count(self, *args: Any, **options: Any) -> Any:
+        self.sent += 1
+        if self.sent == self.last:
+            while not any(step["step"] > self.plan.step for steps in self.plan.noted("step") for step in steps):
+                time.sleep(0.05)
+            die()
+        return self.send(*args, **options)
+
+
+@slow
+def test_survivors_that_are_a_step_apart_go_on(job: Callable[..., Job], tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "send", 4, victims=(0,))
+    running = job(3, be_a_rank, replace(plan, fault=""), Torn(plan, 0))
+    assert running.wait() == [-signal.SIGKILL, 0, 0], running.output(1) + running.output(2)
+    made = [[step["step"] for step in steps if step["size"] == 3] for steps in plan.noted("step")]
+    assert [steps[-1] for steps in made] == [4, 5, 4]
+    assert not faults.of_survivors(plan)
 
 
 @slow
