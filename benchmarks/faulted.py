@@ -210,13 +210,13 @@ class _Strike(L.Callback):
         self._struck = False
         self._sent: int | None = None  # messages, in the step of the fault
 
-    def strike(self) -> None:
-        """Once in a run."""
-        if self._struck:
+    def strike(self, place: str, step: int) -> None:
+        """Once in a run; this is noted."""
+        if self._struck or not self._plan.fault:
             return
         self._struck = True
         cut = _reset_connections() if self._plan.fault == "reset" else None
-        self._notes.add("struck", cut=cut)
+        self._notes.add("struck", cut=cut, place=place, step=step)
         match self._plan.fault:
             case "kill" | "kill all":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -234,7 +234,7 @@ class _Strike(L.Callback):
     def _at(self, place: str, trainer: L.Trainer) -> None:
         here = trainer.global_step == self._plan.step or place in ("set-up", "start")
         if place == self._plan.place and here and self._notes.rank in self._plan.victims:
-            self.strike()
+            self.strike(place, trainer.global_step)
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         self._at("set-up", trainer)
@@ -243,7 +243,7 @@ class _Strike(L.Callback):
         if self._notes.rank in self._plan.victims:
             self._count_messages(trainer)
             if self._plan.place == "any":
-                threading.Timer(self._plan.delay, self.strike).start()
+                threading.Timer(self._plan.delay, self.strike, ("any", trainer.global_step)).start()
         self._at("start", trainer)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, _: int) -> None:
@@ -274,14 +274,15 @@ class _Strike(L.Callback):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: Any) -> None:
         here = (self._plan.place, self._plan.step) == ("save", trainer.global_step)
         if here and self._notes.rank in self._plan.victims:
-            threading.Timer(self._plan.delay * _SAVE_SECONDS, self.strike).start()
+            delay = self._plan.delay * _SAVE_SECONDS
+            threading.Timer(delay, self.strike, ("save", trainer.global_step)).start()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._at("epoch end", trainer)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self._notes.rank in self._plan.victims:
-            self.strike()  # what has not come yet comes here
+            self.strike("end", trainer.global_step)  # what has not come yet comes here
 
     def _count_messages(self, trainer: L.Trainer) -> None:
         send = dist.isend
@@ -289,7 +290,7 @@ class _Strike(L.Callback):
         def counted(*args: Any, **options: Any) -> Any:
             if self._sent is not None and self._plan.place == "send":
                 if self._sent == int(self._plan.delay):
-                    self.strike()
+                    self.strike("send", self._plan.step)
                 self._sent += 1
             return send(*args, **options)
 

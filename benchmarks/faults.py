@@ -288,6 +288,17 @@ def torn(plan: Plan, expected: list[dict[int, str]]) -> Iterator[str]:
             yield f"rank {rank} ended at step {max(digests)}"
 
 
+def missed(plan: Plan) -> Found:
+    """Victims that were not struck at their place and step: no more than their end was tried."""
+    meant = (plan.place, plan.step if plan.place in (*_IN_BATCH, *_AT_END) else None)
+    strikes = plan.noted("struck")
+    return [
+        ("missed", f"rank {victim} is struck as {strikes[victim]}")
+        for victim in plan.victims
+        if [(note["place"], note["step"] if meant[1] is not None else None) for note in strikes[victim]] != [meant]
+    ]
+
+
 def of_survivors(plan: Plan) -> Found:
     """How those that were spared have gone on."""
     found, gossips = Found(), plan.strategy.startswith("gossip")

@@ -61,7 +61,7 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
     """And what they save begins another run, with the same bits if the algorithm gives them again."""
     step = STEPS if place in ("validation", "save", "epoch end") else 4
     plan = _plan(tmp_path, place, step, victims=(victim,), strategy=strategy)
-    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
     assert strategy not in faults.DRAWN or not faults.torn_by_survivors(plan)
 
 
@@ -77,7 +77,7 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
 )
 def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
     plan = _plan(tmp_path, place, **{"step": 4, **how})
-    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
 
 
 class Torn(Callback):
@@ -120,7 +120,7 @@ def test_survivors_that_are_a_step_apart_go_on(job: Callable[..., Job], tmp_path
 def test_a_frozen_rank_is_left_behind(tmp_path: Path) -> None:
     """It wakes when the others have ended."""
     plan = _plan(tmp_path, "backward", 4, fault="freeze", timeout=4.0)
-    assert not [*faults.Start(plan).found, *faults.of_survivors(plan)]
+    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
     assert [error["kind"] for error in plan.noted("error")[1]] == ["LeftBehindError"]
 
 
@@ -150,7 +150,7 @@ def test_a_replacement_is_waited_for(job: Callable[..., Job], tmp_path: Path, pl
     running.wait([1])
     running.add(1, _replace, plan, _addresses(plan))
     assert running.wait() == [0, 0, 0]
-    assert not [*faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
+    assert not [*faults.missed(plan), *faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
 
 
 def _train_until_a_meeting(plan: Plan, victim: int, number: int) -> None:
@@ -176,7 +176,7 @@ def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job], tmp_
     assert running.wait([2]) == [-signal.SIGKILL]
     running.add(2, _replace, plan, _addresses(plan))
     assert running.wait() == [0, 0, 0]
-    assert not [*faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
+    assert not [*faults.missed(plan), *faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
 
 
 class Alone(Callback):

@@ -31,6 +31,7 @@ from pool import Pool
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor, nn
 
+from benchmarks import faults
 from benchmarks.faulted import Plan, be_a_rank
 from benchmarks.ranks import Job, Program, note
 from ringstrategy import AllReduce, PeerLostError, PlanMismatchError, RingStrategy
@@ -77,6 +78,7 @@ def test_every_survivor_names_the_lost_rank(
     plan = Plan(str(tmp_path), strategy, size=size, timeout=timeout, **strike)  # type: ignore[arg-type]
     running = job(size, be_a_rank, plan, EndsLast(survivors))
     assert running.wait(survivors) == [1] * len(survivors)
+    assert not faults.missed(plan)
     for rank in survivors:
         record = running.record(rank)
         assert record["message"].startswith(f"lost rank {victim} (host {socket.gethostname()}) "), record["message"]

@@ -53,7 +53,7 @@ def test_faults_are_clean(tmp_path: Path) -> None:
 def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path, strategy: str) -> None:
     strike = {"fault": "kill", "place": "send", "step": 4, "delay": 1, "victims": (0,)}
     plan = Plan(str(tmp_path), strategy, "shrink", **strike)  # type: ignore[arg-type]
-    assert not faults.Start(plan).found
+    assert not [*faults.Start(plan).found, *faults.missed(plan)]
     assert not faults.of_survivors(plan)
     file = plan.notes(1)
     notes = noted(file)
