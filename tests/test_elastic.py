@@ -180,11 +180,20 @@ def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job], tmp_
 
 
 class Alone(Callback):
-    """Notes how far the parameters are from those that ranks share when a rank that was alone has others again."""
+    """Notes how far the parameters are from those that ranks share when a rank that was alone has others again.
+
+    It trains five batches alone, and goes on when another rank has come to its door.
+    """
+
+    batches = 0  # alone
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        time.sleep(0.2)
-        now, file = trainer.strategy.members.now, Path(f"joined{os.environ['LOCAL_RANK']}")
+        members = trainer.strategy.members
+        now, file = members.now, Path(f"joined{os.environ['LOCAL_RANK']}")
+        self.batches += now.size == 1
+        while now.size == 1 and self.batches > 5 and not members.newcomers():
+            time.sleep(0.05)
+        time.sleep(0.2)  # it looks for others once a second, and has some 60 batches left
         if now.size == 2 and now.generation > 1 and not file.exists():
             shared, held = trainer.strategy.algorithm.shared_values(), dict(pl_module.named_parameters())
             note(file, distance=max(float((value - held[name]).detach().abs().max()) for name, value in shared.items()))
