@@ -13,7 +13,7 @@ _NAMES = (
     *("faults", "fuzz", "soak"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),
-    *("campaign", "report", "demo", "lab"),
+    *("campaign", "report", "demo", "lab", "walk"),
 )
 
 
