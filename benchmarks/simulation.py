@@ -17,7 +17,7 @@ from benchmarks.topologies import SHOWN
 from ringstrategy.algorithms import Choco, Gossip, LocalSGD, PushSum
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.app.outputs import make_writable
-from ringstrategy.app.text_table import text_table
+from ringstrategy.app.text import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated
 from ringstrategy.simulator import AllReduced, Logistic, Problem, Quadratic, Simulation
 from ringstrategy.topologies import Complete, FromMatrix, Hierarchical, RingGraph, Star, Topology

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from ringstrategy.app.outputs import make_writable
-from ringstrategy.app.text_table import text_table
+from ringstrategy.app.text import text_table
 from ringstrategy.extras import require
 from ringstrategy.topologies import (
     Complete,

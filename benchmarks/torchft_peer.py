@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks import harness
 from ringstrategy import Nesterov
-from ringstrategy.algorithms.parameters.fragments import cut_fragments
+from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.failure.reach import address_towards
 
 # How often torchft's server looks whether all are there: its default, 100, would cost each agreement that.

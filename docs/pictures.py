@@ -131,7 +131,7 @@ def ring_schedule(size: int) -> list[Hop]:
     return hops
 
 
-def ring() -> Drawing:
+def ring() -> Drawing:  # noqa: PLR0915
     """Both phases on four ranks: what each rank holds before a step, and what it sends in it."""
     size, cell, gap, left, step_height = 4, 36, 62, 104, 58
     card = size * cell
@@ -232,7 +232,7 @@ def ring() -> Drawing:
 # A bucket's way
 
 
-def bucket() -> Drawing:
+def bucket() -> Drawing:  # noqa: PLR0915
     """The stations of a gradient bucket, and how they overlap with backward."""
     drawing = Drawing(956, 524, "A bucket's way from the gradient hook to the optimizer, and its overlap with backward")
     drawing.text(24, 36, "Stations", 16, font_weight="bold")

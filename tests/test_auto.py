@@ -27,8 +27,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.algorithms.auto import auto, eligible, in_words
-from ringstrategy.algorithms.auto.candidates import to_try
-from ringstrategy.algorithms.auto.trials import PASSES, Trials
+from ringstrategy.algorithms.auto.candidates import PASSES, Trials, to_try
 
 
 def gradients_of(step: int, rank: int) -> Tensor:

@@ -36,7 +36,7 @@ from ringstrategy import (
     TopK,
 )
 from ringstrategy.codecs import derive_seed
-from ringstrategy.codecs.noise import _hashes, noise
+from ringstrategy.codecs.block_int import _hashes, noise
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import compiled, reference
 from ringstrategy.kernels.reference import flips

@@ -24,7 +24,7 @@ from ringstrategy.failure.board import GRACE_SECONDS, Board
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.failure.progress import DOUBT_SECONDS, Progress
 from ringstrategy.failure.store import BoundedStore
-from ringstrategy.failure.waits import Wait
+from ringstrategy.failure.watchdog import Wait
 from ringstrategy.membership import rendezvous
 from ringstrategy.transport import gloo
 from ringstrategy.transport.base import TransportError

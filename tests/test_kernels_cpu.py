@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ringstrategy import Gossip, LocalSGD, Nesterov
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Rotated, Sign, TopK
-from ringstrategy.kernels import compiled, cpu, cpu_cast, cpu_nesterov, elementwise, jit, operations, reference, threads
+from ringstrategy.kernels import compiled, cpu, cpu_elementwise, jit, operations, reference, threads
 from ringstrategy.kernels.threads import free_cores, in_parts, use_threads
 
 if KIND != "cpu":
@@ -45,7 +45,7 @@ def on_cores() -> Any:
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Forgets what is compiled; from its call on nothing may be."""
-    for kernel in (cpu.rotate, cpu_cast.lose_float16, cpu_cast.lose_bfloat16, cpu_nesterov.nesterov):
+    for kernel in (cpu.rotate, cpu_elementwise.lose_float16, cpu_elementwise.lose_bfloat16, cpu_elementwise.nesterov):
         monkeypatch.setattr(kernel, "_compiled", None)
     for name in ("block_kernels", "sparse_kernels", "lose_kernel", "rotate_kernel", "mix_kernel", "nesterov_kernel"):
         getattr(compiled, name).cache_clear()
@@ -118,7 +118,7 @@ def test_a_mixing_has_the_bits_of_torch(dtype: torch.dtype, on_cores: Any) -> No
     for numel, count, cores in ((0, 1, 1), (1, 3, 1), (1023, 2, 3), (1025, 0, 1), (300_007, 3, 1), (300_007, 3, 3)):
         own, *theirs = (awkward(numel, numel or 1, 16 * seed).clamp(-6e4, 6e4).to(dtype) for seed in range(4))
         given, expected = (own, theirs[:count], weights[:count]), torch.full((numel,), math.nan, dtype=sums)
-        elementwise.mix(*given, expected)
+        reference.mix(*given, expected)
         exact = sum((w * (v.double() - own.double()) for v, w in zip(theirs, weights[:count], strict=False)), 0 * own)
         largest = max(each.double().abs().max() for each in (own, *theirs)) if numel else 0.0
         assert ((expected - exact).abs() <= 8 * torch.finfo(sums).eps * largest).all()
@@ -133,7 +133,7 @@ def test_a_step_with_momentum_has_the_bits_of_torch(dtype: torch.dtype, on_cores
         given = [awkward(numel, numel or 1, 16 * seed).to(dtype) for seed in range(3)]  # parameters, gradients, momenta
         expected, ours = [tensor.clone() for tensor in given], [Guarded(tensor) for tensor in given]
         numbers, gradients, momenta = (tensor.double() for tensor in given)
-        elementwise.nesterov_(*([tensor] for tensor in expected), 0.3, 0.7)
+        reference.nesterov_(*([tensor] for tensor in expected), 0.3, 0.7)
         exact = numbers - 0.3 * (gradients + 0.7 * (0.7 * momenta + gradients))
         torch.testing.assert_close(expected[0].double(), exact, rtol=1e-6, atol=torch.finfo(dtype).eps * 1e6)
         on_cores(cores, operations.nesterov_.on(CPU), *([each.tensor] for each in ours), 0.3, 0.7)

@@ -25,7 +25,7 @@ from ringstrategy.codecs.rotated import signs
 from ringstrategy.collectives.base import Summand, cut
 from ringstrategy.kernels import feedback, operations
 from ringstrategy.kernels.layout import Part
-from ringstrategy.kernels.orthonormal import orthonormalise_
+from ringstrategy.kernels.reference import orthonormalise_
 from ringstrategy.transport import connect
 from ringstrategy.transport.nccl import NcclPeers
 from ringstrategy.transport.staged import StagedPeers

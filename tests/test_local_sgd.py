@@ -41,7 +41,7 @@ from ringstrategy import (
     Sign,
     SmallExact,
 )
-from ringstrategy.algorithms.parameters.fragments import cut_fragments
+from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.names import STRATEGIES
 
 Arrays = dict[str, np.ndarray]

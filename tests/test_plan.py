@@ -14,8 +14,8 @@ import ringstrategy
 from ringstrategy import BlockInt, Codec, Direct, RingStrategy
 from ringstrategy.app import accuracy, advice, reference
 from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, screen, tempting
-from ringstrategy.app.as_code import as_code
 from ringstrategy.app.plan import candidates, main, parse, plan
+from ringstrategy.app.text import as_code
 from ringstrategy.cost import CodecCost, Prediction, Work
 from ringstrategy.names import STRATEGIES
 

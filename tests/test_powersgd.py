@@ -21,7 +21,7 @@ from ringstrategy.algorithms.gradients.powersgd import PowerSGD
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
-from ringstrategy.kernels.orthonormal import orthonormalise_
+from ringstrategy.kernels.reference import orthonormalise_
 
 torch.manual_seed(3)
 _MODEL = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
@@ -363,8 +363,8 @@ def test_dependent_columns_are_dropped_and_bad_ones_shown() -> None:
 DIGEST = """
 import hashlib, torch
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
-from ringstrategy.buckets.factors import multiply
-from ringstrategy.kernels.orthonormal import orthonormalise_
+from ringstrategy.buckets.low_rank import multiply
+from ringstrategy.kernels.reference import orthonormalise_
 digest = hashlib.sha256()
 for length in (1, 7, 33, 1000):
     generator = torch.Generator().manual_seed(length)

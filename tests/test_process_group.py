@@ -159,7 +159,7 @@ def test_a_group_that_is_destroyed_waits_for_a_rank_that_is_late() -> None:
 
 AT_EXIT = """
 import multiprocessing, sys
-from ringstrategy.integrations.at_exit import at_exit
+from ringstrategy.integrations.encoded import at_exit
 
 def child(ends):
     at_exit(lambda error: print(ends, repr(error), flush=True))

@@ -12,7 +12,7 @@ from test_strategy import Net, fit, same_everywhere
 from torch import Tensor
 
 from ringstrategy import AllReduce, BlockInt, Gossip, LocalSGD, Nesterov, ReplicaCheck, RingStrategy
-from ringstrategy.kernels.checksum import checksums
+from ringstrategy.kernels.sample import checksums
 
 
 def tensors() -> list[Tensor]:

@@ -26,7 +26,7 @@ from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, LocalSGD, Nes
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.kernels import threads
 from ringstrategy.session import Session
-from ringstrategy.session.optimizer_steps import OptimizerSteps
+from ringstrategy.session.optimizers import OptimizerSteps
 from ringstrategy.topologies import Complete
 
 CPU = torch.device("cpu")

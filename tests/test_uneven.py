@@ -98,8 +98,8 @@ def train(
                     optimizer.step()
                     optimizer.zero_grad()
                 session.end_batch(int(steps))
-                idle.append(session.idle)
-            assert not session.idle
+                idle.append(session.uneven.idle)
+            assert not session.uneven.idle
     return idle
 
 
@@ -186,7 +186,7 @@ def _conserved() -> tuple[Tensor, Tensor]:
             for place, inputs in enumerate(session.join(data)):
                 session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
                 loss = (module(inputs) - inputs[:, :9]).square().mean()
-                if not session.idle:
+                if not session.uneven.idle:
                     gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
                     lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
                 optimizer.zero_grad()
@@ -222,7 +222,7 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, 
             module(inputs)
             optimizer.step()
             session.end_batch(1)
-            ends.append((session.idle, [buffer.clone() for buffer in module.buffers()]))
+            ends.append((session.uneven.idle, [buffer.clone() for buffer in module.buffers()]))
     return ends
 
 
@@ -342,7 +342,7 @@ class Module(L.LightningModule):
 
     def training_step(self, data: Batch, batch_idx: int) -> Tensor:
         self.norm(data[1])
-        self.idle.append(self.trainer.strategy._fit.idle)
+        self.idle.append(self.trainer.strategy._fit.uneven.idle)
         self.log("count", 100.0 if self.idle[-1] else 1.0, sync_dist=True, on_step=False, on_epoch=True)
         return loss_of(self.net, data)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels import elementwise
+from ringstrategy.kernels import reference
 
 from .formats import LAUNCH
 from .tables import table
@@ -39,9 +39,9 @@ def _add_run(out, parts, begin, n, count, SPAN: tl.constexpr, ALIGN: tl.constexp
 
 
 def add_(out: Tensor, parts: Sequence[Tensor]) -> None:
-    """See `elementwise.add_`: several parts of float32, which share no memory with `out`, in one launch."""
+    """See `reference.add_`: several parts of float32, which share no memory with `out`, in one launch."""
     if out.dtype != torch.float32 or len(parts) < 2:
-        elementwise.add_(out, parts)
+        reference.add_(out, parts)
         return
     for each in (out, *parts):
         assert each.is_contiguous()

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ringstrategy.kernels import orthonormal
+from ringstrategy.kernels import reference
 
 from .formats import LAUNCH, bits_of, float_of
 
@@ -85,9 +85,9 @@ def _orthonormalise_kernel(columns, runs, dependent, RANK: tl.constexpr, WIDTH: 
 
 
 def orthonormalise_(columns: Tensor) -> None:
-    """See `orthonormal.orthonormalise_`: of float32, with the same bits on all GPUs of one type."""
+    """See `reference.orthonormalise_`: of float32, with the same bits on all GPUs of one type."""
     if columns.dtype != torch.float32:
-        orthonormal.orthonormalise_(columns)
+        reference.orthonormalise_(columns)
         return
     assert columns.is_contiguous()
     matrices, rank, length = columns.shape
@@ -95,5 +95,5 @@ def orthonormalise_(columns: Tensor) -> None:
         with torch.cuda.device_of(columns):
             run = math.gcd(length, 4)  # values that a thread reads at once
             _orthonormalise_kernel[(matrices,)](
-                columns, length // run, orthonormal.DEPENDENT, rank, _WIDTH, run, **LAUNCH
+                columns, length // run, reference.DEPENDENT, rank, _WIDTH, run, **LAUNCH
             )

@@ -15,7 +15,7 @@ from ringstrategy.codecs.base import WIRE_FORMAT
 from ringstrategy.transport.base import Peers
 
 
-class Algorithm(ABC):
+class Algorithm(ABC):  # noqa: PLR0904
     """What is averaged between ranks, and when: the gradients of each step, or parameters now and then.
 
     Hyperparameters go to `__init__`, the runtime comes with `setup`. Before `setup` an algorithm can be pickled and

@@ -1,19 +1,21 @@
-"""Which codec a parameter gets: policies, fixed when buckets are planned."""
+"""What is chosen parameter by parameter, when buckets are planned: its codec, and whether it is averaged at all."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 
 from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
 
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
 
 Policy = Callable[[str, Parameter], Codec]
+Local = Callable[[str, Parameter], bool]
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,22 @@ def described(value: object) -> str:
     if isinstance(value, partial):
         return f"partial({described(value.func)})"
     return str(getattr(value, "__qualname__", type(value).__qualname__))
+
+
+def check_local(local: Local | None) -> None:
+    """Raise a TypeError unless it can be asked."""
+    if local is not None and not callable(local):
+        raise TypeError(f"local is a function (name, parameter) -> bool, got {local!r}")
+
+
+def split(parameters: Mapping[str, Parameter], local: Local | None) -> tuple[dict[str, Parameter], list[str]]:
+    """The parameters to be averaged, and the names of the local ones."""
+    shared, names = {}, []
+    for name, parameter in parameters.items():
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name} has no shape yet: run one forward pass before training starts")
+        if getattr(parameter, "ring_local", False) or (local is not None and local(name, parameter)):
+            names.append(name)
+        else:
+            shared[name] = parameter
+    return shared, names

@@ -15,7 +15,7 @@ from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import APART, Row, screen
-from ringstrategy.app.as_code import as_code
+from ringstrategy.app.text import as_code
 from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work

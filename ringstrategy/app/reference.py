@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from ringstrategy.app.as_code import as_code
+from ringstrategy.app.text import as_code
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, TopK
 from ringstrategy.cost.model import CodecCost, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds

@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from ringstrategy.buckets.aliases import references
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.buckets.slot import Slot
+from ringstrategy.buckets.slot import Slot, references
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.kernels import operations

@@ -54,7 +54,7 @@ class Blocked(Codec):
         return codes.float() * how.spacing + how.bias
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
-        """What `ringstrategy.codecs.noise.keys` gives for stochastic rounding; None: to the nearest."""
+        """What `ringstrategy.codecs.block_int.keys` gives for stochastic rounding; None: to the nearest."""
         return None
 
     def nbytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -88,7 +88,7 @@ class Blocked(Codec):
             self.check_wire(wire, values)
         operations.encode.on(values.device)(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
 
-    def hop(
+    def hop(  # noqa: PLR0913
         self,
         arrived: Sequence[Tensor],
         values: Tensor,

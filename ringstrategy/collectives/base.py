@@ -101,7 +101,7 @@ class Collective(ABC):
         """Raise a ValueError with the cure if `codec` cannot travel this way."""
 
 
-def mean_(
+def mean_(  # noqa: PLR0913
     values: Tensor,
     peers: Peers,
     collective: Collective,

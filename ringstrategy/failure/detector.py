@@ -22,7 +22,7 @@ from ringstrategy.failure.board import BROKEN, GRACE_SECONDS, POLL_SECONDS, Boar
 from ringstrategy.failure.hosts import Hosts
 from ringstrategy.failure.progress import Progress
 from ringstrategy.failure.store import StoreSilentError
-from ringstrategy.failure.waits import Waits
+from ringstrategy.failure.watchdog import Waits
 
 _GREETING_SECONDS = 20.0  # for the store while ranks start, when their machines are busy and nobody waits for a step
 _ALIVE = ("it stopped with", "it went on to", "it waits in")  # causes of a rank that can still listen

@@ -23,8 +23,7 @@ from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives.base import Collective, mean_, sums_dtype
 from ringstrategy.integrations.encoded import Channel
-from ringstrategy.session.optimizer_steps import is_within_backward, stepped_within_backward
-from ringstrategy.session.optimizers import stepped_by
+from ringstrategy.session.optimizers import is_within_backward, stepped_by, stepped_within_backward
 from ringstrategy.session.state import check_is_of
 from ringstrategy.transport.agree import BUCKET, INDENT, agree_beside
 from ringstrategy.transport.base import Peers, Waitable, Word

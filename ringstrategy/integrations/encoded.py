@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
+from multiprocessing.util import Finalize
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ringstrategy.codecs import Codec
 from ringstrategy.collectives import Collective
 from ringstrategy.errors import last_words
-from ringstrategy.integrations.at_exit import at_exit
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.transport.agree import agree_beside
 from ringstrategy.transport.base import Peers, Word
@@ -77,3 +80,27 @@ def peers_for(
         peers.close()
         raise
     return peers
+
+
+def at_exit(end: Callable[[BaseException | None], None]) -> Callable[[], object]:
+    """Call `end` when this process ends, with the error that ends it, or None; returns what takes that back."""
+    # not by atexit, which forked processes skip
+    return Finalize(None, lambda: end(_error()), exitpriority=0).cancel
+
+
+def _error() -> BaseException | None:
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]  # the second one in a process of multiprocessing
+    return error.__context__ if isinstance(error, SystemExit) else error
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """A tensor in the same memory that any thread may write to, as the backends of torch do in C++.
+
+    Autograd sees no change: the graph, `requires_grad` and the version of `tensor` stay. `tensor` may be a leaf that
+    requires a gradient, or have been made in inference mode.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+        memory = memory.conj() if tensor.is_conj() else memory
+        return torch._neg_view(memory) if tensor.is_neg() else memory

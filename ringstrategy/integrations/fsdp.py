@@ -25,8 +25,7 @@ from ringstrategy.codecs import BlockInt, Codec, Identity, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import BySize, Collective
 from ringstrategy.collectives.base import Summand, sums_dtype
-from ringstrategy.integrations.at_exit import at_exit
-from ringstrategy.integrations.encoded import peers_for
+from ringstrategy.integrations.encoded import at_exit, peers_for
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.stats import Stats
 

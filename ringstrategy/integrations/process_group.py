@@ -24,13 +24,12 @@ from typing_extensions import override
 
 from ringstrategy.algorithms import AllReduce
 from ringstrategy.algorithms.memory import check_memory, check_width
+from ringstrategy.algorithms.parameters.rows import in_flats
 from ringstrategy.codecs import Codec, TopK, derive_seed
 from ringstrategy.codecs.cast import wire_of
 from ringstrategy.collectives import Collective, Ring
 from ringstrategy.collectives.base import Summand, mean_, sums_dtype
-from ringstrategy.integrations.encoded import Channel, peers_for
-from ringstrategy.integrations.flats import in_flats
-from ringstrategy.integrations.writable import memory_of
+from ringstrategy.integrations.encoded import Channel, memory_of, peers_for
 from ringstrategy.names import STRATEGIES
 from ringstrategy.transport.base import Peers, Waitable
 from ringstrategy.transport.futures import Promise

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import elementwise, reference, sparse
+from ringstrategy.kernels import reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs, SparseFormat
 from ringstrategy.kernels.threads import in_parts
 
@@ -147,19 +147,19 @@ def decode_sparse(kept: Tensor, places: Tensor, out: Tensor, form: SparseFormat,
 
 
 def lose(values: Tensor, rounded: Tensor, lost: Tensor) -> None:
-    """See `elementwise.lose`."""
+    """See `reference.lose`."""
     kernel = lose_kernel(rounded.dtype) if values.dtype == torch.float32 else None
     if kernel is None:
-        elementwise.lose(values, rounded, lost)
+        reference.lose(values, rounded, lost)
         return
     _run(kernel, 1, values.numel(), (_array(values), _array(rounded.view(torch.int16)), _array(lost)))
 
 
 def mix(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
-    """See `elementwise.mix`."""
+    """See `reference.mix`."""
     kernel = mix_kernel(own.dtype) if out.dtype == torch.float32 else None
     if kernel is None:
-        elementwise.mix(own, theirs, weights, out)
+        reference.mix(own, theirs, weights, out)
         return
     for each in (own, *theirs):
         assert each.is_contiguous()
@@ -170,10 +170,10 @@ def mix(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Te
 
 
 def nesterov_(values: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], lr: float, momentum: float) -> None:
-    """See `elementwise.nesterov_`."""
+    """See `reference.nesterov_`."""
     kernel = nesterov_kernel() if all(each.dtype == torch.float32 for each in values) else None
     if kernel is None:
-        elementwise.nesterov_(values, gradients, momenta, lr, momentum)
+        reference.nesterov_(values, gradients, momenta, lr, momentum)
         return
     for value, gradient, kept in zip(values, gradients, momenta, strict=True):
         assert all((each.dtype, each.shape) == (value.dtype, value.shape) for each in (gradient, kept))
@@ -255,9 +255,9 @@ def sparse_kernels(form: SparseFormat) -> cpu_sparse.Kernels:
 @_compiles
 def lose_kernel(dtype: torch.dtype) -> Callable[..., None]:
     """Of values that were rounded to `dtype`."""
-    from ringstrategy.kernels import cpu_cast
+    from ringstrategy.kernels import cpu_elementwise
 
-    kernel = cpu_cast.lose_float16 if dtype == torch.float16 else cpu_cast.lose_bfloat16
+    kernel = cpu_elementwise.lose_float16 if dtype == torch.float16 else cpu_elementwise.lose_bfloat16
     kernel(_NO_VALUES, np.zeros(0, np.int16), _NO_VALUES, _NOTHING, _NOTHING)
     return kernel
 
@@ -267,9 +267,9 @@ def mix_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
     """Of values of `dtype`; None for float64."""
     if dtype == torch.float64:
         return None
-    from ringstrategy.kernels import cpu_mix
+    from ringstrategy.kernels import cpu_elementwise
 
-    kernel = cpu_mix.mixing(str(dtype).removeprefix("torch."))
+    kernel = cpu_elementwise.mixing(str(dtype).removeprefix("torch."))
     kernel(
         _NO_VALUES if dtype == torch.float32 else np.zeros(0, np.int16),
         _NO_MESSAGES,
@@ -284,7 +284,7 @@ def mix_kernel(dtype: torch.dtype) -> Callable[..., None] | None:
 @_compiles
 def nesterov_kernel() -> Callable[..., None]:
     """Of float32."""
-    from ringstrategy.kernels.cpu_nesterov import nesterov
+    from ringstrategy.kernels.cpu_elementwise import nesterov
 
     nesterov(_NO_VALUES, _NO_VALUES, _NO_VALUES, np.float32(0), np.float32(0), _NOTHING, _NOTHING)
     return nesterov

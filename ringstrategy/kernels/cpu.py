@@ -250,7 +250,7 @@ def _to_gaussian(values, length, inverse, half, small, lanes, more):
 
 @_inline
 def _add_noise(levels, length, hashes, xors, odds, place):
-    """See `ringstrategy.codecs.noise`; `xors` and `odds` are those of each period, counted from the first value's."""
+    """See `codecs.block_int`; `xors` and `odds` are those of each period, counted from the first value's."""
     begin, periodic = _U(0), _U(len(hashes))
     while begin < length:
         period = (place + begin) // periodic

@@ -80,7 +80,7 @@ class BlockFormat(Protocol):
         """What codes stand for in units of the scale, in torch."""
 
     def noise(self, seed: int, place: int, numel: int) -> tuple[Tensor, Tensor, Tensor, int] | None:
-        """Of stochastic rounding; see `ringstrategy.codecs.noise.keys`."""
+        """Of stochastic rounding; see `ringstrategy.codecs.block_int.keys`."""
 
 
 def round_up(numel: int) -> int:

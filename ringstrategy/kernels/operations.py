@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ringstrategy.kernels import elementwise, feedback, orthonormal, reference, sparse
+from ringstrategy.kernels import feedback, reference, sparse
 from ringstrategy.kernels.layout import BlockFormat, Signs
 
 if TYPE_CHECKING:
@@ -95,17 +95,17 @@ launches = Operation(_one_by_one, cuda="triton.launches:launches")
 # other codecs
 encode_sparse = Operation(sparse.encode, cpu="compiled:encode_sparse")
 decode_sparse = Operation(sparse.decode, cpu="compiled:decode_sparse")
-lose = Operation(elementwise.lose, cpu="compiled:lose")
-add_ = Operation(elementwise.add_, cuda="triton.add:add_")
+lose = Operation(reference.lose, cpu="compiled:lose")
+add_ = Operation(reference.add_, cuda="triton.add:add_")
 # buckets and their residuals
 lay_out = Operation(_each_alone, cuda="triton.buckets:Places")
 sample = Operation(feedback.sample, cuda="triton.feedback:sample")
 stepped_parts = Operation(feedback.stepped_parts, cuda="triton.feedback:stepped_parts")
 go_ = Operation(feedback.go_, cuda="triton.feedback:go_")
-orthonormalise_ = Operation(orthonormal.orthonormalise_, cuda="triton.orthonormal:orthonormalise_")
+orthonormalise_ = Operation(reference.orthonormalise_, cuda="triton.orthonormal:orthonormalise_")
 # parameters
-mix = Operation(elementwise.mix, cpu="compiled:mix")
-nesterov_ = Operation(elementwise.nesterov_, cpu="compiled:nesterov_")
+mix = Operation(reference.mix, cpu="compiled:mix")
+nesterov_ = Operation(reference.nesterov_, cpu="compiled:nesterov_")
 # what the first call for a format or a dtype would wait for; on CUDA, where Triton compiles at the first launch (see
 # `Bucket.warm_up`), a ValueError if the kernels cannot do it
 warm_up_blocks = Operation(_nothing, cpu="compiled:block_kernels", cuda="triton.formats:check_format")

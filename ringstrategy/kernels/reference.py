@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from ringstrategy.kernels.layout import HEADER_BYTES, PLANES, ROTATED, Arithmetic, BlockFormat, Signs, round_up
 
 _NAN = 0x7FC0  # as bfloat16: torch's own conversion gives NaN other bits on other processors
+DEPENDENT = 1e-3  # a column with less than this left beside the columns before it is noise: it is dropped for a step
 
 
 @torch.inference_mode()  # tensors made in this mode may be written to in it only
@@ -152,3 +153,72 @@ def _hadamard(rows: Tensor) -> Tensor:
         one, other = rows.view(-1, ROTATED // (2 * half), 2, half).unbind(2)
         rows = torch.stack([one + other, one - other], 2)
     return rows.view(-1, ROTATED)
+
+
+def add_(out: Tensor, parts: Sequence[Tensor]) -> None:
+    """Add the parts, like `out` of any dtype and length, in this order; each sum is rounded to that dtype."""
+    for part in parts:
+        out.add_(part)
+
+
+def lose(values: Tensor, rounded: Tensor, lost: Tensor) -> None:
+    """Write `values - rounded`, float16 or bfloat16, to `lost` wherever that is finite. All are (n,)."""
+    rest = values - rounded
+    lost.copy_(torch.where(rest.isfinite(), rest, lost))
+
+
+def mix(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], out: Tensor) -> None:
+    """Write the sum of weight * (theirs - own), added in that order, to `out`.
+
+    Args:
+        own: floating-point (n,), perhaps narrower than `out`.
+        theirs: like `own`.
+        weights: one for each of them.
+        out: (n,); its dtype is that of differences, products and sums.
+    """
+    out.zero_()
+    own = own.to(out.dtype)
+    for values, weight in zip(theirs, weights, strict=True):
+        out.add_(values.to(out.dtype).sub(own).mul_(weight))
+
+
+def nesterov_(values: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], lr: float, momentum: float) -> None:
+    """For each tensor: momenta = momentum * momenta + gradients; values -= lr * (gradients + momentum * momenta).
+
+    All are contiguous and alike. Each operation is rounded to their dtype.
+    """
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, gradients)
+    steps = list(torch._foreach_mul(momenta, momentum))
+    torch._foreach_add_(steps, gradients)
+    torch._foreach_mul_(steps, lr)
+    torch._foreach_sub_(values, steps)
+
+
+def orthonormalise_(columns: Tensor) -> None:
+    """Gram-Schmidt, modified, over columns of shape (matrices, rank, length): the same bits on every CPU.
+
+    A column that is zero or depends on those before it becomes zero; a NaN or an infinity makes its column NaN.
+    """
+    largest = columns.abs().amax(-1, keepdim=True)
+    columns.div_(largest + (largest == 0))  # squares neither overflow nor vanish
+    norm = _dot(columns, columns).sqrt_()
+    columns.div_(norm + (norm == 0))
+    for place in range(1, columns.shape[1]):
+        before, rest = columns[:, place - 1 : place], columns[:, place:]
+        rest.sub_(_dot(rest, before) * before)
+        column = columns[:, place : place + 1]
+        norm = _dot(column, column).sqrt_()
+        dependent = norm < DEPENDENT
+        column.div_(norm + dependent).mul_(~dependent)
+
+
+def _dot(one: Tensor, other: Tensor) -> Tensor:
+    """Sums of products over the last dimension, which is kept: halves are added elementwise until one is left."""
+    # no torch dot or sum: their order of addition may differ on another CPU
+    products = one * other
+    while (length := products.shape[-1]) > 1:
+        half = (length + 1) // 2
+        products[..., : length - half].add_(products[..., half:])
+        products = products[..., :half]
+    return products

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.collectives.hierarchical import ranks_of_hosts
 from ringstrategy.errors import is_of_a_connection, last_words
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.failure.orphans import end_with_agent
-from ringstrategy.failure.waits import Wait
-from ringstrategy.failure.watchdog import CollectiveWatchdog
+from ringstrategy.failure.watchdog import CollectiveWatchdog, Wait
 from ringstrategy.kernels.threads import begin_threads, end_threads, free_cores
 from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.backend import backend_of
@@ -197,3 +198,43 @@ class Link:
             exception.args = (f"{self.peers.explain(exception, self.place)}",)
         for peers in self._all():
             peers.abort(last_words(exception))
+
+
+class Host:
+    """The other ranks of this host, over connections and a thread of their own.
+
+    So the exchanges of each step do not wait for those that go on between hosts.
+
+    Attributes:
+        algorithm: averages their gradients; to be set up with `peers`.
+        group: these ranks.
+        peers: likewise; its bytes are not counted, because they never leave the host.
+    """
+
+    def __init__(self, algorithm: Algorithm, ranks: list[int], device: torch.device, timeout: timedelta) -> None:
+        self.algorithm = algorithm
+        self.group = dist.new_group(ranks, timeout, use_local_synchronization=True)
+        self.peers = connect(device, timeout, Stats(), group=self.group)
+
+    @classmethod
+    def around(
+        cls,
+        everyone: Peers,
+        algorithm: Algorithm,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout: timedelta,
+    ) -> Host | None:
+        """This rank's host; None if the rank is alone there. All ranks of the host call it."""
+        [members] = [ranks for ranks in ranks_of_hosts(everyone.hosts) if everyone.rank in ranks]
+        if len(members) == 1:
+            return None
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        return cls(algorithm, [ranks[member] for member in members], device, timeout)
+
+    def close(self) -> None:
+        """Disconnect. No collective."""
+        self.algorithm.close()
+        self.peers.close()
+        if dist.is_initialized():
+            dist.destroy_process_group(self.group)

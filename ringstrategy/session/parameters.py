@@ -1,9 +1,15 @@
-"""What of a module travels."""
+"""What of a module travels, and when it has got more of it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parameter import is_lazy
 
 from ringstrategy.algorithms.memory import apart, check_memory, check_width
@@ -77,3 +83,31 @@ def glance(module: Module, *, buffers: bool = True) -> list[Tensor]:
     """A few values of each parameter, and then of each buffer, to detect later whether they were replaced."""
     seen = (*shared_parameters(module).values(), *(shared_buffers(module) if buffers else ()))
     return [sample(tensor.detach()) for tensor in seen]
+
+
+class NewParts:
+    """Between its birth and `close`, of all modules of this process.
+
+    Attributes:
+        any: is there something new since `any_since` was last asked?
+    """
+
+    def __init__(self) -> None:
+        self.any = True  # the model may have got some between set-up and now
+        self._hooks = [
+            register_module_parameter_registration_hook(self._notice),
+            register_module_module_registration_hook(self._notice),
+        ]
+
+    def _notice(self, *_: Any) -> None:
+        self.any = True
+
+    def any_since(self) -> bool:
+        """Since this was last asked."""
+        found, self.any = self.any, False
+        return found
+
+    def close(self) -> None:
+        """Look away."""
+        for hook in self._hooks:
+            hook.remove()

@@ -15,13 +15,20 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.base import Algorithm
-from ringstrategy.session.host import Host
-from ringstrategy.session.joined import Batch, Joined, with_following
-from ringstrategy.session.link import Link
-from ringstrategy.session.new_parts import NewParts
-from ringstrategy.session.optimizer_steps import OptimizerSteps, announces_steps, any_of, stepped_within_backward
-from ringstrategy.session.optimizers import check_alone, check_registered, options, rates, stepped_by
+from ringstrategy.session.link import Host, Link
+from ringstrategy.session.optimizers import (
+    OptimizerSteps,
+    announces_steps,
+    any_of,
+    check_alone,
+    check_registered,
+    options,
+    rates,
+    stepped_by,
+    stepped_within_backward,
+)
 from ringstrategy.session.parameters import (
+    NewParts,
     averaged_buffers,
     check_tensors,
     copied_buffers,
@@ -30,10 +37,11 @@ from ringstrategy.session.parameters import (
     sparse_parameters,
 )
 from ringstrategy.session.state import Means, check_is_of, copied
+from ringstrategy.session.uneven import Batch, UnevenInputs
 from ringstrategy.transport.stats import Stats
 
 
-class Session:
+class Session:  # noqa: PLR0904
     """A module's training on all ranks of a process group, as one of them sees it.
 
     Order of calls: `open`, `synchronize`, `bind`; then for each batch `begin_batch`, `send_buffers` before the forward,
@@ -55,6 +63,7 @@ class Session:
     Attributes:
         accumulating: gradients of a backward only accumulate on this rank, and nothing is sent.
         link: what this rank has of the others.
+        uneven: whether ranks may have different numbers of batches, and whether this one is `idle`: has run out.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class Session:
         self._timeout, self._broadcast_buffers, self._notices_steps = timeout, broadcast_buffers, notice_steps
         self._group, self._divisor = group, divisor
         self._buffers_due = True
-        self._joined = Joined(module)
+        self.uneven = UnevenInputs(module, self.link)
         self._host: Host | None = None  # where gradients are averaged within it
         self._steps: OptimizerSteps | None = None
         self._new_parts: NewParts | None = None
@@ -121,7 +130,7 @@ class Session:
             self._gradients.setup(parameters, self._host.peers, sparse=sparse_parameters(self.module))
         self._gradients.check(scaled_loss=scaled_loss, clips_by_norm=clips_by_norm)
         if self.algorithm.uneven == "join":
-            self._joined.open(peers.size, device, scales_local=scaled_loss and apart)
+            self.uneven.open(peers.size, device, scales_local=scaled_loss and apart)
         self._know(parameters)
         if self._notices_steps:
             self._steps = OptimizerSteps(self.check_step, self._after_step, self.check_within_backward)
@@ -167,7 +176,7 @@ class Session:
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
         host, self._host = self._host, None
-        self._joined = Joined(self.module)
+        self.uneven = UnevenInputs(self.module, self.link)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(self.link.close)
             ends.callback(self.algorithm.close)
@@ -180,16 +189,6 @@ class Session:
 
     # Ranks with different numbers of batches
 
-    @property
-    def joins(self) -> bool:
-        """May ranks have different numbers of batches? Then `join` or `next_batch` comes before each of them."""
-        return self._joined.is_open
-
-    @property
-    def idle(self) -> bool:
-        """Whether this rank has run out of batches: it repeats its last one, which counts nothing."""
-        return self._joined.idle
-
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of an epoch. All ranks iterate to the end.
 
@@ -199,30 +198,7 @@ class Session:
         Raises:
             ValueError: this rank has no batch, but others are to wait for it.
         """
-        if not self.joins:
-            yield from loader
-            return
-        any_more = True
-        batches = with_following(loader)
-        while any_more:
-            batch, has, more = next(batches)
-            any_more = self.next_batch(has, more)
-            yield batch
-        self._joined.end()
-
-    def next_batch(self, has: bool, more: bool) -> bool:
-        """Before `begin_batch`, for a loop that cannot use `join`: ranks tell each other who still has batches.
-
-        Args:
-            has: this rank has a batch now; else it repeats its last one.
-            more: it has another one after that.
-
-        Returns:
-            Does any rank have another one? The same on all ranks.
-        """
-        assert self.joins, "the algorithm says uneven='error', or there is one rank"
-        with self.link.naming_lost_peers():
-            return self._joined.next_batch(has, more)
+        return self.uneven.over(loader)
 
     # A batch
 
@@ -236,7 +212,7 @@ class Session:
             later_epoch: not of the first one.
         """
         self._noticed = 0
-        self._joined.keep_buffers()
+        self.uneven.keep_buffers()
         self.link.begin_batch(place)
         if self._new_parts is None:
             return
@@ -280,7 +256,7 @@ class Session:
             )
         for _ in range(missing):
             self._tell_of_step(stepped_by(self._optimizers[0]), False)
-        self._joined.put_buffers_back()
+        self.uneven.put_buffers_back()
         self.link.end_batch(skipped=skipped)
 
     def send_buffers(self, *, between: bool = False) -> None:
@@ -291,13 +267,13 @@ class Session:
                 more is told of here.
         """
         sends = self._broadcast_buffers and self._buffers_due and self.link.peers is not None
-        self._joined.put_buffers_back()
+        self.uneven.put_buffers_back()
         if sends and not self._gradients.decentralized:
             buffers = [buffer for buffer in shared_buffers(self.module) if buffer.numel()]
             if buffers and between:
                 self._gradients.compare("the buffers of rank 0")
             self.link.broadcast(buffers, None if self._host is None else self._host.group)
-        self._joined.keep_buffers()
+        self.uneven.keep_buffers()
         self._buffers_due = between is False and not self.accumulating
 
     def before_backward(self, loss: Tensor | None = None, scale: Tensor | None = None) -> None:
@@ -305,8 +281,8 @@ class Session:
 
         While this rank is `idle`, no backward may come between this and `after_backward`.
         """
-        self._joined.put_buffers_back()
-        divisor = self._joined.divisor(exchanged=not self.accumulating) or self._divisor
+        self.uneven.put_buffers_back()
+        divisor = self.uneven.divisor(exchanged=not self.accumulating) or self._divisor
         if self.link.peers is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
             self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
@@ -319,7 +295,7 @@ class Session:
     def backward(self, loss: Tensor) -> None:
         """Both, and the backward between them, unless this rank is `idle`."""
         self.before_backward(loss)
-        if not self.idle:
+        if not self.uneven.idle:
             loss.backward()
         self.after_backward()
 
@@ -379,15 +355,15 @@ class Session:
         self.stats.step()
         if self.link.peers is None:
             return
-        self._joined.after_step(parameters)
+        self.uneven.after_step(parameters)
         self._tell_of_step(parameters, stepped)
 
     def _tell_of_step(self, parameters: set[Parameter], stepped: Tensor | bool) -> None:
         if self._host is not None:
             self._host.algorithm.after_step(parameters, stepped)
-        self._joined.put_buffers_back()  # an algorithm may average them
+        self.uneven.put_buffers_back()  # an algorithm may average them
         self.algorithm.after_step(parameters, stepped)
-        self._joined.keep_buffers()
+        self.uneven.keep_buffers()
 
     def check_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step. RuntimeError if it would step a gradient that was never averaged.
@@ -397,7 +373,7 @@ class Session:
         if self.link.peers is None:
             return
         parameters = stepped_by(optimizer)
-        self._joined.before_step(parameters - self._equal)
+        self.uneven.before_step(parameters - self._equal)
         if not self._gradients.decentralized and self._new_parts is not None and self._new_parts.any:
             for name, parameter in shared_parameters(self.module).items():
                 if parameter in parameters and parameter not in self._known and parameter.grad is not None:
@@ -416,10 +392,6 @@ class Session:
                 raise stepped_within_backward(name)
 
     # What all ranks see, where they have parameters of their own
-
-    def begin_validation(self) -> None:
-        """Training pauses on this rank, as on all others, after as many batches."""
-        self.link.leave_training("in validation", "validation")
 
     def end_training(self, *, together: bool = False) -> None:
         """Training has ended on this rank, and what it has begun to exchange.

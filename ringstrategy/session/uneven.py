@@ -1,4 +1,4 @@
-"""Ranks that run out of batches go on with their last one, which counts nothing, until no rank has more."""
+"""Uneven inputs: a rank that runs out of batches repeats its last one with weight zero, until no rank has more."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter, SyncBatchNorm
 
+from ringstrategy.session.link import Link
 from ringstrategy.transport.backend import backend_of
 
 Batch = TypeVar("Batch")
@@ -22,7 +23,7 @@ NO_BATCH = (
 )
 
 
-class Joined:
+class UnevenInputs:
     """What a rank knows of who still has batches, and what of a repeated batch must not stay.
 
     A repeated batch runs forward, so that the collectives in it meet those of the other ranks. It runs no backward, so
@@ -32,15 +33,16 @@ class Joined:
 
     Args:
         module: its buffers are put back after a repeated batch.
+        link: to the other ranks.
 
     Attributes:
         is_open: ranks may have different numbers of batches.
         idle: this rank's batch is a repeated one.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, link: Link) -> None:
         self.is_open = self.idle = False
-        self._module = module
+        self._module, self._link = module, link
         self._device = torch.device("cpu")
         self._size = self._with_data = 1  # ranks
         self._ranks_with_data: list[int] = []  # in each backward since the last exchange
@@ -73,17 +75,37 @@ class Joined:
         self._device = torch.device("cpu") if backend_of("cpu") == "gloo" else device
         self._size = self._with_data = size
 
+    def over(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """See `Session.join`."""
+        if not self.is_open:
+            yield from loader
+            return
+        any_more = True
+        batches = _with_following(loader)
+        while any_more:
+            batch, has, more = next(batches)
+            any_more = self.next_batch(has, more)
+            yield batch
+        # what comes before the next batch is as if all ranks had data
+        self.idle, self._with_data = False, self._size
+
     def next_batch(self, has: bool, more: bool) -> bool:
-        """See `Session.next_batch`."""
+        """Before `begin_batch`, for a loop that cannot use `over`: ranks tell each other who still has batches.
+
+        Args:
+            has: this rank has a batch now; else it repeats its last one.
+            more: it has another one after that.
+
+        Returns:
+            Does any rank have another one? The same on all ranks.
+        """
+        assert self.is_open, "the algorithm says uneven='error', or there is one rank"
         counts = torch.tensor([has, more], dtype=torch.int64, device=self._device)
-        dist.all_reduce(counts)
+        with self._link.naming_lost_peers():
+            dist.all_reduce(counts)
         self.idle = not has
         self._with_data, any_more = map(int, counts)
         return any_more > 0
-
-    def end(self) -> None:
-        """An epoch has ended: what comes before the next batch is as if all ranks had data."""
-        self.idle, self._with_data = False, self._size
 
     # Gradients
 
@@ -136,7 +158,7 @@ class Joined:
             buffers[name] = buffer
 
 
-def with_following(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool, bool]]:
+def _with_following(loader: Iterable[Batch]) -> Iterator[tuple[Batch, bool, bool]]:
     """Batches without an end, the last one again and again: a batch, whether it is new, and whether a new one follows.
 
     ValueError if there is none.

@@ -20,8 +20,7 @@ from ringstrategy.transport import trace
 from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import Handle, Peers, TransportError, Waitable, Word
-from ringstrategy.transport.messages import Message, Messages, difference, misfit
-from ringstrategy.transport.mismatches import Mismatches
+from ringstrategy.transport.messages import Message, Messages, Mismatches, difference, misfit
 from ringstrategy.transport.stats import Stats
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Worker
 

@@ -12,12 +12,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from ringstrategy.algorithms.auto.candidates import eligible, in_words, next_best_in_words, to_try
-from ringstrategy.algorithms.auto.trials import PASSES, Trials
+from ringstrategy.algorithms.auto.candidates import PASSES, Trials, eligible, in_words, next_best_in_words, to_try
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
-from ringstrategy.algorithms.local import Local, split
-from ringstrategy.algorithms.policy import described
+from ringstrategy.algorithms.policy import Local, described, split
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.codecs.identity import Identity

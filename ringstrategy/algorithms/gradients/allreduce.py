@@ -9,8 +9,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
-from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described
+from ringstrategy.algorithms.policy import Local, Policy, check_codec, check_feedback, codec_of, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec
@@ -45,7 +44,7 @@ class AllReduce(Synchronous):
         uneven: see `Synchronous`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         codec: Codec | Policy | None = None,
         collective: Collective | None = None,

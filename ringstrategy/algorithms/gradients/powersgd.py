@@ -9,8 +9,7 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
-from ringstrategy.algorithms.local import Local
-from ringstrategy.algorithms.policy import described
+from ringstrategy.algorithms.policy import Local, described
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.low_rank import LowRankBucket, matrix_shape
@@ -52,7 +51,7 @@ class PowerSGD(Synchronous):
         uneven: see `Synchronous`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         rank: int = 1,
         codec: Codec | None = None,

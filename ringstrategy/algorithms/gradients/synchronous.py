@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
-from ringstrategy.algorithms.local import Local, check_local, split
+from ringstrategy.algorithms.policy import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.plan import small
 from ringstrategy.buckets.residuals import may_read

@@ -12,10 +12,9 @@ from typing_extensions import override
 
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.beside import Beside
-from ringstrategy.algorithms.parameters.fragments import cut_fragments
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.outer import Nesterov, Outer, Shared
-from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.parameters.schedule import Schedule, cut_fragments
 from ringstrategy.algorithms.policy import Policy, codec_of, described
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Runtime
 from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.block_int import BlockInt
 from ringstrategy.topologies.base import Topology
@@ -40,7 +40,7 @@ class Choco(Decentralized):
         uneven: see `Decentralized`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         topology: Topology | None = None,
         codec: Codec | None = None,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.parameters.digests import Digests, differing
-from ringstrategy.algorithms.parameters.exchange import Exchange
+from ringstrategy.algorithms.parameters.exchange import Digests, Exchange, differing
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.rows import by_dtype, cut_like, cut_words, row_of, words_of
 from ringstrategy.codecs.base import derive_seed

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.nn import Parameter
 from typing_extensions import override
 
-from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime, warm_up_codec
 from ringstrategy.algorithms.parameters.exchange import Piece
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule
+from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.collectives.base import sums_dtype
 from ringstrategy.kernels import operations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Runtime
 from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.cast import Cast
 from ringstrategy.codecs.identity import Identity
@@ -40,7 +40,7 @@ class Gossip(Decentralized):
         uneven: see `Decentralized`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         topology: Topology | None = None,
         codec: Codec | None = None,

@@ -11,14 +11,13 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
-from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.agreement import Agreement, theta
 from ringstrategy.algorithms.parameters.beside import Beside
 from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.outer import Outer, described_outer
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback
+from ringstrategy.algorithms.policy import Local, Policy, check_codec, check_feedback
 from ringstrategy.codecs.base import Codec
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.base import Collective
@@ -63,7 +62,7 @@ class LocalSGD(Periodic):
 
     replicates = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         interval: int = 16,
         outer: Outer | None = None,

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm, check_uneven
-from ringstrategy.algorithms.local import Local, check_local, split
 from ringstrategy.algorithms.memory import firsts
 from ringstrategy.algorithms.parameters.averager import Averager, Runtime
 from ringstrategy.algorithms.parameters.consensus import Consensus, has_a_mean
@@ -22,12 +21,12 @@ from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.algorithms.parameters.group import Group
 from ringstrategy.algorithms.parameters.kept import Kept
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
-from ringstrategy.algorithms.policy import described
+from ringstrategy.algorithms.policy import Local, check_local, described, split
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers, Waitable
 
 
-class Periodic(Algorithm):
+class Periodic(Algorithm):  # noqa: PLR0904
     """Every rank steps with its own gradients; every few steps of an optimizer its parameters are exchanged.
 
     Parameters of one optimizer are exchanged after its own steps, also after one that a loss scaler skipped.

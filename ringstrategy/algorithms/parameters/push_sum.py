@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.local import Local
 from ringstrategy.algorithms.parameters.averager import Runtime
 from ringstrategy.algorithms.parameters.decentralized import Decentralized, Mixing
 from ringstrategy.algorithms.parameters.group import Flat, Group, Vector
 from ringstrategy.algorithms.parameters.rows import cut_like
 from ringstrategy.algorithms.parameters.schedule import Schedule, Unit
+from ringstrategy.algorithms.policy import Local
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.topologies.base import Topology
 from ringstrategy.topologies.exponential import OnePeerExponential

@@ -38,6 +38,20 @@ def cut_like(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return [run.view(tensor.shape) for run, tensor in zip(runs, like, strict=True)]
 
 
+def in_flats(tensors: Sequence[Tensor], change_: Callable[[Tensor], None]) -> list[Tensor]:
+    """Copy the tensors into one flat tensor of each dtype and device, and call `change_` with each of these.
+
+    Returns, for each tensor, the view of a flat one that has its shape.
+    """
+    views: dict[int, Tensor] = {}
+    for places in by_kind(range(len(tensors)), lambda place: kind_of(tensors[place])):
+        alike = [tensors[place] for place in places]
+        flat = torch.cat([tensor.reshape(-1) for tensor in alike])
+        change_(flat)
+        views |= zip(places, cut_like(flat, alike), strict=True)
+    return [views[place] for place in range(len(tensors))]
+
+
 def words_of(tensors: Sequence[Tensor]) -> Tensor:
     """Their bytes, of any dtypes, as numbers of 32 bits: flat, float64."""
     runs = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]

@@ -13,10 +13,10 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ringstrategy.integrations.encoded import memory_of
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.named import Handle, Operation, Result
 from ringstrategy.integrations.horovod.process_sets import ProcessSet
-from ringstrategy.integrations.writable import memory_of
 
 Arguments = ParamSpec("Arguments")
 Other = TypeVar("Other")

@@ -25,7 +25,7 @@ def join(device: int = -1) -> int:
         ValueError: several optimizers join, so it is not known whose exchange comes next; or it averages parameters.
     """
     del device
-    optimizers = [each for each in world().optimizers if each.session.joins]
+    optimizers = [each for each in world().optimizers if each.session.uneven.is_open]
     if len(optimizers) > 1:
         raise ValueError(
             f"{len(optimizers)} optimizers have uneven='join', and hvd.join() knows only one: give all ranks the same "

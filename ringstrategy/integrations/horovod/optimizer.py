@@ -29,8 +29,7 @@ from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_pr
 from ringstrategy.integrations.horovod.reduction import ADASUM, Adasum, Average, ReduceOp, Sum
 from ringstrategy.integrations.horovod.world import world
 from ringstrategy.names import STRATEGIES
-from ringstrategy.session.optimizer_steps import is_within_backward
-from ringstrategy.session.optimizers import stepped_by
+from ringstrategy.session.optimizers import is_within_backward, stepped_by
 from ringstrategy.session.session import Session
 
 Local = Callable[[str, Parameter], bool]
@@ -41,7 +40,7 @@ _CLIPPING = (
 )
 
 
-def DistributedOptimizer(  # Horovod's name
+def DistributedOptimizer(  # Horovod's name  # noqa: PLR0913
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Parameter]] | None = None,
     compression: object = Compression.none,
@@ -357,19 +356,19 @@ class _Exchange:
             return
         self._is_open = True
         self._watch()
-        if self.session.joins:
-            self.session.next_batch(True, True)
+        if self.session.uneven.is_open:
+            self.session.uneven.next_batch(True, True)
         self._begin_batch()
         self.session.before_backward(scale=self._loss_scale())
 
     def _begin_batch(self, *, first: bool = False) -> None:
         # ranks that have joined step no scheduler: then rates cannot be compared
-        optimizers = [] if self.session.joins else [self.optimizer]
+        optimizers = [] if self.session.uneven.is_open else [self.optimizer]
         self.session.begin_batch(f"in step {self._steps}", optimizers, first=first, later_epoch=False)
 
     def idle(self) -> None:
         """Take part in the exchanges of the others, without data, until no rank has any."""
-        while self.session.next_batch(False, False):
+        while self.session.uneven.next_batch(False, False):
             self._begin_batch()
             self.session.before_backward(scale=self._loss_scale())
             self.session.after_backward()

@@ -20,7 +20,7 @@ from ringstrategy.errors import last_words
 from ringstrategy.failure.board import has_agent_store
 from ringstrategy.failure.orphans import end_with_agent
 from ringstrategy.failure.store import poll_seconds
-from ringstrategy.integrations.at_exit import at_exit
+from ringstrategy.integrations.encoded import at_exit
 from ringstrategy.integrations.horovod.members import Members
 from ringstrategy.integrations.horovod.operations import barrier
 from ringstrategy.integrations.horovod.process_sets import NOT_INITIALIZED, ProcessSet, global_process_set

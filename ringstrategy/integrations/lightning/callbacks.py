@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
-from ringstrategy.kernels.checksum import checksums
+from ringstrategy.kernels.sample import checksums
 from ringstrategy.transport.stats import Stats
 
 if TYPE_CHECKING:

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, Sampler
 
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.errors import PeerLostError, is_of_a_connection
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.integrations.lightning.stopping import Newcomers, Stopping
-from ringstrategy.kernels.checksum import checksums
+from ringstrategy.kernels.sample import checksums
 from ringstrategy.membership.members import JOIN, Members
 from ringstrategy.membership.worlds import Membership
 from ringstrategy.session import Session
@@ -45,6 +48,9 @@ class Rank(Protocol):
     """What a strategy does so that its ranks can change."""
 
     session: Session | None
+    algorithm: Algorithm
+    optimizers: list[Optimizer]
+    on_peer_loss: str
 
     @property
     def joins(self) -> bool:
@@ -58,12 +64,8 @@ class Rank(Protocol):
     def global_rank(self) -> int:
         """Of now."""
 
-    def part(self, *, lost: bool) -> None:
-        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
-
-        Args:
-            lost: a rank was lost, and others may wait for this one: they are told first.
-        """
+    def broadcast(self, obj: Any) -> Any:
+        """Rank 0's object."""
 
     def joined(self, while_waiting: Callable[[], None]) -> Membership:
         """Wait until the members take this process in; `while_waiting` is called often, and may raise."""
@@ -71,14 +73,11 @@ class Rank(Protocol):
     def take_place(self, now: Membership) -> None:
         """Be a rank of the new default group."""
 
-    def packed(self) -> dict[str, Any]:
-        """All of this rank's state, for a rank that is behind."""
+    def connect_ranks(self, trainer: Trainer) -> None:
+        """Open the session with the ranks of now."""
 
-    def unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
-        """Take what another rank has packed."""
-
-    def meet_again(self) -> None:
-        """All ranks of now connect, and the algorithm goes on."""
+    def on_regrouped(self) -> None:
+        """All ranks of now train on."""
 
 
 class _Standing(NamedTuple):
@@ -115,22 +114,18 @@ class Elastic:
         strategy: of this trainer.
         members: of the job, or a newcomer's.
         stopping: of this fit.
-        waits: go on only with as many ranks as before.
+
+    Attributes:
+        kept: between two sets of ranks: the algorithm's state, and this rank's residuals.
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        package: Package,
-        strategy: Rank,
-        members: Members,
-        stopping: Stopping,
-        *,
-        waits: bool,
+        self, trainer: Trainer, package: Package, strategy: Rank, members: Members, stopping: Stopping
     ) -> None:
         self._package = package
         self._trainer, self._strategy, self._members, self._stopping = trainer, strategy, members, stopping
-        self._wanted = strategy.world_size if waits and not strategy.joins else 0
+        self._wanted = strategy.world_size if strategy.on_peer_loss == "wait" and not strategy.joins else 0
+        self.kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         fit = trainer.fit_loop
         self._fit, self._epoch, self._validation = fit, fit.epoch_loop, fit.epoch_loop.val_loop
         self._advance, self._validate, self._end_epoch = self._epoch.advance, self._validation.run, fit.on_advance_end
@@ -301,7 +296,7 @@ class Elastic:
     def _go_on(self, where: int, error: BaseException) -> bool:
         strategy, before = self._strategy, self._members.now
         mine = self._standing(where)
-        strategy.part(lost=not isinstance(error, Newcomers))
+        self._part(lost=not isinstance(error, Newcomers))
         if self._members.belongs:
             now = self._members.regroup(invite=isinstance(error, Newcomers))
             if before is not None and now.names == before.names and not isinstance(error, Newcomers):
@@ -321,9 +316,70 @@ class Elastic:
         self._regrouped = self._due = True
         self._validation._combined_loader = None
         done = self._settle_progress(mine.place, furthest.place, own_epoch)
-        strategy.meet_again()
+        self._meet_again()
         self._say(before, now, error)
         return done
+
+    @property
+    def _session(self) -> Session:
+        assert self._strategy.session is not None, "within a fit"
+        return self._strategy.session
+
+    def _part(self, *, lost: bool) -> None:
+        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
+
+        Args:
+            lost: a rank was lost, and others may wait for this one: they are told first.
+        """
+        strategy, algorithm = self._strategy, self._strategy.algorithm
+        algorithm.leave_consensus()
+        if lost:
+            self._session.link.leave()
+        if self.kept is None and not strategy.joins:  # else it is from before another loss
+            if strategy.world_size == 1:
+                algorithm.forget()  # this rank has gone on by itself from what ranks shared
+            self.kept = algorithm.state_dict(), {name: value.clone() for name, value in algorithm.residuals()}
+        self._session.close()
+
+    def _packed(self) -> dict[str, Any]:
+        """All of this rank's state, for a rank that is behind."""
+        checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        return {"checkpoint": checkpoint, "algorithm": None if self.kept is None else self.kept[0]}
+
+    def _unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
+        """Take what another rank has packed. A rank that trained before keeps parameters that are its own."""
+        connector = self._trainer._checkpoint_connector
+        connector._loaded_checkpoint = packed["checkpoint"]
+        try:
+            if newcomer or not self._strategy.algorithm.decentralized:
+                for callback in self._trainer.checkpoint_callbacks:
+                    theirs = packed["checkpoint"].get("callbacks", {}).get(callback.state_key, {})
+                    if isinstance(callback, self._package.ModelCheckpoint) and newcomer:
+                        callback.dirpath = theirs.get("dirpath", callback.dirpath)
+                connector.restore_datamodule()
+                connector.restore_model()
+                connector.restore_callbacks()
+                connector.restore_training_state()
+            else:
+                connector.restore_loops()
+        finally:
+            connector._loaded_checkpoint = {}
+        self.kept = packed["algorithm"], {} if self.kept is None else self.kept[1]
+
+    def _meet_again(self) -> None:
+        """All ranks of now connect, and the algorithm goes on. Residuals of ranks that were lost are lost."""
+        strategy, session = self._strategy, self._session
+        strategy.connect_ranks(self._trainer)
+        session.bind(strategy.optimizers)
+        session.compare_optimizers()
+        assert self.kept is not None
+        shared, residuals = self.kept
+        # rank 0 has that of the furthest rank; one that was lost within a step may have counted it, and not made it
+        session.algorithm.load_state_dict(strategy.broadcast(shared))
+        session.algorithm.load_residuals(residuals)
+        session.bind(strategy.optimizers)
+        self.kept = None
+        strategy.on_regrouped()
 
     def _keep_logs(self) -> None:
         """This rank logs from now on. Lightning's CSVLogger would delete what the lost rank has written."""
@@ -378,9 +434,7 @@ class Elastic:
             return _Standing(_NEWCOMER, [], (0, 0, 0))
         progress: Any = self._epoch.batch_progress.total
         epochs = self._fit.epoch_progress.total.ready
-        session = self._strategy.session
-        assert session is not None
-        digest = checksums([parameter.detach() for parameter in session.equal_values().values()]).tolist()
+        digest = checksums([parameter.detach() for parameter in self._session.equal_values().values()]).tolist()
         place = (epochs, progress.processed, self._trainer.global_step, where)
         return _Standing(place, digest, (self._drawn, self._counted, self._ranks))
 
@@ -401,7 +455,7 @@ class Elastic:
         ]
         if rank == source and in_need:
             file = io.BytesIO()
-            torch.save(self._strategy.packed(), file)
+            torch.save(self._packed(), file)
             payload = torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
             for other in in_need:
                 dist.send(torch.tensor([payload.numel()]), other)
@@ -413,7 +467,7 @@ class Elastic:
             dist.recv(payload, source)
             packed = torch.load(io.BytesIO(payload.numpy().tobytes()), map_location="cpu", weights_only=False)
             newcomer = standings[rank].place == _NEWCOMER
-            self._strategy.unpack(packed, newcomer=newcomer)
+            self._unpack(packed, newcomer=newcomer)
             for loop in (self._fit, self._epoch, self._validation, self._epoch.automatic_optimization):
                 loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
             self._fit.restarting = False

@@ -123,7 +123,7 @@ class RingFabricStrategyMixin(DDPStrategy):
     ending_launcher: type[EndingLauncherMixin]
     whole_checkpoint_io: type[WholeCheckpointIOMixin]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         algorithm: Algorithm | None = None,
         *,

@@ -8,7 +8,7 @@ import torch
 
 from ringstrategy.integrations.lightning.package import Package
 from ringstrategy.session import Session
-from ringstrategy.session.joined import NO_BATCH
+from ringstrategy.session.uneven import NO_BATCH
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -59,7 +59,7 @@ class JoinedFetcherMixin(_PrefetchDataFetcher):
             except StopIteration:
                 raise ValueError(NO_BATCH if self._last is None else self._too_few()) from None
             self._has_more = has and not self.done
-        self.done = not self._session.next_batch(has, self._has_more)
+        self.done = not self._session.uneven.next_batch(has, self._has_more)
         return self._last
 
     def _too_few(self) -> str:
@@ -74,7 +74,7 @@ class Joining:
 
     Args:
         trainer: of this fit.
-        session: of this fit, which `joins`.
+        session: of this fit, whose ranks may have different numbers of batches.
         package: of the trainer.
         joined_fetcher: for that package.
     """

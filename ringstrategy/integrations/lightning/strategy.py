@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.plugins import Precision
 
 
-class RingStrategyMixin(ProcessesMixin):
+class RingStrategyMixin(ProcessesMixin):  # noqa: PLR0904
     """Data-parallel training as with `ddp`, but an `Algorithm` of this package does the averaging.
 
     The module stays unwrapped. With one process it trains exactly as without a strategy: nothing is encoded or sent.
@@ -81,7 +81,7 @@ class RingStrategyMixin(ProcessesMixin):
     joined_fetcher: type[JoinedFetcherMixin]
     whole_checkpoint_io: type[WholeCheckpointIOMixin]
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         algorithm: Algorithm | None = None,
         *,
@@ -120,9 +120,7 @@ class RingStrategyMixin(ProcessesMixin):
         self._looks: LooksMixin | None = None  # with the session of several ranks
         self._has_ended = False  # training, in this fit
         self._elastic: Elastic | None = None  # likewise, if training goes on after a loss
-        self._kept: tuple[dict[str, Any], dict[str, Tensor]] | None = None  # between two sets of ranks
-        self._stopping: Stopping | None = None  # likewise
-        self._joining: Joining | None = None  # likewise, if they may have different numbers of batches
+        self._ends = ExitStack()  # of what else belongs to the fit
         self._resume: Saved | None = None  # the checkpoint that training resumes from, until it does
         self._resumed = ""  # from where, in words
         self._carried: dict[str, Any] | None = None
@@ -154,10 +152,12 @@ class RingStrategyMixin(ProcessesMixin):
             self.session.compare_optimizers()
             if self.world_size > 1:
                 self._looks, self._has_ended = self.looks(trainer, self.session, self.tell), False
-                self._stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
+                self._ends.callback(self._looks.close)
+                stopping = Stopping(trainer, self.package, self.session, self._naming_lost_peers, self.newcomers)
+                self._ends.callback(stopping.close)
                 if self.members is not None:
-                    waits = self.on_peer_loss == "wait"
-                    self._elastic = Elastic(trainer, self.package, self, self.members, self._stopping, waits=waits)
+                    self._elastic = Elastic(trainer, self.package, self, self.members, stopping)
+                    self._ends.callback(self._elastic.close)
                     self.on_regrouping()
 
     def configure_ddp(self) -> None:
@@ -198,17 +198,18 @@ class RingStrategyMixin(ProcessesMixin):
             broadcast_buffers=self._broadcast_buffers,
         )
         if not self.joins:
-            self._connect(module.trainer)
+            self.connect_ranks(module.trainer)
 
-    def _connect(self, trainer: Trainer) -> None:
+    def connect_ranks(self, trainer: Trainer) -> None:
+        """Open the session with the ranks of now."""
         session = self._fit
         session.open(
             self.root_device,
             scaled_loss=getattr(self.precision_plugin, "scaler", None) is not None,
             clips_by_norm=bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm in (None, "norm"),
         )
-        if session.joins:
-            self._joining = Joining(trainer, session, self.package, self.joined_fetcher)
+        if session.uneven.is_open:
+            self._ends.callback(Joining(trainer, session, self.package, self.joined_fetcher).close)
         self._log_news()
 
     def _log_news(self) -> None:
@@ -232,69 +233,14 @@ class RingStrategyMixin(ProcessesMixin):
         loader = super().process_dataloader(dataloader)
         return loader if self._elastic is None else self._elastic.shared_out(loader)
 
-    def part(self, *, lost: bool) -> None:
-        """Leave the ranks of now: connections end, and what the algorithm has of its own is kept.
+    @property
+    def _regroups(self) -> bool:
+        """Whether this rank has left the ranks of before, and is none of the new ones yet."""
+        return self._elastic is not None and self._elastic.kept is not None
 
-        Args:
-            lost: a rank was lost, and others may wait for this one: they are told first.
-        """
-        session = self._fit
-        session.algorithm.leave_consensus()
-        self._means = None
-        if lost:
-            session.link.leave()
-        if self._kept is None and not self.joins:  # else it is from before another loss
-            if self.world_size == 1:
-                session.algorithm.forget()  # this rank has gone on by itself from what ranks shared
-            self._kept = (
-                self.algorithm.state_dict(),
-                {name: value.clone() for name, value in self.algorithm.residuals()},
-            )
-        session.close()
-
-    def packed(self) -> dict[str, Any]:
-        """All of this rank's state, for a rank that is behind."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return {"checkpoint": checkpoint, "algorithm": None if self._kept is None else self._kept[0]}
-
-    def unpack(self, packed: dict[str, Any], *, newcomer: bool) -> None:
-        """Take what another rank has packed. A rank that trained before keeps parameters that are its own."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
-        connector = trainer._checkpoint_connector
-        connector._loaded_checkpoint = packed["checkpoint"]
-        try:
-            if newcomer or not self.algorithm.decentralized:
-                for callback in trainer.checkpoint_callbacks:
-                    theirs = packed["checkpoint"].get("callbacks", {}).get(callback.state_key, {})
-                    if isinstance(callback, self.package.ModelCheckpoint) and newcomer:
-                        callback.dirpath = theirs.get("dirpath", callback.dirpath)
-                connector.restore_datamodule()
-                connector.restore_model()
-                connector.restore_callbacks()
-                connector.restore_training_state()
-            else:
-                connector.restore_loops()
-        finally:
-            connector._loaded_checkpoint = {}
-        self._kept = packed["algorithm"], {} if self._kept is None else self._kept[1]
-
-    def meet_again(self) -> None:
-        """All ranks of now connect, and the algorithm goes on. Residuals of ranks that were lost are lost."""
-        assert self.lightning_module is not None
-        self._connect(self.lightning_module.trainer)
-        session = self._fit
-        session.bind(self.optimizers)
-        session.compare_optimizers()
-        assert self._kept is not None
-        shared, residuals = self._kept
-        # rank 0 has that of the furthest rank; one that was lost within a step may have counted it, and not made it
-        self.algorithm.load_state_dict(self.broadcast(shared))
-        self.algorithm.load_residuals(residuals)
-        session.bind(self.optimizers)
-        self._kept, self._has_joined = None, True
+    def on_regrouped(self) -> None:
+        """All ranks of now train on."""
+        self._has_joined, self._means = True, None
         self._fit_token = str(self.broadcast(secrets.token_hex(4)))
 
     # One step
@@ -304,7 +250,7 @@ class RingStrategyMixin(ProcessesMixin):
         assert self.lightning_module is not None
         later = self.lightning_module.trainer.current_epoch > 0
         self._fit.begin_batch(f"near batch {batch_idx}", self.optimizers, first=batch_idx == 0, later_epoch=later)
-        if self._fit.idle:
+        if self._fit.uneven.idle:
             self.lightning_module.trainer.fit_loop._results.batch_size = 0  # for `log`: the weight in an epoch's mean
         self._log_news()
 
@@ -329,7 +275,7 @@ class RingStrategyMixin(ProcessesMixin):
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         self._fit.before_backward(loss, self._loss_scale())
-        if not self._fit.idle:
+        if not self._fit.uneven.idle:
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         self._fit.after_backward()
         loss = self.precision_plugin.post_backward(loss, module)
@@ -380,7 +326,7 @@ class RingStrategyMixin(ProcessesMixin):
         """As `ddp`."""
         super().on_validation_start()
         if self.session is not None:
-            self.session.begin_validation()
+            self.session.link.leave_training("in validation", "validation")
 
     def on_validation_end(self) -> None:
         """Each rank goes on with its own."""
@@ -401,7 +347,7 @@ class RingStrategyMixin(ProcessesMixin):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The state of the mean of all ranks, who all call it; after an exception the state of this rank."""
         state = super().lightning_module_state_dict
-        if self._looks is None or not self.algorithm.decentralized or self.alone or self._kept is not None:
+        if self._looks is None or not self.algorithm.decentralized or self.alone or self._regroups:
             return state()
         self._means = self._fit.means_of(state)
         return dict(self._means.means)
@@ -513,18 +459,11 @@ class RingStrategyMixin(ProcessesMixin):
                 ends.callback(self.members.close)
                 self.members = None
             ends.callback(self.algorithm.close if session is None else session.close)
-            if looks is not None:
-                ends.callback(looks.close)
-            if self._elastic is not None:
-                ends.callback(self._elastic.close)
-            if self._stopping is not None:
-                ends.callback(self._stopping.close)
-            if self._joining is not None:
-                ends.callback(self._joining.close)
+            ends.push(self._ends.pop_all())
             try:
                 if looks is not None and session is not None and not self.alone and session.algorithm.consensus:
                     if looks.attends and not self._has_ended:
                         session.finish()
                     session.enter_consensus()  # False if training has ended with that
             finally:
-                self.session = self._looks = self._stopping = self._joining = self._elastic = None
+                self.session = self._looks = self._elastic = None
