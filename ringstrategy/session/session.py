@@ -186,6 +186,7 @@ class Session:  # noqa: PLR0904
             for watching in (self._new_parts, self._steps):
                 if watching is not None:
                     ends.callback(watching.close)
+        self._new_parts = self._steps = None
 
     # Ranks with different numbers of batches
 

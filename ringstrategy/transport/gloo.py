@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -281,7 +282,7 @@ class _Control(Peers):
 
     def __init__(self, peers: GlooPeers) -> None:
         super().__init__(peers.rank, peers.size, peers.stats, peers.hosts)
-        self._peers = peers
+        self._peers: GlooPeers = weakref.proxy(peers)  # no cycle: sockets close with the last that holds the peers
 
     @property
     @override
