@@ -230,9 +230,9 @@ def _exchange(bucket: Bucket, peers: Peers, algorithm: Synchronous) -> None:
     bucket.take_gradients()
     peers.finish([ticket])
     bucket.unpack(lambda slot: True)
-    if bucket.undecided:
-        bucket.after_backward()
-    bucket.after_step(set(parameters), True)
+    if bucket.residuals.undecided:
+        bucket.residuals.after_backward()
+    bucket.residuals.after_step(set(parameters), True)
 
 
 def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class _Rank:
 
     def residuals(self) -> dict[str, Tensor]:
         """Copies."""
-        slots = [slot for bucket in self.buckets for slot in bucket.slots]
-        return {slot.name: slot.residual.clone() for slot in slots if slot.residual is not None}
+        kept = [(slot, bucket.residuals.lost) for bucket in self.buckets for slot in bucket.slots]
+        return {slot.name: slot.like_view(lost).clone() for slot, lost in kept if lost is not None}
 
     def queries(self) -> dict[str, Tensor]:
         """Copies."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from ringstrategy.buckets.residuals import Residuals
 from ringstrategy.buckets.slot import Slot
@@ -17,13 +16,13 @@ from ringstrategy.transport.base import Peers, Waitable
 class Bucket(ABC):
     """Parameters whose gradients are exchanged together.
 
-    One exchange is `pack`, `launch`, `unpack`, with `before_backward` and `after_backward` around every backward pass,
-    and `after_step` behind every step of an optimizer. These five move the residuals from state to state.
+    One exchange is `pack`, `launch`, `unpack`. `residuals` want to know of every backward pass, and of every step of an
+    optimizer.
 
     Args:
         index: place in the order of launches.
         slots: the parameters' places.
-        residual: the flat buffer that the slots' residuals are views of, if there is one.
+        residual: the residuals, in a flat buffer of the slots' layout, if there are any.
     """
 
     def __init__(self, index: int, slots: list[Slot], residual: Tensor | None = None) -> None:
@@ -39,15 +38,6 @@ class Bucket(ABC):
     def describe(self) -> str:
         """Everything that must be equal on all ranks, one line a fact."""
 
-    @property
-    def undecided(self) -> bool:
-        """Whether an exchange has moved residuals, and no optimizer has stepped its gradients yet."""
-        return self.residuals.undecided
-
-    def before_backward(self) -> None:
-        """A backward begins: the user may have dropped, replaced or scaled means that nobody has stepped."""
-        self.residuals.look()
-
     def pack(self, divisor: float, scale: Tensor | None = None) -> None:
         """Gather the complete gradients, divided by `divisor`; residuals wait for the exchange.
 
@@ -57,24 +47,13 @@ class Bucket(ABC):
             divisor: how many ranks have gradients; infinity: this rank has none, whatever is there.
             scale: the loss scale that the gradients have, without dimensions and on their device; None: unscaled.
         """
-        self.residuals.begin(scale)
+        self.residuals.before_exchange(scale)
         self.gather(divisor)
 
     def unpack(self, used: Callable[[Slot], bool]) -> None:
         """Make the means the gradients, except where no rank `used` the parameter: there None stays None."""
-        self.residuals.end(used)
+        self.residuals.after_exchange(used)
         self.scatter(used)
-
-    def after_backward(self) -> None:
-        """Gradients are as users will find them."""
-        self.residuals.handed_out()
-
-    def after_step(self, parameters: Collection[Parameter], stepped: Tensor | bool) -> bool:
-        """An optimizer of `parameters` has stepped, or not (a boolean tensor where only the device knows).
-
-        Returns whether that step used any mean of which it was not known yet whether it counts.
-        """
-        return self.residuals.decide(parameters, stepped)
 
     @abstractmethod
     def gather(self, divisor: float) -> None:

@@ -64,14 +64,7 @@ class DenseBucket(Bucket):
         codec.warm_up(device)
         slots, offset = [], 0
         for name, parameter in parameters:
-            slots.append(
-                Slot(
-                    name,
-                    parameter,
-                    _view_like(self.buffer, offset, parameter),
-                    None if residual is None else _view_like(residual, offset, parameter),
-                )
-            )
+            slots.append(Slot(name, parameter, _view_like(self.buffer, offset, parameter)))
             offset += parameter.numel()
         super().__init__(index, slots, residual)
         # what a kernel counts on: the gradient then lies in memory as its view does

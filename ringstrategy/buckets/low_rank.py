@@ -95,7 +95,7 @@ class LowRankBucket(Bucket):
                 slot.release()
                 slot.view.zero_()  # its residual waits aside
             else:
-                torch.add(_like(slot.view, given), grad.detach(), alpha=1 / divisor, out=slot.view)
+                torch.add(slot.like_view(given), grad.detach(), alpha=1 / divisor, out=slot.view)
 
     @override
     def take_gradients(self) -> None:
@@ -156,7 +156,7 @@ class LowRankBucket(Bucket):
         for slot, matrix, left, right in zip(self.slots, matrices, self._lefts.each, self._rights.each, strict=True):
             if given is not None and lost is not None:
                 shape = tuple(matrix.shape)
-                before, after = (_as_matrix(_like(slot.view, whole), shape) for whole in (given, lost))
+                before, after = (_as_matrix(slot.like_view(whole), shape) for whole in (given, lost))
                 subtract(matrix, left, right, 1 / peers.size, before, out=after)
             multiply(left, right, out=matrix)
 
@@ -171,11 +171,6 @@ def matrix_shape(parameter: Parameter) -> tuple[int, int]:
     longer = [(stride, length) for stride, length in zip(strides, parameter.shape, strict=True) if length > 1]
     rows = max(longer)[1] if longer else 1
     return rows, parameter.numel() // rows
-
-
-def _like(view: Tensor, whole: Tensor) -> Tensor:
-    """What lies in another buffer where the view lies in its own."""
-    return whole.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _as_matrix(view: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -10,7 +10,7 @@ what was stepped + residual == what a lossless exchange would have had stepped.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import product
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
@@ -21,17 +21,16 @@ from ringstrategy.kernels import operations
 
 
 class Residuals:
-    """The residuals of one bucket's parameters, each a `Slot.residual`, in the units of the gradients.
+    """The residuals of one bucket's parameters, in the units of the gradients.
 
-    Only the bucket moves them. `begin` starts an exchange and `end` ends it; `handed_out` follows once the gradients
-    are the means. From `begin` on the parameters are undecided: a checkpoint then has the residuals from before.
-    `decide` comes after an optimizer's step and measures which part of each mean was stepped: <gradient now, mean> /
-    <mean, mean>, at some places of each parameter. That part counts relative to the largest one of late, because a user
-    who scales or clips every gradient alike also scales what comes back with the next one. `look` does the same before
-    another backward, for means that nobody has stepped.
+    `before_exchange` makes the parameters undecided: until an optimizer steps, a checkpoint has the residuals from
+    before. `after_step` measures which part of each mean was stepped, <gradient now, mean> / <mean, mean>, at some
+    places of each parameter. That part counts relative to the largest one of late, because a user who scales or clips
+    every gradient alike also scales what comes back with the next one. `before_backward` does the same for means that
+    nobody has stepped.
 
     An exchange adds `given` and writes what it loses to `lost`. These are two buffers that change places at each
-    `begin`, so what was before needs no copy. Only if some parameters are still undecided, or have no gradient, are
+    exchange, so what was before needs no copy. Only if some parameters are still undecided, or have no gradient, are
     both the same one, and the other holds a copy.
 
     A parameter without a gradient on this rank takes no part: its residual waits aside, so that a parameter that no
@@ -39,20 +38,15 @@ class Residuals:
     residuals follow the scale.
 
     Args:
-        slots: those without a residual are passed over.
-        whole: the flat buffer that the residuals are views of, one behind the other; None if there are none.
+        slots: the places of the gradients, one behind the other in a flat buffer.
+        whole: the residuals, in a buffer of the same layout; None if there are none.
     """
 
     def __init__(self, slots: list[Slot], whole: Tensor | None = None) -> None:
-        held = [(slot, slot.residual) for slot in slots if slot.residual is not None]
-        self._held = [slot for slot, _ in held]
+        self._held = [] if whole is None else slots
         self._now = self._given = whole
         self._before: Tensor | None = None
-        self._views = {slot.name: residual for slot, residual in held}
-        self._views_before: dict[str, Tensor] = {}
-        self._edges = [0]
-        for _, residual in held:
-            self._edges.append(self._edges[-1] + residual.numel())
+        self._edges = [0, *accumulate(slot.parameter.numel() for slot in self._held)]
         self._undecided: set[str] = set()
         self._waiting: dict[str, Tensor] = {}
         self._handed: Tensor | None = None  # samples of the gradients as users received them
@@ -91,27 +85,24 @@ class Residuals:
         operations.go_.on(self._device)(self._now, self._now, self._edges, torch.ones_like(parts))
 
     @torch.no_grad()
-    def begin(self, scale: Tensor | None) -> None:
+    def before_exchange(self, scale: Tensor | None) -> None:
         """The gradients are complete, in units of `scale` (a tensor without dimensions on their device)."""
         if not self._held:
             return
+        if scale is None and self._scale is not None:
+            scale = torch.ones_like(self._scale)
         if scale is not None:
             self._follow(scale)
         if self._before is None:
             assert self._now is not None
             self._before = torch.empty_like(self._now)
-            for name, view in self._views.items():
-                self._views_before[name] = self._before.as_strided(view.shape, view.stride(), view.storage_offset())
         aside = [slot for slot in self._held if slot.parameter.grad is None or not slot.trains]
         if self._undecided or aside:
             self._copy(aside)
         else:
             self._now, self._before = self._before, self._now
-            self._views, self._views_before = self._views_before, self._views
-            for slot in self._held:
-                slot.residual = self._views[slot.name]
             self._given = self._before
-        self._undecided.update(self._views)
+        self._undecided.update(slot.name for slot in self._held)
 
     def _copy(self, aside: Sequence[Slot]) -> None:
         """What was before, of those that are decided: the others keep theirs from before their first exchange."""
@@ -121,29 +112,29 @@ class Residuals:
         if not self._undecided:
             self._before.copy_(self._now)
         else:
-            for name, residual in self._views.items():
-                if name not in self._undecided:
-                    self._views_before[name].copy_(residual)
+            for slot in self._held:
+                if slot.name not in self._undecided:
+                    self._earlier(slot).copy_(self._current(slot))
         for slot in aside:
-            residual = self._views[slot.name]
+            residual = self._current(slot)
             undecided = slot.name in self._undecided
-            self._waiting[slot.name] = residual.clone() if undecided else self._views_before[slot.name]
+            self._waiting[slot.name] = residual.clone() if undecided else self._earlier(slot)
             residual.zero_()
 
     @torch.no_grad()
-    def end(self, used: Callable[[Slot], bool]) -> None:
+    def after_exchange(self, used: Callable[[Slot], bool]) -> None:
         """An exchange has ended; `used`: whether any rank has a gradient for it."""
         for slot in self._held if self._waiting else ():
             aside = self._waiting.pop(slot.name, None)
             if aside is None:
                 continue
             if used(slot):
-                self._views[slot.name].add_(aside)  # to what this rank lost when it encoded the others' sums
+                self._current(slot).add_(aside)  # to what this rank lost when it encoded the others' sums
             else:  # no rank used the parameter, so its mean (noise of the codec at most) is dropped
-                self._views[slot.name].copy_(aside)
+                self._current(slot).copy_(aside)
 
     @torch.no_grad()
-    def handed_out(self) -> None:
+    def after_backward(self) -> None:
         """The gradients are as users will find them."""
         there = [slot for slot in self._held if slot.name in self._undecided and slot.parameter.grad is not None]
         self._handed_names = frozenset(slot.name for slot in there)
@@ -151,7 +142,7 @@ class Residuals:
         self._handed = operations.sample.on(self._device)(self._gradients(there)) if there else None
 
     @torch.no_grad()
-    def look(self) -> None:
+    def before_backward(self) -> None:
         """Another backward begins: decide about means that nobody has stepped."""
         there = self._without_the_gone([slot for slot in self._held if slot.name in self._undecided])
         if there:
@@ -162,7 +153,7 @@ class Residuals:
                 self._undecided -= {slot.name for slot in there if known[self._place[slot.name]] == 0}
 
     @torch.no_grad()
-    def decide(self, parameters: Collection[Parameter], stepped: Tensor | bool) -> bool:
+    def after_step(self, parameters: Collection[Parameter], stepped: Tensor | bool) -> bool:
         """An optimizer of these parameters has stepped, or not: a boolean, on their device if a tensor.
 
         Returns whether it was the step of any gradient that is still undecided here.
@@ -170,7 +161,7 @@ class Residuals:
         asked = [slot for slot in self._held if slot.name in self._undecided and slot.parameter in parameters]
         if stepped is False:
             for slot in asked:
-                self._views[slot.name].copy_(self._views_before[slot.name])
+                self._current(slot).copy_(self._earlier(slot))
         else:
             there = self._without_the_gone(asked)
             if there:
@@ -186,7 +177,7 @@ class Residuals:
         for slot in self._held:
             if slot.gone:
                 continue
-            known = (self._views_before if slot.name in self._undecided else self._views)[slot.name]
+            known = self._earlier(slot) if slot.name in self._undecided else self._current(slot)
             yield slot.name, known if self._scale is None else known / self._scale
 
     @torch.no_grad()
@@ -194,7 +185,7 @@ class Residuals:
         """Take what `state` gave; False if there is no residual of this name and shape."""
         for slot in self._held:
             if slot.name == name and slot.parameter.shape == value.shape and not slot.gone:
-                residual = self._views[name]
+                residual = self._current(slot)
                 residual.copy_(value)
                 if self._scale is not None:
                     residual.mul_(self._scale)
@@ -225,7 +216,7 @@ class Residuals:
         there = []
         for slot in asked:
             if slot.parameter.grad is None or slot.name not in self._handed_names:
-                self._views[slot.name].copy_(self._views_before[slot.name])
+                self._current(slot).copy_(self._earlier(slot))
                 self._undecided.discard(slot.name)
             else:
                 there.append(slot)
@@ -253,6 +244,16 @@ class Residuals:
         assert self._now is not None
         assert self._before is not None
         operations.go_.on(self._device)(self._now, self._before, self._edges, parts)
+
+    def _current(self, slot: Slot) -> Tensor:
+        """The slot's residual; while it is undecided, the one after the exchange."""
+        assert self._now is not None
+        return slot.like_view(self._now)
+
+    def _earlier(self, slot: Slot) -> Tensor:
+        """The one before the exchange."""
+        assert self._before is not None
+        return slot.like_view(self._before)
 
     @property
     def _device(self) -> torch.device:

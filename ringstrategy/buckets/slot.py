@@ -23,13 +23,16 @@ class Slot:
     name: str
     parameter: Parameter
     view: Tensor
-    residual: Tensor | None = None
     gone: bool = False  # from the model
 
     @property
     def trains(self) -> bool:
         """Whether its gradient travels."""
         return self.parameter.requires_grad and not self.gone
+
+    def like_view(self, whole: Tensor) -> Tensor:
+        """What lies in another buffer where the view lies in its own."""
+        return whole.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
 
     def release(self) -> None:
         """Give a gradient that lives in the buffer memory of its own, before the buffer is used for something else."""

@@ -49,9 +49,11 @@ def encode(
     """See `reference.encode`. Values of 16 bits are widened, and what is lost is rounded."""
     kernels = block_kernels(form)
     if kernels is None:
-        reference.encode(values, wires, wire, form, lost=lost, seed=seed, offset=offset)
+        reference.encode(values, wires, wire, form, residual=residual, signs=signs, lost=lost, seed=seed, offset=offset)
         return
     if values.dtype != torch.float32:
+        assert residual is None, "only where it `fuses`"
+        assert signs is None, "likewise"
         _encode_others(values, wires, wire, form, lost, seed, offset)
         return
     assert all(each.shape == values.shape for each in (residual, lost) if each is not None)
@@ -101,8 +103,9 @@ def decode(wire: Tensor, out: Tensor, form: BlockFormat, *, signs: Signs | None 
     """See `reference.decode`."""
     kernels = block_kernels(form)
     if kernels is None:
-        reference.decode(wire, out, form, add=add)
+        reference.decode(wire, out, form, signs=signs, add=add)
     elif out.dtype != torch.float32:
+        assert signs is None, "only where it `fuses`"
         decoded = torch.empty_like(out, dtype=torch.float32)
         decode(wire, decoded, form)
         out.add_(decoded) if add else out.copy_(decoded)

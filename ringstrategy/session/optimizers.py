@@ -113,7 +113,7 @@ class OptimizerSteps:
     one. Steps of other threads have nothing to do with those of this one.
 
     Args:
-        before: called with the optimizer. Not if the step computes its own gradients, by a closure.
+        before: called with the optimizer; if a closure computes the gradients, only after the step.
         after: called with the optimizer when its parameters are final.
         within_backward: called with the optimizer before a step within a backward pass, whoever announces it.
     """
@@ -156,8 +156,7 @@ class OptimizerSteps:
                 del self._here.steps[place:]
                 break
         self._here.steps.append((optimizer, caller))
-        computes = len(args) > 1 or kwargs.get("closure") is not None
-        if self._here.expected is None and len(self._here.steps) == 1 and not computes:
+        if self._here.expected is None and len(self._here.steps) == 1 and not _has_closure(args, kwargs):
             self._before(optimizer)
 
     def _end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -168,7 +167,14 @@ class OptimizerSteps:
             found_inf = getattr(optimizer, "found_inf", None)
             self._here.expected.append(True if found_inf is None else found_inf.reshape(()) == 0)
         elif not self._here.steps:
+            if _has_closure(args, kwargs):
+                self._before(optimizer)
             self._after(optimizer)
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the step computes its own gradients."""
+    return len(args) > 1 or kwargs.get("closure") is not None
 
 
 def is_within_backward() -> bool:

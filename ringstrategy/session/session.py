@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -133,7 +134,7 @@ class Session:  # noqa: PLR0904
             self.uneven.open(peers.size, device, scales_local=scaled_loss and apart)
         self._know(parameters)
         if self._notices_steps:
-            self._steps = OptimizerSteps(self.check_step, self._after_step, self.check_within_backward)
+            self._steps = OptimizerSteps(self.check_step, self.after_step, self.check_within_backward)
         self._new_parts = NewParts()
 
     def _know(self, parameters: Mapping[str, Parameter]) -> None:
@@ -283,7 +284,9 @@ class Session:  # noqa: PLR0904
         While this rank is `idle`, no backward may come between this and `after_backward`.
         """
         self.uneven.put_buffers_back()
-        divisor = self.uneven.divisor(exchanged=not self.accumulating) or self._divisor
+        divisor = self.uneven.divisor(exchanged=not self.accumulating)
+        if divisor is None or (self._divisor is not None and math.isfinite(divisor)):
+            divisor = self._divisor
         if self.link.peers is not None:
             same = "\n".join(rates(self._optimizers, self._equal))
             self._gradients.before_backward(loss, sync=not self.accumulating, scale=scale, same=same, divisor=divisor)
@@ -340,10 +343,6 @@ class Session:  # noqa: PLR0904
             stepped = True if before is None or after is None else after >= before
         self._noticed += 1
         self._end_step(stepped_by(optimizer), stepped)
-
-    def _after_step(self, optimizer: Optimizer) -> None:
-        self.check_step(optimizer)  # a step with a closure
-        self.after_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped. Parameters are final when this returns."""

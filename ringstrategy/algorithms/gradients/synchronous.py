@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
@@ -220,7 +220,7 @@ class Synchronous(Algorithm):
                 self._bucket_of[slot.parameter] = bucket
                 # On the node, as torch DDP does: this fires after the user's own post-accumulate hooks, which may
                 # change the gradient. The node lives as long as somebody holds it.
-                node = _accumulator(slot.parameter)
+                node = get_gradient_edge(slot.parameter).node
                 self._hooks.append((node, node.register_hook(partial(self._on_gradient, slot.parameter))))
                 if slot.name in self._residuals:
                     bucket.residuals.load(slot.name, self._residuals.pop(slot.name))
@@ -248,7 +248,7 @@ class Synchronous(Algorithm):
             )
         if self.undecided:
             for bucket in self._buckets:
-                bucket.before_backward()
+                bucket.residuals.before_backward()
         self._accumulating = not sync
         if not sync:
             return
@@ -282,7 +282,7 @@ class Synchronous(Algorithm):
             self._finish(current)
         if self.undecided:
             for bucket in self._buckets:
-                bucket.after_backward()
+                bucket.residuals.after_backward()
         if current is not None:
             self._look_for_nonfinite(current.active)  # only now: residuals go back, as of any gradient that is dropped
         if current is not None and self.undecided:
@@ -344,14 +344,14 @@ class Synchronous(Algorithm):
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """The gradients were averaged already; residuals keep what belongs to gradients that were stepped."""
-        decided = [bucket.after_step(parameters, stepped) for bucket in self._buckets]
+        decided = [bucket.residuals.after_step(parameters, stepped) for bucket in self._buckets]
         if any(decided) and stepped is not False:
             self._unstepped = 0
 
     @property
     def undecided(self) -> bool:
         """Whether the gradients of an exchange with feedback are neither stepped nor dropped yet."""
-        return any(bucket.undecided for bucket in self._buckets)
+        return any(bucket.residuals.undecided for bucket in self._buckets)
 
     @override
     def news(self) -> list[str]:
@@ -536,16 +536,6 @@ class _Pass:
         for bucket in self.active:
             with span("unpack", bucket=bucket.index):
                 bucket.unpack(used)
-
-
-@torch.enable_grad()
-def _accumulator(parameter: Parameter) -> Node:
-    """The node of the graph that adds to the parameter's gradient."""
-    view = parameter.view_as(parameter)
-    assert view.grad_fn is not None
-    node = view.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node
 
 
 def reachable(loss: Tensor) -> set[Tensor]:
