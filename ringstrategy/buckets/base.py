@@ -23,7 +23,12 @@ class Bucket(ABC):
         index: place in the order of launches.
         slots: the parameters' places.
         residual: the residuals, in a flat buffer of the slots' layout, if there are any.
+
+    Attributes:
+        is_small: it is not worth messages of its own: see `rider`.
     """
+
+    is_small = False
 
     def __init__(self, index: int, slots: list[Slot], residual: Tensor | None = None) -> None:
         self.index, self.slots = index, slots
@@ -67,16 +72,13 @@ class Bucket(ABC):
         del peers, collective
         return False
 
-    def rider(self, following: Bucket, small: int, peers: Peers, collective: Collective, seed: int) -> Summand | None:
-        """The gathered gradients, if the bucket has at most `small` bytes and can use the messages of the next one."""
-        del following, small, peers, collective, seed
+    def rider(self, following: Bucket, peers: Peers, collective: Collective, seed: int) -> Summand | None:
+        """The gathered gradients, if the bucket is small and can use the messages of the next one."""
+        del following, peers, collective, seed
         return None
 
-    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
-        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling.
-
-        A bucket of at most `small` bytes may ride with another one: see `rider`.
-        """
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
+        """Before any gradient: do once what the first exchange would wait for, such as connecting and compiling."""
 
     @abstractmethod
     def launch(

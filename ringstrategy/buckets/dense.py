@@ -102,13 +102,13 @@ class DenseBucket(Bucket):
         self.leave_held_memory()
         if self.residuals.given is not None and self._padding.numel():
             self.residuals.given[self.numel :].zero_()  # in no checkpoint, so it must not bear on what is sent
+        self._scale = 1 / divisor
         if self._places is not None:
-            self._scale = 1 / divisor
             self._find()
             return
         self._padding.zero_()
         for slot in self.slots:
-            self._copy(slot, self._source(slot), 1 / divisor)
+            self._copy(slot, self._source(slot), self._scale)
 
     def leave_held_memory(self) -> None:
         """Take new memory if somebody holds a gradient that lived in the buffer. Call it before the buffer changes."""
@@ -162,7 +162,7 @@ class DenseBucket(Bucket):
 
     def _source(self, slot: Slot) -> Tensor | None:
         """The gradient that travels; None: zeros."""
-        grad = slot.parameter.grad
+        grad = slot.parameter.grad if self._scale else None  # infinity times zero would be NaN
         if not slot.trains:
             slot.release()
             return None
@@ -189,17 +189,17 @@ class DenseBucket(Bucket):
     def carries_flags(self, peers: Peers, collective: Collective) -> bool:
         return self.buffer.device.type == "cpu" and collective.carries_extras(peers)
 
-    def rider(self, following: Bucket, small: int, peers: Peers, collective: Collective, seed: int) -> Summand | None:
+    def rider(self, following: Bucket, peers: Peers, collective: Collective, seed: int) -> Summand | None:
         """See `Bucket.rider`. Not with a large bucket that is sent in place: it would have to be copied."""
         if not isinstance(following, DenseBucket) or following.buffer.device != self.buffer.device:
             return None
-        in_place = following.codec.raw(following.buffer) is not None and following.buffer.nbytes > small
-        if self.buffer.nbytes > small or in_place or not collective.carries_extras(peers):
+        in_place = following.codec.raw(following.buffer) is not None and not following.is_small
+        if not self.is_small or in_place or not collective.carries_extras(peers):
             return None
         self.fill()
         return Summand(self.buffer, self.codec, self.residuals.given, self.residuals.lost, seed)
 
-    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`: zeros travel as gradients will, through kernels for the same sizes."""
         lost = self.residuals.lost
         residual = None if lost is None else torch.zeros_like(lost)
@@ -207,7 +207,7 @@ class DenseBucket(Bucket):
         ways: list[tuple[bool, tuple[Summand, ...]]] = [(False, ())]
         if self._may_read_in_place(peers, collective):
             ways.append((True, ()))
-        if self.buffer.nbytes <= small and collective.carries_extras(peers):  # it may ride: here, with itself
+        if self.is_small and collective.carries_extras(peers):  # it may ride: here, with itself
             ways.append((False, (Summand(torch.zeros_like(self.buffer), self.codec, residual, seed=seed),)))
         for in_place, riders in ways:
             self._sources = [None] * len(self.slots) if self._places is not None else []

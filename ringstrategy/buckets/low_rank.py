@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -94,6 +95,8 @@ class LowRankBucket(Bucket):
             if grad is None or not slot.trains:
                 slot.release()
                 slot.view.zero_()  # its residual waits aside
+            elif math.isinf(divisor):
+                slot.view.copy_(slot.like_view(given))
             else:
                 torch.add(slot.like_view(given), grad.detach(), alpha=1 / divisor, out=slot.view)
 
@@ -101,7 +104,7 @@ class LowRankBucket(Bucket):
     def take_gradients(self) -> None:
         self._dense.take_gradients()
 
-    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`. From zeros no q is learnt."""
         seed = derive_seed(0, 0, self.index)
         lost = self.residuals.lost  # holds a residual already, if a checkpoint had one

@@ -76,5 +76,7 @@ def plan_buckets(
             buckets.append(SparseBucket(index, *members[0]))
         else:
             dtype = sums_dtype(members[0][1].dtype)
-            buckets.append(DenseBucket(index, members, dtype, member_codec, feedback_of(member_codec), residual_dtype))
+            bucket = DenseBucket(index, members, dtype, member_codec, feedback_of(member_codec), residual_dtype)
+            bucket.is_small = bucket.buffer.nbytes <= small(capacity)
+            buckets.append(bucket)
     return buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,7 +41,7 @@ class SparseBucket(Bucket):
     @override
     def gather(self, divisor: float) -> None:
         name, parameter = self.slots[0].name, self.slots[0].parameter
-        grad = parameter.grad
+        grad = parameter.grad if math.isfinite(divisor) else None
         if grad is not None and not grad.is_sparse:
             raise TypeError(f"parameter {name} got a dense gradient, but its module has `sparse=True`: set it to False")
         if grad is None:
@@ -54,7 +55,7 @@ class SparseBucket(Bucket):
             self._indices = rows.indices().contiguous()
             self._values = rows.values().to(sums_dtype(parameter.dtype)) / divisor
 
-    def warm_up(self, peers: Peers, collective: Collective, small: int) -> None:
+    def warm_up(self, peers: Peers, collective: Collective) -> None:
         """See `Bucket.warm_up`: each rank sends one row of zeros, if there is one."""
         parameter, rows = self.slots[0].parameter, min(1, self._height)
         self._indices = torch.zeros(1, rows, dtype=torch.int64, device=parameter.device)

@@ -21,7 +21,6 @@ from ringstrategy.algorithms.base import Algorithm, check_uneven
 from ringstrategy.algorithms.gradients import nonfinite
 from ringstrategy.algorithms.policy import Local, check_local, split
 from ringstrategy.buckets.base import Bucket
-from ringstrategy.buckets.plan import small
 from ringstrategy.buckets.residuals import may_read
 from ringstrategy.buckets.slot import Slot
 from ringstrategy.codecs.base import derive_seed
@@ -151,7 +150,7 @@ class Synchronous(Algorithm):
             agreed.wait()
         with self._peers.stats.probe():
             for bucket in buckets:
-                bucket.warm_up(self._peers, self.collective, small(self._capacity))
+                bucket.warm_up(self._peers, self.collective)
 
     @override
     def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
@@ -258,9 +257,8 @@ class Synchronous(Algorithm):
             self._peers.detector.progress.begin_exchange()
         joining = self._append_unfrozen()
         plan_text = f"{self._plan_text}\n{same}" if same else self._plan_text
-        most = small(self._capacity)
         divisor = self._peers.size if divisor is None else divisor
-        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, divisor, most)
+        self._pass = _Pass(self._buckets, plan_text, self._peers, self.collective, self._step, scale, divisor)
         self._warm_up(joining, self._pass.agreed)
         if self.find_unused_parameters and loss is not None:
             used = reachable(loss)
@@ -430,10 +428,8 @@ class _Pass:
         step: int,
         scale: Tensor | None,
         divisor: float,
-        small: int,
     ) -> None:
         self._divisor = divisor
-        self._small = small  # bytes of a bucket that travels in the messages of the next
         self._riding: dict[int, Summand] = {}  # by index of their buckets, to go with the next launch
         self._peers, self._collective, self._step, self._scale = peers, collective, step, scale
         self._lock = threading.Lock()  # hooks of several devices fire in several threads
@@ -499,7 +495,7 @@ class _Pass:
         self._packed.append(bucket)
         seed = derive_seed(0, self._step, bucket.index)
         if not last:
-            rider = bucket.rider(self.active[self._launched], self._small, self._peers, self._collective, seed)
+            rider = bucket.rider(self.active[self._launched], self._peers, self._collective, seed)
             if rider is not None:
                 self._riding[bucket.index] = rider
                 return
