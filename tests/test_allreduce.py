@@ -28,7 +28,6 @@ from ringstrategy import (
     Identity,
     Native,
     PlanMismatchError,
-    PowerSGD,
     Ring,
     Stats,
 )
@@ -281,26 +280,6 @@ def test_a_small_bucket_travels_in_the_messages_of_the_next_with_the_same_outcom
 # Accumulation and repeated backwards
 
 
-def test_what_accumulates_is_sent_at_the_end_and_averaged_once() -> None:
-    """Though there was a mean already among it."""
-    syncs = [True, False, True]
-
-    def accumulate(peers: FakePeers) -> tuple[list[bool], list[Tensor]]:
-        module, sends = fresh(Net), []
-        algorithm = _setup(peers, AllReduce(), module)
-        for micro, sync in enumerate(syncs):
-            before = peers.stats.bytes_sent or 0
-            backward(algorithm, module(batch(peers.rank, micro)), sync=sync)
-            sends.append((peers.stats.bytes_sent or 0) > before)
-        return sends, there(module)
-
-    exact = sum_in_float64(3, range(3))
-    for sends, accumulated in on_all_ranks(3, accumulate):
-        assert sends == syncs
-        for mine, total in zip(accumulated, exact, strict=True):
-            assert torch.allclose(mine.double(), total / 3, atol=1e-6)
-
-
 # Unused, frozen, local, sparse
 
 
@@ -335,27 +314,6 @@ def test_unused_parameters_count_zeros_or_have_no_gradient() -> None:
 
 def _inputs(rank: int, step: int) -> Tensor:
     return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-
-
-def test_parameters_that_unfreeze_append_buckets() -> None:
-    def unfreeze(peers: FakePeers) -> list[Tensor]:
-        module = fresh(Net)
-        module.wide.requires_grad_(False)
-        algorithm = _setup(peers, AllReduce(bucket_mb=0.01), module)
-        backward(algorithm, module(batch(peers.rank, 0)))
-        assert module.wide.weight.grad is None
-        before = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
-        module.wide.requires_grad_(True)
-        module.zero_grad()
-        backward(algorithm, module(batch(peers.rank, 1)))
-        after = [bucket.slots[0].view.data_ptr() for bucket in algorithm._buckets]
-        assert len(after) > len(before)
-        assert after[: len(before)] == before
-        return there(module)
-
-    for means in on_all_ranks(3, unfreeze):
-        for mine, exact in zip(means, sum_in_float64(3, [1]), strict=True):
-            assert torch.allclose(mine.double(), exact / 3, atol=1e-6)
 
 
 @pytest.mark.parametrize("freezes", [True, False])
@@ -433,81 +391,6 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
         assert not torch.equal(first, second), "blocks lie elsewhere in each, so the means differ"
         assert torch.equal(first, every_rank[0][0])
         assert torch.equal(second, every_rank[0][1])
-
-
-@pytest.mark.parametrize("by_attribute", [True, False])
-def test_local_parameters_are_never_averaged_and_refuse_what_looks_at_all_gradients(by_attribute: bool) -> None:
-    def local(peers: FakePeers) -> tuple[Tensor, Tensor]:
-        module = fresh(Net)
-        if by_attribute:
-            module.wide.weight.ring_local = True
-        by_name = AllReduce(local=None if by_attribute else lambda name, parameter: name == "wide.weight")
-        algorithm = _setup(peers, by_name, module)
-        algorithm.check(scaled_loss=False, clips_by_norm=False)
-        for looks in ({"scaled_loss": True, "clips_by_norm": False}, {"scaled_loss": False, "clips_by_norm": True}):
-            with pytest.raises(ValueError, match=r"wide\.weight"):
-                algorithm.check(**looks)
-        backward(algorithm, module(batch(peers.rank, 0)))
-        return module.wide.weight.grad, module.back.weight.grad
-
-    results = on_all_ranks(2, local)
-    assert torch.equal(results[0][1], results[1][1])
-    for rank, (own, _) in enumerate(results):
-        alone = fresh(Net)
-        alone(batch(rank, 0)).backward()
-        assert torch.equal(own, alone.wide.weight.grad)
-
-
-def test_hooks_of_the_user_come_before_the_exchange() -> None:
-    def clamped(peers: FakePeers) -> list[Tensor]:
-        def clamp(parameter: Tensor) -> None:
-            parameter.grad.clamp_(-1, 1)  # type: ignore[union-attr]
-
-        module = nn.ParameterList(nn.Parameter(torch.ones(50)) for _ in range(30))
-        algorithm = _setup(peers, AllReduce(bucket_mb=1e-4), module)
-        for parameter in module:
-            parameter.register_post_accumulate_grad_hook(clamp)
-        for _ in range(3):
-            module.zero_grad()
-            backward(algorithm, sum((7.0 if peers.rank == 0 else 0.5) * p.sum() for p in module))  # type: ignore[arg-type]
-        return there(module)
-
-    for means in on_all_ranks(2, clamped):
-        assert len(means) == 30
-        assert all(torch.equal(mean, torch.full((50,), 0.75)) for mean in means)
-
-
-def _embedding() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(50, 4, sparse=True), nn.Linear(4, 3))
-
-
-def _rows(rank: int, step: int) -> Tensor:
-    """Rank 2 has no rows at all in step 1, and other ranks have different numbers of them."""
-    return torch.arange(0 if (rank, step) == (2, 1) else 2 + rank) * (step + 1)
-
-
-@pytest.mark.parametrize("codec", [Identity(), Cast("fp16")], ids=str)
-def test_sparse_gradients_stay_sparse_and_exact(codec: Codec) -> None:
-    def sparse(peers: FakePeers) -> list[Tensor]:
-        module, means = fresh(_embedding), []
-        algorithm = _setup(peers, AllReduce(codec), module, sparse=frozenset({"0.weight"}))
-        for step in range(3):
-            module.zero_grad()
-            backward(algorithm, module(_rows(peers.rank, step)).pow(2).sum() + 0 * module[1].weight.sum())
-            means.append(module[0].weight.grad.clone())
-            module[0].weight.grad.mul_(1)  # in place, as clipping does
-        assert all(mean.is_sparse and mean.is_coalesced() for mean in means)
-        return [mean.to_dense() for mean in means]
-
-    results, alone = on_all_ranks(3, sparse), fresh(_embedding)
-    for step in range(3):
-        alone.zero_grad()
-        for rank in range(3):
-            (alone(_rows(rank, step)).pow(2).sum() / 3).backward()
-        for means in results:
-            assert torch.equal(means[step], results[0][step])
-            assert torch.allclose(means[step], alone[0].weight.grad.to_dense(), atol=1e-6)
 
 
 def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> None:
@@ -589,23 +472,6 @@ def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
 # Errors
 
 
-def test_ranks_that_differ_are_named_on_every_rank() -> None:
-    def differ(peers: FakePeers) -> list[str]:
-        shape, messages = fresh(Net), []
-        shape.scale = nn.Parameter(torch.ones(1))
-        others = [(AllReduce(), fresh(Branches)), (AllReduce(), shape), (AllReduce(Cast("fp16")), fresh(Net))]
-        for other in [*others, (AllReduce(collective=Ring(3)), fresh(Net))]:
-            with pytest.raises(PlanMismatchError) as caught:
-                _setup(peers, *(other if peers.rank == 2 else (AllReduce(), fresh(Net))))
-            messages.append(str(caught.value))
-        return messages
-
-    for message, *others in zip(*on_all_ranks(4, differ), strict=True):
-        assert others == [message] * 3
-        assert "rank 2 has" in message
-        assert "rank 1" not in message
-
-
 def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
     def unmanaged(peers: FakePeers) -> None:
         module = fresh(Net)
@@ -627,37 +493,3 @@ def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
         algorithm.before_step(everything)
 
     on_all_ranks(2, unmanaged)
-
-
-def test_a_backward_after_one_that_failed_is_an_error() -> None:
-    def swallowed(peers: FakePeers) -> None:
-        module = fresh(Net)
-        algorithm = _setup(peers, AllReduce(), module)
-        algorithm.before_backward(module(batch(peers.rank, 0)))  # and then backward raised, and somebody caught it
-        with pytest.raises(RuntimeError, match="half-way"):
-            backward(algorithm, module(batch(peers.rank, 1)))
-
-    _though_messages_are_left(2, swallowed)
-
-
-@pytest.mark.parametrize("make", [AllReduce, PowerSGD])
-def test_undeclared_sparse_gradients_are_not_densified(make: type[Synchronous]) -> None:
-    def undeclared(peers: FakePeers) -> None:
-        module = fresh(_embedding)
-        algorithm = _setup(peers, make(), module)
-        with pytest.raises(TypeError, match="sparse=True"):
-            backward(algorithm, module(torch.tensor([1])).sum())
-
-    _though_messages_are_left(2, undeclared)
-
-
-def test_a_codec_that_cannot_carry_a_dtype_says_so() -> None:
-    def work(peers: FakePeers) -> None:
-        named = {"z": nn.Parameter(torch.ones(3, dtype=torch.complex64))}
-        with pytest.raises(TypeError, match=r"Identity\(\)"):
-            _setup(peers, AllReduce(Cast("fp16")), named)
-        algorithm = _setup(peers, AllReduce(), named)
-        backward(algorithm, (named["z"] * (1 + peers.rank)).abs().sum())
-        torch.testing.assert_close(named["z"].grad, torch.full((3,), 1.5 + 0j))
-
-    on_all_ranks(2, work)

@@ -8,44 +8,17 @@ from datetime import timedelta
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.strategies import DDPStrategy
 from pool import Pool
 
 from ringstrategy.errors import PeerLostError
 from ringstrategy.transport import connect
-from ringstrategy.transport.backend import backend_of, claim_gpu
+from ringstrategy.transport.backend import claim_gpu
 
 GPU = torch.device("cuda", 0)
 BOTH = "cpu:gloo,cuda:nccl"  # also what torch takes where no backend is named
-
-
-@pytest.mark.parametrize(
-    ("config", "cpu", "cuda"),
-    [
-        (BOTH, "gloo", "nccl"),
-        ("cpu:gloo,cuda:gloo", "gloo", "gloo"),
-        ("cuda:nccl", "", "nccl"),
-        ("cpu:gloo", "gloo", ""),
-    ],
-)
-def test_the_backend_is_that_of_the_device(config: str, cpu: str, cuda: str) -> None:
-    with patch.object(dist, "get_backend_config", return_value=config):
-        assert (backend_of("cpu"), backend_of("cuda")) == (cpu, cuda)
-
-
-def _unnamed() -> tuple[str, str]:
-    dist.init_process_group(timeout=timedelta(seconds=30))
-    dist.barrier()  # or one may leave while the other still connects
-    return dist.get_backend(), backend_of("cpu")
-
-
-def test_a_backend_left_to_torch_is_known(ranks: Pool) -> None:
-    assert ranks(2, _unnamed) == [("undefined", "gloo")] * 2
 
 
 def gpu_at(bus: int, uuid: str = "GPU-1") -> SimpleNamespace:
@@ -125,34 +98,3 @@ def test_settings_under_which_ranks_would_hang_are_refused(ranks: Pool, name: st
     assert [kind for kind, _ in told] == [PeerLostError, ValueError]
     assert all(name in message for _, message in told)
     assert "unset " in told[1][1]
-
-
-def _fit_on_one_gpu() -> tuple[type[Exception] | None, list[str]]:
-    begun: list[str] = []
-
-    def claim(device: torch.device, rank: int, *_: object) -> None:
-        begun.append(f"{device} of rank {rank}")
-        if rank == 1:
-            raise ValueError("use the same GPU")
-
-    def barrier(strategy: DDPStrategy, *args: object) -> None:
-        begun.append("a collective")
-        within(strategy, *args)
-
-    within = DDPStrategy.barrier
-    try:
-        with (
-            patch("ringstrategy.integrations.lightning.processes.claim_gpu", claim),
-            patch.object(DDPStrategy, "barrier", barrier),
-        ):
-            L.Trainer(strategy="ring", accelerator="cpu", devices=2, fast_dev_run=True).fit(BoringModel())
-    except (ValueError, RuntimeError) as error:
-        return type(error), begun
-    return None, begun
-
-
-def test_lightning_asks_nothing_of_nccl_before(ranks: Pool) -> None:
-    for rank, (error, begun) in enumerate(ranks(2, _fit_on_one_gpu)):
-        assert begun[0] == f"cpu of rank {rank}"
-        assert error is not None
-        assert issubclass(error, ValueError if rank == 1 else RuntimeError)

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,21 +20,15 @@ from jobs import die
 from jobs import job as job  # a fixture
 from lightning.pytorch.callbacks import Callback
 from pairs import all_pairs
-from pool import Pool
-from test_strategy import Net, fit, rows
-from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler
 
 from benchmarks import faults
 from benchmarks.faulted import STEPS, Plan, be_a_rank
 from benchmarks.ranks import Job, note, noted
-from ringstrategy import AllReduce, RingStrategy
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.elastic import Rest
 from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
 from ringstrategy.integrations.lightning.processes import Given
-from ringstrategy.membership import members
-from ringstrategy.session import Session
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
@@ -153,32 +147,6 @@ def test_a_replacement_is_waited_for(job: Callable[..., Job], tmp_path: Path, pl
     assert not [*faults.missed(plan), *faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
 
 
-def _train_until_a_meeting(plan: Plan, victim: int, number: int) -> None:
-    """Rank `victim` is killed in its meeting of this number, once all have connected."""
-    compare, meetings = Session.compare_optimizers, itertools.count(1)
-
-    def or_die(session: Session) -> None:
-        if int(os.environ["LOCAL_RANK"]) == victim and next(meetings) == number:
-            die()
-        compare(session)
-
-    Session.compare_optimizers = or_die  # type: ignore[method-assign]
-    be_a_rank(plan)
-
-
-@slow
-def test_a_survivor_is_lost_while_a_newcomer_meets(job: Callable[..., Job], tmp_path: Path) -> None:
-    """The newcomer closes what it has opened, meets again, and waits with the other for a second newcomer."""
-    plan = _plan(tmp_path, "forward", 4, "wait")
-    running = job(3, _train_until_a_meeting, plan, 2, 3)
-    running.wait([1])
-    running.add(1, _replace, plan, _addresses(plan))
-    assert running.wait([2]) == [-signal.SIGKILL]
-    running.add(2, _replace, plan, _addresses(plan))
-    assert running.wait() == [0, 0, 0]
-    assert not [*faults.missed(plan), *faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
-
-
 class Alone(Callback):
     """Notes how far the parameters are from those that ranks share when a rank that was alone has others again.
 
@@ -248,39 +216,10 @@ def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job],
     _stopped_before_step_2(plan, running, [0, 2])
 
 
-def _wait_for_long(plan: Plan) -> None:
-    """To a rank that began no batch for 2 s it seems that it was silent for the timeout, of 20 s."""
-    seconds = members._seconds
-    members._seconds = lambda: 10 * seconds()
-    be_a_rank(plan, Signals())
-
-
-@slow
-def test_to_wait_for_longer_than_the_timeout_is_not_to_be_silent(job: Callable[..., Job], tmp_path: Path) -> None:
-    """Else rank 2 would have to stop when rank 0 dies as well: others might have gone on without it."""
-    plan = _plan(tmp_path, "forward", 2, "wait")
-    running = job(3, _wait_for_long, plan)
-    running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
-    time.sleep(3.0)  # longer than that timeout
-    running.signal(0, signal.SIGKILL)
-    running.until(lambda: "training waits for 2 more: there are 1 rank" in running.output(2), "it waits alone", [2])
-    running.signal(2, signal.SIGTERM)
-    _stopped_before_step_2(plan, running, [2])
-
-
 def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
     """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more."""
     plan = _plan(tmp_path, "forward", 2)
     _stopped_before_step_2(plan, job(3, be_a_rank, plan, Signals(2, 2)), [0, 2])
-
-
-def test_a_newcomer_that_nobody_takes_in_obeys_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
-    plan = _plan(tmp_path, "", 0, "wait")
-    running = job(1, _replace, plan, ["127.0.0.1:1"])
-    running.until(lambda: plan.noted("begin")[0], "it comes to its first batch")
-    running.signal(0, signal.SIGTERM)
-    assert running.wait() == [0]
-    assert running.record(0)["kind"] == "SIGTERMException"
 
 
 # What is left of an epoch, and who is refused
@@ -303,25 +242,6 @@ def test_what_is_left_of_an_epoch_is_shared_out_once(samples: int, skip: int, si
     assert together[: len(left)] == left
     assert set(together) == set(left)
     assert skip > 8 or shares(2) != of_ranks
-
-
-def _on_one_rank(data: Any) -> str:
-    try:
-        fit(RingStrategy(AllReduce(), on_peer_loss="shrink"), Net(), data=data)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            yield torch.ones(6), torch.ones(3)
-
-
-@pytest.mark.parametrize("data", [DataLoader(Endless(), batch_size=4), {"a": rows(), "b": rows()}], ids=type)
-def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(ranks: Pool, data: Any) -> None:
-    assert all("one DataLoader over a data set with a length" in said for said in ranks(2, _on_one_rank, data))
 
 
 # Processes
@@ -351,15 +271,6 @@ class Bringing(BringingLauncherMixin, Launches):
 
     def __init__(self) -> None:
         self._give, self._take = mock.Mock(), mock.Mock()
-
-
-def test_a_rank_leaves_the_others_before_it_closes_the_store_that_they_share() -> None:
-    """Else torch's client writes traces of what it cannot tell them any more."""
-    strategy, calls = RingStrategy(on_peer_loss="shrink"), mock.Mock()
-    strategy.session, strategy.members = calls.session, calls.members
-    with mock.patch("lightning.pytorch.strategies.DDPStrategy.teardown"):
-        strategy.teardown()
-    assert [name for name, *_ in calls.mock_calls] == ["session.close", "members.close"]
 
 
 def test_a_process_that_sigterm_ends_hands_that_to_the_one_that_waits() -> None:

@@ -27,22 +27,18 @@ from torch.nn.utils import parameters_to_vector
 from ringstrategy import (
     AllReduce,
     BlockInt,
-    Codec,
     Direct,
     Gaussian,
     Hierarchical,
-    Identity,
     LocalSGD,
     Nesterov,
     Peers,
-    PlanMismatchError,
     RingStrategy,
     Rotated,
     Sign,
     SmallExact,
 )
 from ringstrategy.algorithms.parameters.fragments import cut_fragments
-from ringstrategy.names import STRATEGIES
 
 Arrays = dict[str, np.ndarray]
 SHAPES = {
@@ -212,22 +208,6 @@ def test_ranks_agree_with_a_numpy_twin(name: str) -> None:
 # What the codec does to it
 
 
-@pytest.mark.parametrize("codec", [Rotated(Gaussian(4)), SmallExact(BlockInt(4), below=16), Sign()], ids=str)
-def test_the_shared_parameters_have_the_same_bits_whatever_the_codec(codec: Codec | SmallExact) -> None:
-    exact, *found = (
-        on_all_ranks(3, lambda peers, by=by: run(peers, LocalSGD(4, Nesterov(), by, Direct(), overlap=2), 24)[2])
-        for by in (Identity(), codec)
-    )
-    [thetas] = found
-    for step in range(24):
-        for name in SHAPES:
-            for rank in (1, 2):
-                np.testing.assert_array_equal(thetas[rank][step][name], thetas[0][step][name])
-    moved = np.abs(exact[0][-1]["embed.weight"] - start()["embed.weight"]).mean()
-    apart = np.abs(exact[0][-1]["embed.weight"] - thetas[0][-1]["embed.weight"]).mean()
-    assert 0 < apart < (0.8 if codec == Sign() else 0.2) * moved
-
-
 def _weight(numel: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     return {"weight": nn.Parameter(torch.full((numel,), value, dtype=dtype))}
 
@@ -271,23 +251,6 @@ def test_rounding_to_16_bits_is_no_progress() -> None:
     assert {len(found) for found in on_all_ranks(2, narrow)} == {1}
 
 
-def test_all_of_an_agreement_travels_in_the_same_messages() -> None:
-    """So it waits for two latencies, not for two for each."""
-
-    def posts(peers: FakePeers) -> int:
-        named = {"weight": nn.Parameter(torch.randn(20, 15)), "bias": nn.Parameter(torch.randn(3))}
-        algorithm = LocalSGD(1, Nesterov(), SmallExact(BlockInt(4), below=64), Direct())
-        algorithm.setup(named, peers)
-        algorithm.attend(lambda: [torch.full((5,), float(peers.rank))])
-        algorithm.bind(set(named.values()))
-        assert len(algorithm._groups[0].flats) == 2
-        before = len(peers.network.posts[peers.rank])
-        algorithm.after_step(named.values())
-        return len(peers.network.posts[peers.rank]) - before
-
-    assert on_all_ranks(2, posts) == [2, 2]
-
-
 # Fragments and schedules
 
 
@@ -315,22 +278,6 @@ def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
 # Checkpoints
 
 
-def test_ranks_with_other_outer_optimizers_or_codecs_are_told() -> None:
-    def told(peers: FakePeers) -> list[str]:
-        policies = SmallExact(BlockInt(8)), SmallExact(BlockInt(4))
-        by_policy = LocalSGD(codec=lambda *named: policies[peers.rank](*named), collective=Direct())
-        messages = []
-        for algorithm in (LocalSGD(outer=Nesterov((0.7, 0.5)[peers.rank])), by_policy):
-            with pytest.raises(PlanMismatchError) as raised:
-                algorithm.setup({"weight": nn.Parameter(torch.zeros(64, 64))}, peers)
-            messages.append(str(raised.value))
-        return messages
-
-    for outer, codec in on_all_ranks(2, told):
-        assert all(each in outer for each in ("lr=0.7", "lr=0.5"))
-        assert all(each in codec for each in ("bits=4", "bits=8"))
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -343,44 +290,6 @@ def test_ranks_with_other_outer_optimizers_or_codecs_are_told() -> None:
 )
 def test_a_run_that_resumes_goes_on_bit_for_bit(make: Callable[[], LocalSGD]) -> None:
     check_resumes(make, 3, parameters_of, change_)
-
-
-@pytest.mark.parametrize("thaws", [True, False])
-def test_an_optimizer_that_gets_parameters_after_a_checkpoint_goes_on(thaws: bool) -> None:
-    """As one does that went on: they were in the checkpoint, or they join it. What it holds waits for them."""
-    original = LocalSGD(4, Nesterov(), BlockInt(4), Direct(), error_feedback=True, overlap=2, warmup_steps=2)
-
-    def run(peers: FakePeers, resumes: bool) -> tuple[int, list[Tensor]]:
-        noise = torch.Generator().manual_seed(peers.rank)
-        named = {name: nn.Parameter(torch.full((300,), float(peers.rank))) for name in ("backbone", "head")}
-
-        def steps(count: int, names: Sequence[str]) -> None:
-            for _ in range(count):
-                for name in names:
-                    named[name].data.add_(torch.randn(300, generator=noise))
-                algorithm.after_step({named[name] for name in names})
-
-        begin = list(named) if thaws else ["head"]
-        algorithm = begun(peers, original, named, *begin)
-        steps(7, begin)
-        if resumes:
-            algorithm.settle()
-            shared, own = copy.deepcopy((algorithm.state_dict(), algorithm.own_state()))
-            assert "correction" in own["kept"]["head"]
-            algorithm = copy.deepcopy(original)
-            algorithm.setup(named, peers)
-            algorithm.load_state_dict(shared)
-            assert algorithm.load_own_state(own)
-            algorithm.bind({named["head"]})
-        steps(6, list(named))
-        algorithm.settle()
-        values = [parameter.detach().clone() for parameter in named.values()]
-        return algorithm.state_dict()["step"], values
-
-    through, resumed = (on_all_ranks(2, lambda peers, on=on: run(peers, on)) for on in (False, True))
-    for (count, values), (again, others) in zip(through, resumed, strict=True):
-        assert count == again == 13
-        assert all(map(torch.equal, values, others))
 
 
 def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
@@ -407,24 +316,6 @@ def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
 
     one, two = on_all_ranks(2, work)
     assert one == two
-
-
-def test_a_new_parameter_of_an_old_name_is_shared_as_it_is() -> None:
-    """Before the first step the model gets it, of another size or not."""
-
-    def replaces_a_head(peers: FakePeers) -> None:
-        for size in (9, 6):
-            named = {"backbone": nn.Parameter(torch.zeros(30)), "head": nn.Parameter(torch.zeros(9))}
-            algorithm = begun(peers, LocalSGD(2, Nesterov()), named)
-            named["head"] = nn.Parameter(torch.full((size,), 7.0))
-            algorithm.adopt(named)
-            for _ in range(4):
-                algorithm.after_step(set(named.values()))
-            assert torch.equal(named["head"], torch.full((size,), 7.0)), "steps of length 0"
-            assert torch.equal(algorithm.shared_values()["head"], named["head"])
-            algorithm.close()
-
-    on_all_ranks(2, replaces_a_head)
 
 
 # The end
@@ -477,31 +368,6 @@ def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(
             assert found == pytest.approx(np.repeat(means, 2), rel=1e-5)
 
 
-def test_it_keeps_as_many_copies_as_the_page_says() -> None:
-    """How many more times the elements of the model it keeps after some agreements, as docs/local_sgd.md says."""
-
-    def kept(peers: FakePeers, algorithm: LocalSGD) -> float:
-        named = {f"layers.{layer}.weight": nn.Parameter(torch.randn(40, 50)) for layer in range(4)}
-        algorithm.setup(named, peers)
-        for _ in range(40):
-            for parameter in named.values():
-                parameter.data.add_(1.0 + peers.rank)
-            algorithm.after_step(named.values())
-        algorithm.settle()
-        count = 0
-        for flat in (flat for group in algorithm._groups for flat in group.flats):
-            states = flat.shared.state_dict().values()
-            outer = [value for state in states for value in state["outer"].values() if isinstance(value, Tensor)]
-            held = [flat.correction, flat.shared.values, *flat.memory.values(), *outer]
-            count += sum(tensor.numel() for tensor in held)
-            assert "values" not in vars(flat), "one more, if it is asked for"
-        return count / sum(parameter.numel() for parameter in named.values())
-
-    for name, copies in (("local_sgd", 2), ("diloco", 3), ("diloco_int4", 5), ("diloco_sign", 5)):
-        found = on_all_ranks(2, lambda peers, make=STRATEGIES[name]: kept(peers, make()))
-        assert found == [copies, copies], name
-
-
 # Beside the parameters
 
 
@@ -532,23 +398,6 @@ def test_buffers_that_have_a_mean_get_it_once_however_many_optimizers_there_are(
 
     for found in on_all_ranks(2, work):
         assert found[2:] == [1.5] * 4
-
-
-def test_directions_agree_from_minus_one_to_one() -> None:
-    def told(peers: FakePeers, sign: float) -> dict[str, float]:
-        named = _weight(64)
-        algorithm = begun(peers, LocalSGD(1), named)
-        named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
-        algorithm.after_step(named.values())
-        metrics = algorithm.metrics()
-        assert algorithm.metrics() == {}
-        return metrics
-
-    norm = torch.linspace(0, 1, 64).norm()
-    for sign in (1.0, -1.0):
-        for metrics in on_all_ranks(2, lambda peers, sign=sign: told(peers, sign)):
-            assert metrics["direction_agreement"] == pytest.approx(sign)
-            assert metrics["outer_gradient_norm"] == pytest.approx(norm if sign > 0 else 0.0)
 
 
 @pytest.mark.parametrize("thaws", [True, False])

@@ -74,12 +74,6 @@ def test_a_message_that_nobody_expects_is_an_error_on_all_ranks(ranks: Pool, cha
         assert right
 
 
-@pytest.mark.slow
-def test_a_slow_rank_is_waited_for(ranks: Pool) -> None:
-    pause = 5.0  # longer than three looks
-    assert ranks(3, _exchange, "", pause) == [("", True)] * 3
-
-
 def test_only_one_message_described_twice_is_a_difference() -> None:
     """However far either rank has come. Lengths and places of messages with other numbers differ."""
     for sent in range(1, 5):

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ringstrategy import (
     AllReduce,
-    Auto,
     BlockInt,
     Cast,
     Direct,
@@ -134,21 +133,6 @@ def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients(
         return [parameter.grad is None for parameter in module.parameters()]
 
     assert on_all_ranks(2, gradients) == [[True, True, True, True, True, False]] * 2
-
-
-def test_it_goes_with_no_loss_scaler() -> None:
-    for make in (AllReduce, PowerSGD, Auto):
-        with pytest.raises(ValueError, match="leave it at 'propagate'"):
-            make(on_nonfinite="skip").check(scaled_loss=True, clips_by_norm=False)
-        make(on_nonfinite="propagate").check(scaled_loss=True, clips_by_norm=False)
-
-    def in_a_plain_loop(peers: FakePeers) -> None:
-        algorithm = AllReduce(on_nonfinite="raise")
-        algorithm.setup(dict(model().named_parameters()), peers)
-        with pytest.raises(ValueError, match="loss scaler"):
-            algorithm.before_backward(None, scale=torch.tensor(2.0))
-
-    on_all_ranks(2, in_a_plain_loop)
 
 
 @pairs(
