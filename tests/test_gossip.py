@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -246,26 +246,14 @@ CASES: dict[str, Case] = {
     "unequal at once": (partial(_at_once, unequal_data=True), UnequalTwin, lambda size: Torus()),
     "push-sum": (PushSum, PushSumTwin, directed),
     "push-sum at once": (partial(PushSum, overlap=False), PushSumTwin, lambda size: OnePeerExponential()),
+    "late": (partial(Gossip, overlap=1), GossipTwin, lambda size: OnePeerExponential()),
+    "push-sum late": (partial(PushSum, overlap=1), PushSumTwin, directed),
     "push-sum by draw": (PushSum, PushSumTwin, lambda size: RandomMatching(5)),
     "choco": (partial(Choco, codec=Identity()), ChocoTwin, lambda size: Torus()),
+    "choco late": (partial(Choco, codec=Identity(), overlap=1), ChocoTwin, lambda size: Torus()),
     "choco int8": (_INT8, partial(ChocoIntTwin, gain=0.7, largest=127), lambda size: RingGraph()),
     "choco int2": (partial(_INT2, overlap=False), partial(ChocoIntTwin, gain=0.7, largest=1), lambda size: RingGraph()),
 }
-
-
-def _check_twin(found: Sequence[Found], algorithm: Decentralized, twin_class: Any, steps: int) -> np.ndarray:
-    size, interval, late = len(found), algorithm.interval, algorithm.schedule.late
-    expected, mean = twin(twin_class, algorithm.topology, size, steps, interval, late)
-    for rank, (own, seen, distance, kept) in enumerate(found):
-        np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"rank {rank} of {size}")
-        np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
-        np.testing.assert_array_equal(seen, found[0][1])
-        assert distance == pytest.approx(np.square(expected - mean).sum(1).mean(), abs=1e-4)
-        for kind in kept:
-            if kind.startswith("copy of"):
-                assert torch.equal(kept[kind], found[int(kind.split()[-1])][3]["copy"])
-                assert rank != int(kind.split()[-1])
-    return expected
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -274,19 +262,17 @@ def test_ranks_agree_with_a_numpy_twin(name: str) -> None:
     for size, interval in ((2, 3), (3, 1), (4, 3), (5, 1), (8, 3)):
         algorithm = make(topology(size), interval=interval)
         found = on_all_ranks(size, lambda peers, algorithm=algorithm: run(peers, algorithm, 10))
-        expected = _check_twin(found, algorithm, twin_class, 10)
+        expected, mean = twin(twin_class, algorithm.topology, size, 10, interval, algorithm.schedule.late)
         assert size == 2 or interval == 1 or np.abs(expected - expected[0]).max() > 0.1
-
-
-@pytest.mark.parametrize("name", ["push-sum", "choco", str(OnePeerExponential())])
-def test_corrections_that_are_some_steps_late(name: str) -> None:
-    make, twin_class, topology = CASES[name]
-    for late in (1, 2, 3):
-        algorithm, steps = make(topology(3), interval=4, overlap=late), 16 + late  # the last was just applied
-        found = on_all_ranks(3, lambda peers, algorithm=algorithm, steps=steps: run(peers, algorithm, steps))
-        expected = _check_twin(found, algorithm, twin_class, steps)
-        for count, other in ((steps, late + 1), (steps - 1, late)):  # neither later nor earlier
-            assert np.abs(expected - twin(twin_class, algorithm.topology, 3, count, 4, other)[0]).max() > 1e-3
+        for rank, (own, seen, distance, kept) in enumerate(found):
+            np.testing.assert_allclose(own, expected[rank], rtol=1e-6, atol=1e-6, err_msg=f"rank {rank} of {size}")
+            np.testing.assert_allclose(seen, mean, rtol=1e-6, atol=1e-6)
+            np.testing.assert_array_equal(seen, found[0][1])
+            assert distance == pytest.approx(np.square(expected - mean).sum(1).mean(), abs=1e-4)
+            for kind in kept:
+                if kind.startswith("copy of"):
+                    assert torch.equal(kept[kind], found[int(kind.split()[-1])][3]["copy"])
+                    assert rank != int(kind.split()[-1])
 
 
 # Arithmetic
