@@ -356,6 +356,8 @@ def test_who_changes_a_tensor_while_the_mean_is_shown_keeps_the_change() -> None
         algorithm.leave_consensus()
         assert one.tolist() == buffer.tolist() == [peers.rank] * 5
         assert two.tolist() == [0.5, 0.5, 0.5, 0.5, 7.0]
+        with pytest.raises(ValueError, match=r"two optimizers step one.*such as 'ring'"):
+            algorithm.after_step({one})
 
     on_all_ranks(2, work)
 

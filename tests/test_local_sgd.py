@@ -93,6 +93,7 @@ ALGORITHMS = {
     "carried whole": (LocalSGD(3, Nesterov(0.5, 0.5), overlap=True), 0.0),
     "streaming": (LocalSGD(8, Nesterov(), fragments=3, overlap=3, warmup_steps=3), 0.0),
     "fragments at once": (LocalSGD(7, Nesterov(1.0, 0.0), fragments=2), 0.0),
+    "epochs": (LocalSGD(2, unit="epoch"), 0.0),  # of two steps
     "encoded": (LocalSGD(4, Nesterov(), Rotated(Gaussian(4)), Direct(), overlap=2), 1.0),
 }
 
@@ -102,7 +103,7 @@ def test_ranks_agree_with_a_numpy_twin(name: str) -> None:
     """And hold the same shared parameters to the bit, after each step, whatever the codec."""
     algorithm, loss = ALGORITHMS[name]
     for size in (2, 3, 8):
-        expected, thetas = twin(algorithm, size)
+        expected, thetas = twin(LocalSGD(4) if algorithm.unit == "epoch" else algorithm, size)
 
         def noted(peers: FakePeers) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
             told: list[np.ndarray] = []
