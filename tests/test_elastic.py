@@ -67,11 +67,14 @@ def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int)
         pytest.param("send", {"delay": 3, "victims": (0,), "strategy": "direct bf16"}, marks=nightly),
         pytest.param("backward", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
         pytest.param("batch end", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=nightly),
+        pytest.param("backward", {"fault": "freeze", "timeout": 4.0}, marks=slow),  # wakes when the others have ended
     ],
 )
 def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
     plan = _plan(tmp_path, place, **{"step": 4, **how})
     assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
+    left_behind = ["LeftBehindError"] * (plan.fault == "freeze")
+    assert [error["kind"] for errors in plan.noted("error")[1:2] for error in errors] == left_behind
 
 
 class Torn(Callback):
@@ -108,14 +111,6 @@ def test_survivors_that_are_a_step_apart_go_on(job: Callable[..., Job], tmp_path
     made = [[step["step"] for step in steps if step["size"] == 3] for steps in plan.noted("step")]
     assert [steps[-1] for steps in made] == [4, 5, 4]
     assert not faults.of_survivors(plan)
-
-
-@slow
-def test_a_frozen_rank_is_left_behind(tmp_path: Path) -> None:
-    """It wakes when the others have ended."""
-    plan = _plan(tmp_path, "backward", 4, fault="freeze", timeout=4.0)
-    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
-    assert [error["kind"] for error in plan.noted("error")[1]] == ["LeftBehindError"]
 
 
 # Replacements
@@ -197,32 +192,23 @@ class Signals(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _stopped_before_step_2(plan: Plan, running: Job, ranks: list[int]) -> None:
-    """With a checkpoint, and trained on nothing since the loss."""
-    assert running.wait(ranks) == [0] * len(ranks)
-    assert [running.record(rank)["kind"] for rank in ranks] == ["SIGTERMException"] * len(ranks)
-    assert {batch["world"] for batches in plan.noted("batch") for batch in batches} == {0}
+@pytest.mark.parametrize(("policy", "asked"), [("shrink", 2), ("wait", 2), pytest.param("wait", 0, marks=nightly)])
+def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path, policy: str, asked: int) -> None:
+    """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more; or ranks wait for others."""
+    plan = _plan(tmp_path, "forward", 2, policy)
+    running = job(3, be_a_rank, plan, Signals(2, 2) if policy == "shrink" else Signals())
+    if policy == "wait":
+        running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
+        running.signal(asked, signal.SIGTERM)
+    assert running.wait([0, 2]) == [0, 0]
+    assert [running.record(rank)["kind"] for rank in (0, 2)] == ["SIGTERMException"] * 2
+    assert {batch["world"] for batches in plan.noted("batch") for batch in batches} == {0}, "nobody trained since"
     [saved] = plan.saved.glob("*.ckpt")
     assert saved.name == "last.ckpt"
     assert torch.load(saved, weights_only=True)["global_step"] == 2
 
 
-@pytest.mark.parametrize("asked", [2, pytest.param(0, marks=nightly)])
-def test_ranks_that_wait_for_a_replacement_obey_sigterm(job: Callable[..., Job], asked: int, tmp_path: Path) -> None:
-    plan = _plan(tmp_path, "forward", 2, "wait")
-    running = job(3, be_a_rank, plan, Signals())
-    running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
-    running.signal(asked, signal.SIGTERM)
-    _stopped_before_step_2(plan, running, [0, 2])
-
-
-def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path) -> None:
-    """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more."""
-    plan = _plan(tmp_path, "forward", 2)
-    _stopped_before_step_2(plan, job(3, be_a_rank, plan, Signals(2, 2)), [0, 2])
-
-
-# What is left of an epoch, and who is refused
+# What is left of an epoch
 
 
 @pytest.mark.parametrize(("samples", "skip", "size"), [(10, 0, 3), (10, 4, 3), (10, 9, 3), (10, 10, 2), (12, 6, 1)])
