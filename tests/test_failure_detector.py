@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -48,7 +50,7 @@ class Switched:
         self.store, self.gone = store or dist.HashStore(), False
         self.begun, self.arrive = threading.Event(), threading.Event()
         self.arrive.set()
-        self._on_the_way: list[tuple[str, str]] = []
+        self._on_the_way = deque[tuple[str, str]]()
 
     def set(self, key: str, value: str) -> None:
         if key.startswith("left/"):
@@ -59,8 +61,9 @@ class Switched:
     def __getattr__(self, name: str) -> Any:
         if self.gone:
             raise RuntimeError("Broken pipe")
-        while self._on_the_way:
-            self.store.set(*self._on_the_way.pop())
+        with contextlib.suppress(IndexError):
+            while True:
+                self.store.set(*self._on_the_way.popleft())
         return getattr(self.store, name)
 
 
