@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Toy
+from fakes import FakePeers, Network, Toy
+from torch import Tensor, nn
 
 from ringstrategy import (
     AllReduce,
@@ -29,7 +30,17 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.topologies import Exponential, FromMatrix, OnePeerExponential, RingGraph
+from ringstrategy.algorithms import Algorithm
+from ringstrategy.topologies import Exponential, FromGraph, FromMatrix, OnePeerExponential, RingGraph
+
+WHOLE = torch.zeros(6, 4)
+
+
+def set_up(algorithm: Algorithm, *values: Tensor) -> None:
+    """On one of two ranks."""
+    named = {str(place): nn.Parameter(each) for place, each in enumerate(values)}
+    algorithm.setup(named, FakePeers(Network(2), 0))
+
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AllReduce("int8"), "TypeError: .*Identity"),
@@ -74,6 +85,8 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     ],
     *[(lambda bad=bad: Choco(gain=bad), "ValueError: .*0 < gain <= 1") for bad in (0, float("nan"))],
     (lambda: PushSum(RingGraph), r"TypeError: .*RingGraph\(\)"),
+    (lambda: set_up(Gossip(FromGraph([(0, 1), (1, 2)])), torch.zeros(6)), "ValueError: .*3 ranks, but there are 2"),
+    (lambda: set_up(LocalSGD(), WHOLE, WHOLE[2:4]), "ValueError: .*have a part .*: give each memory of its own"),
     (lambda: LocalSGD(4, fragments=5), "ValueError: .*take at most as many"),
     (lambda: LocalSGD(fragments=0), "ValueError: .*whole number >= 1"),
     (lambda: LocalSGD(warmup_steps=-1), "ValueError: .*whole number >= 0"),

@@ -1,18 +1,19 @@
-"""Lost peers, interrupts and bad input under real trainers: an error with a name and a cure, never a hang.
+"""Ranks are killed, fail or stray while Lightning trains: others name them, or go on in the same processes.
 
 A rank that notices another's death only when a third one ends would never end here: nobody ends before all have named.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
 import signal
 import socket
-import sys
-import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,20 +24,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import die
-from jobs import job as job  # fixtures
-from jobs import program as program
-from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from jobs import job as job  # a fixture
+from lightning.pytorch.callbacks import Callback
+from pairs import all_pairs
 from pool import Pool
 from test_strategy import Net, fit, rows, trainer_with
-from torch import Tensor, nn
+from torch import Tensor
+from torch.utils.data import DistributedSampler
 
 from benchmarks import faults
-from benchmarks.faulted import Plan, be_a_rank
-from benchmarks.ranks import Job, Program, note
-from ringstrategy import AllReduce, PeerLostError, PlanMismatchError, RingStrategy
+from benchmarks.faulted import STEPS, Plan, be_a_rank
+from benchmarks.ranks import Job, note, noted
 from ringstrategy.failure import progress
-from ringstrategy.names import STRATEGIES
+from ringstrategy.integrations.lightning import stopping
+from ringstrategy.integrations.lightning.elastic import Rest
+from ringstrategy.integrations.lightning.launcher import BringingLauncherMixin, OutlivingLauncherMixin
+from ringstrategy.integrations.lightning.processes import Given
 from ringstrategy.transport.connect import connect
 
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
@@ -45,7 +48,7 @@ slow, nightly = pytest.mark.slow, pytest.mark.nightly
 # Lost while the others train
 
 
-class EndsLast(L.Callback):
+class EndsLast(Callback):
     """A rank whose error has come waits until it has come to all of these; who waits for ever uses no CPU."""
 
     def __init__(self, ranks: list[int]) -> None:
@@ -106,79 +109,30 @@ class FailsInSetUp(Net):
 
 
 def _fails_in_set_up(how: str) -> None:
-    fit("ring", FailsInSetUp(how))
+    """Or cannot make the group in which the others wait for it, for longer than any test may take."""
+    if how != "connects":
+        fit("ring", FailsInSetUp(how))
+    dist.init_process_group("gloo", timeout=timedelta(hours=1))
+    if dist.get_rank() == 1:
+        dist.new_group = mock.Mock(side_effect=FileNotFoundError("no interface eth7"))
+    connect(torch.device("cpu"), timedelta(hours=1))
 
 
-@pytest.mark.parametrize("how", ["raises", pytest.param("dies", marks=slow)])
+@pytest.mark.parametrize("how", ["raises", "connects", pytest.param("dies", marks=slow)])
 def test_a_rank_that_fails_before_it_meets_the_others_is_named(job: Callable[..., Job], how: str) -> None:
     running = job(3, _fails_in_set_up, how)
     assert running.wait([0, 2]) == [1, 1]
     for rank in (0, 2):
         lost, message = running.named(rank)
         assert lost == 1, message
-        assert how == "dies" or "it stopped with FileNotFoundError: no weights on this host" in message, message
-
-
-def _has_no_interface() -> None:
-    """Rank 1 cannot make the group in which the others wait for it, for longer than any test may take."""
-    dist.init_process_group("gloo", timeout=timedelta(hours=1))
-    if dist.get_rank() == 1:
-        dist.new_group = mock.Mock(side_effect=RuntimeError("no interface eth7"))
-    connect(torch.device("cpu"), timedelta(hours=1))
-
-
-def test_a_rank_that_fails_while_it_connects_is_named_at_once(job: Callable[..., Job]) -> None:
-    running = job(3, _has_no_interface)
-    assert running.wait() == [1, 1, 1]
-    for rank in (0, 2):
-        lost, message = running.named(rank)
-        assert lost == 1, message
-        assert "it stopped with RuntimeError: no interface eth7" in message, message
-
-
-def _other_strategies() -> None:
-    fit("ring_int8" if os.environ["LOCAL_RANK"] == "0" else "ddp", Net())
-
-
-def test_a_rank_with_ddp_beside_ours_is_an_error_at_once(job: Callable[..., Job]) -> None:
-    running = job(2, _other_strategies)
-    assert running.wait([0, 1]) == [1, 1]
-    record = running.record(0)
-    assert record["kind"] == PlanMismatchError.__name__
-    assert "rank 1 does not train with a RingStrategy" in record["message"]
-    assert "give every rank the same Trainer(strategy=...)" in record["message"]
+        assert how == "dies" or "it stopped with FileNotFoundError: no " in message, message
 
 
 # Ranks that wait for each other at different places
 
 
-def _uneven(name: str, validates: bool, normed: bool) -> None:
-    """Rank 1 has half as many batches, with and without buffers, for which the default group is needed at each step."""
-    progress.DOUBT_SECONDS = 4.0
-    mine = 12 if os.environ["LOCAL_RANK"] == "1" else 24
-    layers = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)) if normed else None
-    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=60))
-    trainer = trainer_with(strategy, use_distributed_sampler=False, max_epochs=1, num_sanity_val_steps=0)
-    trainer.fit(Net(layers), rows(mine), rows(12) if validates else None)
-
-
-@pytest.mark.parametrize(
-    ("name", "validates", "normed"), [("ring", False, False), pytest.param("gossip_int8", True, True, marks=slow)]
-)
-def test_ranks_with_other_numbers_of_batches_are_told(
-    job: Callable[..., Job], name: str, validates: bool, normed: bool
-) -> None:
-    running = job(3, _uneven, name, validates, normed)
-    codes = running.wait([0, 1, 2])
-    assert codes[::2] == [1, 1]
-    messages = [running.record(rank)["message"] for rank in range(3) if codes[rank]]
-    assert all("the same number of batches" in message for message in messages), messages
-    assert all("uneven='join'" in message for message in messages), messages
-    assert all("rank 1" in message for message in (messages[0], messages[-1])), messages
-
-
-class Leaves(Net):
-    """Rank 1 skips its second batch, or is the only one that stops."""
+class Strays(Net):
+    """Rank 1 skips its second batch, is the only one that stops, or calls a collective that no other rank calls."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -191,198 +145,293 @@ class Leaves(Net):
         if self.how == "stops" and self.global_rank == 1:
             self.trainer.should_stop = True
 
-
-def _leaves(how: str, epochs: int) -> tuple[int, str]:
-    with mock.patch.object(progress, "DOUBT_SECONDS", 1.0), pytest.raises(PeerLostError) as caught:
-        fit("ring", Leaves(how), max_epochs=epochs)
-    return caught.value.rank, str(caught.value)
-
-
-@pytest.mark.parametrize(("how", "epochs"), [("skips", 2), ("skips", 1), ("stops", 1)])
-def test_a_rank_that_leaves_an_epoch_alone_is_named_by_all(ranks: Pool, how: str, epochs: int) -> None:
-    for rank, said in ranks(2, _leaves, how, epochs):
-        assert rank == 1
-        where = "its next batch" if epochs == 2 else "the end of its training"
-        assert f"{where}{', having skipped batch 2' if how == 'skips' else ''} after " in said
-
-
-class Alone(Net):
-    """Rank 1 calls a collective that no other rank calls."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where = where
-
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if self.where == "training" and (self.global_rank, batch_idx) == (1, 1):
+        if self.how == "waits" and (self.global_rank, batch_idx) == (1, 1):
             dist.barrier()
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        if self.where == "validation" and (self.global_rank, batch_idx) == (1, 1):
+        if (self.global_rank, batch_idx) == (1, 1):
             self.log("alone", 1.0, sync_dist=True)
 
 
-def _alone(where: str) -> str:
-    trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=2)
+def _strays(how: str, epochs: int) -> str:
+    trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=epochs)
     with mock.patch.object(progress, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
-        trainer.fit(Alone(where), rows(), rows(12))
+        trainer.fit(Strays(how), rows(), rows(12) if how == "logs" else None)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("where", ["training", "validation"])
-def test_a_rank_that_calls_a_collective_alone_is_named_by_all_with_its_place(ranks: Pool, where: str) -> None:
-    other = "an exchange" if where == "training" else "the broadcast before its next batch"
-    for said in ranks(2, _alone, where):
-        assert "lost rank 1" in said
-        caller = "test_failures" if where == "training" else "distributed"  # of Lightning, for what was logged
-        assert re.search(rf"it waits in barrier\(\) at .*{caller}.py:\d+, and rank 0 in {other}:", said)
-        assert "on all ranks or on none" in said
+IN_BARRIER = r"it waits in barrier\(\) at .*{}.py:\d+, and rank 0 in {}:.*on all ranks or on none"
 
 
-# All fail, or one ends all
+@pytest.mark.parametrize(
+    ("how", "epochs", "where"),
+    [
+        ("skips", 2, "its next batch, having skipped batch 2 after "),
+        ("skips", 1, "the end of its training, having skipped batch 2 after "),
+        ("stops", 1, "the end of its training after "),
+        ("waits", 2, IN_BARRIER.format("test_failures", "an exchange")),
+        ("logs", 2, IN_BARRIER.format("distributed", "the broadcast before its next batch")),  # in Lightning
+    ],
+)
+def test_a_rank_that_strays_is_named_by_all_with_its_place(ranks: Pool, how: str, epochs: int, where: str) -> None:
+    for said in ranks(2, _strays, how, epochs):
+        assert re.search(f"^lost rank 1 .*{where}", said), said
 
 
-class AllFail(Net):
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        if batch_idx == 2:
-            raise ArithmeticError("everywhere")
-        return super().training_step(batch, batch_idx)
+# The others go on, as an oracle does
+
+PLACES = ("backward", "validation", "save", "forward", "epoch end", "start", "optimizer", "batch end")
+NAMES = ("ring", "ring_int8, feedback", "gossip", "local SGD", "powersgd", "gossip at once", "auto")
 
 
-class SlowlySaved(TorchCheckpointIO):
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        time.sleep(2)
-        super().save_checkpoint(*args, **kwargs)
+def _plan(folder: Path, place: str, step: int, policy: Any = "shrink", **how: Any) -> Plan:
+    how = {"fault": "kill", "victims": (1,), "timeout": 20.0, **how}
+    return Plan(str(folder), policy=policy, place=place, step=step, **how)
 
 
-def _all_fail(folder: str) -> None:
-    saver = OnExceptionCheckpoint(folder, "failed")
-    with pytest.raises((ArithmeticError, PeerLostError)):
-        fit("ring", AllFail(), callbacks=[saver], plugins=[SlowlySaved()], enable_checkpointing=True)
-    fit("ring", Net(), ckpt_path=f"{folder}/failed.ckpt", max_epochs=3)  # each rank at once
+def _cases() -> list[Any]:
+    """Each algorithm once; at night each at each place."""
+    first = list(zip(PLACES, NAMES, itertools.cycle([0, 2]), strict=False))
+    others = [case for case in all_pairs(PLACES, NAMES, [2, 0]) if case not in first]
+    marks = [*[slow] * len(first), *[nightly] * len(others)]
+    return [pytest.param(*case, marks=mark) for case, mark in zip([*first, *others], marks, strict=True)]
 
 
-def test_ranks_that_all_failed_wait_for_each_others_checkpoints(ranks: Pool, tmp_path: Path) -> None:
-    ranks(3, _all_fail, str(tmp_path))
+@pytest.mark.parametrize(("place", "strategy", "victim"), _cases())
+def test_survivors_go_on(tmp_path: Path, place: str, strategy: str, victim: int) -> None:
+    """And what they save begins another run, with the same bits if the algorithm gives them again."""
+    step = STEPS if place in ("validation", "save", "epoch end") else 4
+    plan = _plan(tmp_path, place, step, victims=(victim,), strategy=strategy)
+    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
+    assert strategy not in faults.DRAWN or not faults.torn_by_survivors(plan)
 
 
-def _abort_while_all_wait() -> None:
-    """Rank 0 aborts while its own thread and all others wait for bytes that nobody sends."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    peers = connect(torch.device("cpu"), timedelta(seconds=60))
-    before = threading.active_count()
-    nothing = torch.empty(8, dtype=torch.uint8)
-    handles = []
-
-    def wait() -> None:
-        handles.append(peers.post({}, {(peers.rank + 1) % peers.size: nothing}))
-        handles[0].wait()
-
-    ticket = peers.submit(wait, "in a test")
-    while not handles:
-        time.sleep(0.01)
-    dist.barrier()
-    if peers.rank == 0:
-        peers.abort("TestError: enough")
-    with pytest.raises(PeerLostError, match="TestError: enough") as caught:
-        ticket.wait()
-    assert caught.value.rank == 0
-    peers.close()
-    assert threading.active_count() == before - 1
+@pytest.mark.parametrize(
+    ("place", "how"),
+    [
+        ("backward", {"size": 4, "victims": (0, 2)}),  # half of the ranks, and the store
+        pytest.param("send", {"delay": 7}, marks=slow),
+        pytest.param("send", {"delay": 3, "victims": (0,), "strategy": "direct bf16"}, marks=nightly),
+        pytest.param("backward", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=slow),  # a window is drawn again
+        pytest.param("batch end", {"step": 2, "accumulate": 2, "victims": (0,)}, marks=nightly),
+        pytest.param("backward", {"fault": "freeze", "timeout": 4.0}, marks=slow),  # wakes when the others have ended
+    ],
+)
+def test_survivors_do_as_an_oracle(tmp_path: Path, place: str, how: dict[str, Any]) -> None:
+    plan = _plan(tmp_path, place, **{"step": 4, **how})
+    assert not [*faults.Start(plan).found, *faults.missed(plan), *faults.of_survivors(plan)]
+    left_behind = ["LeftBehindError"] * (plan.fault == "freeze")
+    assert [error["kind"] for errors in plan.noted("error")[1:2] for error in errors] == left_behind
 
 
-def test_an_abort_ends_every_wait(ranks: Pool) -> None:
-    """Ranks 2 and 3 of 5 are not waiting for rank 0; the cascade must reach them."""
-    ranks(5, _abort_while_all_wait)
+class Torn(Callback):
+    """Rank `victim` is killed before its last message of a step, once another has got all of its own and stepped."""
 
+    def __init__(self, plan: Plan, victim: int) -> None:
+        self.plan, self.victim = plan, victim
+        self.sent, self.last = 0, -1  # messages
+        self.before = list[int]()  # each step
 
-ENDLESS = """
-from test_failures import Endless, fit, rows
+    def on_train_start(self, *_: Any) -> None:
+        if int(os.environ["LOCAL_RANK"]) == self.victim:
+            self.send, dist.isend = dist.isend, self.count
 
-fit("ring", Endless(), data=rows(4096), devices=2, max_epochs=1000)
-"""
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.before.append(self.sent)
+        if len(self.before) > self.plan.step:
+            self.last = 2 * self.sent - self.before[-2]  # as many as in the step before
 
-
-class Endless(Net):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.global_step == 5:
-            note(f"trains{self.global_rank}")
+    def count(self, *args: Any, **options: Any) -> Any:
+        self.sent += 1
+        if self.sent == self.last:
+            while not any(step["step"] > self.plan.step for steps in self.plan.noted("step") for step in steps):
+                time.sleep(0.05)
+            die()
+        return self.send(*args, **options)
 
 
 @slow
-def test_ctrl_c_ends_all_processes_cleanly(program: Callable[..., Program], tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(ENDLESS)
-    running = program(sys.executable, "script.py")
-    running.until(lambda: all((tmp_path / f"trains{rank}").exists() for rank in range(2)), "both ranks train")
-    assert len(running.pids()) == 2
-    os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does
-    assert running.wait() == 1
-    assert "Detected KeyboardInterrupt, attempting graceful shutdown" in running.errors
-    assert "Exception in thread" not in running.errors
-    assert "Traceback" not in running.errors
+def test_survivors_that_are_a_step_apart_go_on(job: Callable[..., Job], tmp_path: Path) -> None:
+    plan = _plan(tmp_path, "send", 4, victims=(0,))
+    running = job(3, be_a_rank, replace(plan, fault=""), Torn(plan, 0))
+    assert running.wait() == [-signal.SIGKILL, 0, 0], running.output(1) + running.output(2)
+    made = [[step["step"] for step in steps if step["size"] == 3] for steps in plan.noted("step")]
+    assert [steps[-1] for steps in made] == [4, 5, 4]
+    assert not faults.of_survivors(plan)
 
 
-# Ranks that differ
+# Replacements
 
 
-class Wider(Net):
+def _replace(plan: Plan, addresses: list[str], *callbacks: Callback) -> None:
+    os.environ["RINGSTRATEGY_JOIN"] = ",".join(addresses)
+    be_a_rank(replace(plan, fault=""), *callbacks)
+
+
+def _addresses(plan: Plan) -> list[str]:
+    return plan.noted("batch")[0][0]["addresses"]
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [
+        pytest.param("forward", 4, marks=slow),
+        pytest.param("validation", STEPS, marks=nightly),
+        pytest.param("epoch end", STEPS, marks=nightly),
+    ],
+)
+def test_a_replacement_is_waited_for(job: Callable[..., Job], tmp_path: Path, place: str, step: int) -> None:
+    plan = _plan(tmp_path, place, step, "wait")
+    running = job(3, be_a_rank, plan)
+    running.wait([1])
+    running.add(1, _replace, plan, _addresses(plan))
+    assert running.wait() == [0, 0, 0]
+    assert not [*faults.missed(plan), *faults.wrong_means(plan, range(3)), *faults.lost_samples(plan)]
+
+
+class Alone(Callback):
+    """Notes how far the parameters are from those that ranks share when a rank that was alone has others again.
+
+    It trains five batches alone, and goes on when another rank has come to its door.
+    """
+
+    batches = 0  # alone
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        members = trainer.strategy.members
+        now, file = members.now, Path(f"joined{os.environ['LOCAL_RANK']}")
+        self.batches += now.size == 1
+        while now.size == 1 and self.batches > 5 and not members.newcomers():
+            time.sleep(0.05)
+        time.sleep(0.2)  # it looks for others once a second, and has some 60 batches left
+        if now.size == 2 and now.generation > 1 and not file.exists():
+            shared, held = trainer.strategy.algorithm.shared_values(), dict(pl_module.named_parameters())
+            note(file, distance=max(float((value - held[name]).detach().abs().max()) for name, value in shared.items()))
+
+
+@slow
+def test_what_the_last_survivor_trained_alone_is_shared_with_its_replacement(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
+    plan = _plan(tmp_path, "forward", 4, size=2, epochs=12, strategy="local SGD")
+    running = job(2, be_a_rank, plan, Alone())
+    running.wait([1])
+    running.until(lambda: sum(batch["size"] == 1 for batch in plan.noted("batch")[0]) > 4, "it trains alone")
+    running.add(1, _replace, plan, _addresses(plan), Alone())
+    assert running.wait() == [0, 0], running.output(0) + running.output(1)
+    assert [noted(tmp_path / f"joined{rank}") for rank in range(2)] == [[{"distance": 0.0}]] * 2
+
+
+# Signals
+
+
+class Signals(Callback):
+    """These ranks get the signal at the end of this batch. Rank 0 never looks whether another rank has got one."""
+
+    def __init__(self, rank: int = -1, step: int = -1) -> None:
+        self.rank, self.step = rank, step
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        stopping._LOOK_SECONDS = math.inf
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (self.rank, self.step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("policy", "asked"), [("shrink", 2), ("wait", 2), pytest.param("wait", 0, marks=nightly)])
+def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: Path, policy: str, asked: int) -> None:
+    """Rank 2 gets it a batch before the loss, and writes it where nobody looks any more; or ranks wait for others."""
+    plan = _plan(tmp_path, "forward", 2, policy)
+    running = job(3, be_a_rank, plan, Signals(2, 2) if policy == "shrink" else Signals())
+    if policy == "wait":
+        running.until(lambda: "training waits for 1 more: there are 2 ranks" in running.output(0), "they wait", [0, 2])
+        running.signal(asked, signal.SIGTERM)
+    assert running.wait([0, 2]) == [0, 0]
+    assert [running.record(rank)["kind"] for rank in (0, 2)] == ["SIGTERMException"] * 2
+    assert {batch["world"] for batches in plan.noted("batch") for batch in batches} == {0}, "nobody trained since"
+    [saved] = plan.saved.glob("*.ckpt")
+    assert saved.name == "last.ckpt"
+    assert torch.load(saved, weights_only=True)["global_step"] == 2
+
+
+# What is left of an epoch
+
+
+@pytest.mark.parametrize(("samples", "skip", "size"), [(10, 0, 3), (10, 4, 3), (10, 9, 3), (10, 10, 2), (12, 6, 1)])
+def test_what_is_left_of_an_epoch_is_shared_out_once(samples: int, skip: int, size: int) -> None:
+    def shares(epoch: int) -> list[list[int]]:
+        whole = DistributedSampler(range(samples), 2, 1, shuffle=True)
+        rests = [Rest(whole, rank, size, skip=skip, done=4, epoch=epoch) for rank in range(size)]
+        assert {len(rest) for rest in rests} == {4 + -(-(samples - skip) // size)}
+        return [list(rest) for rest in rests]
+
+    drawn = DistributedSampler(range(samples), 1, 0, shuffle=True)
+    drawn.set_epoch(1)
+    left = list(drawn)[skip:]
+    of_ranks = shares(1)
+    assert len({len(share) for share in of_ranks}) == 1
+    together = [sample for row in zip(*of_ranks, strict=True) for sample in row]
+    assert together[: len(left)] == left
+    assert set(together) == set(left)
+    assert skip > 8 or shares(2) != of_ranks
+
+
+# Processes
+
+
+def test_a_newcomer_is_not_rank_0_and_starts_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    place = Given.newcomer()
+    assert (place.global_rank(), place.world_size(), place.local_rank(), place.node_rank()) == (1, 2, 3, 0)
+    assert place.creates_processes_externally
+    given = Given(4, 5, 1, 2)
+    assert (given.global_rank(), given.world_size(), given.local_rank(), given.node_rank()) == (4, 5, 1, 2)
+
+
+class Launches:
+    """In the place of Lightning's launcher."""
+
+    def _wrapping_function(self, process_idx: int, *args: Any) -> None:
+        raise SystemExit(process_idx)
+
+    def _recover_results_in_main_process(self, worker_output: Any, trainer: Any) -> str:
+        return "recovered"
+
+
+class Bringing(BringingLauncherMixin, Launches):
+    """Its base class is Lightning's only for type checkers."""
+
     def __init__(self) -> None:
-        width = 17 + (os.environ["LOCAL_RANK"] == "1")
-        super().__init__(nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3)))
+        self._give, self._take = mock.Mock(), mock.Mock()
 
 
-def _differing() -> list[str]:
-    odd, said = os.environ["LOCAL_RANK"] == "1", []
-    strategies: dict[str, Any] = {"model": "ring", "codec": "ring_fp16", "bucket": RingStrategy(AllReduce(bucket_mb=1))}
-    for what, strategy in strategies.items():
-        with pytest.raises(PlanMismatchError) as caught:
-            fit(strategy if odd else "ring", Wider() if what == "model" else Net())
-        said.append(str(caught.value))
-    return said
+def test_a_process_that_sigterm_ends_hands_that_to_the_one_that_waits() -> None:
+    results = mock.Mock()
+    for process in (0, 1):
+        with pytest.raises(SystemExit):
+            Bringing()._wrapping_function(process, None, None, None, None, results)
+    [((stopped,), _)] = results.put.call_args_list
+    assert stopped.code == 0, "local rank 0's alone"
+    with pytest.raises(SystemExit):
+        Bringing()._recover_results_in_main_process(stopped, mock.Mock())
 
 
-def test_ranks_that_differ_are_an_error_on_all(ranks: Pool) -> None:
-    words = ["rank 1 has 'layers.2.weight: (3, 18) torch.float32", "rank 1 has 'AllReduce(codec=Cast(", "bucket_mb=1"]
-    for messages in ranks(3, _differing):
-        for message, word in zip(messages, words, strict=True):
-            assert word in message, message
-            assert "rank 2 has" not in message
-            assert "Give every rank the same model" in message
+def test_processes_that_were_let_go_end_nobody() -> None:
+    class Outliving(OutlivingLauncherMixin):
+        cluster_environment = mock.Mock(creates_processes_externally=False)
+        num_processes, num_nodes, procs = 2, 1, ["rank 1"]
+        package, _call_children_scripts = mock.Mock(), mock.Mock()
 
+        def __init__(self) -> None: ...
 
-# Bad input
-
-
-def test_a_gpu_of_apple_is_refused() -> None:
-    with pytest.raises(ValueError, match="accelerator='cpu'"):
-        RingStrategy(parallel_devices=[torch.device("mps")])._configure_launcher()
-    with pytest.raises(ValueError, match="accelerator='cpu'"):
-        L.Trainer(strategy=RingStrategy(parallel_devices=[torch.device("mps")]), barebones=True)
-
-
-def test_a_gpu_without_triton_is_refused_and_a_cpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "ringstrategy.integrations.lightning.refusals.find_spec", lambda name: None if name == "triton" else object()
-    )
-    with pytest.raises(ValueError, match=r"needs triton.* python -m pip install triton"):  # a Trainer calls it at birth
-        RingStrategy(parallel_devices=[torch.device("cuda", 0)])._configure_launcher()
-    L.Trainer(strategy="ring_int8", accelerator="cpu", devices=2, barebones=True)
-
-
-class Newton(Net):
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(self.parameters(), max_iter=2)
-
-
-def _lbfgs() -> None:
-    if int(os.environ["WORLD_SIZE"]) == 1:
-        assert fit("ring", Newton(), max_epochs=1).global_step > 0
-        return
-    with pytest.raises(ValueError, match=r"LBFGS.*another optimizer"):
-        fit("ring", Newton())
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_lbfgs_is_refused_unless_it_is_alone(ranks: Pool, size: int) -> None:
-    ranks(size, _lbfgs)
+    launcher = Outliving()
+    assert launcher.launch(lambda: "trained") == "trained"
+    launcher._call_children_scripts.assert_called_once_with()
+    watched = launcher.package.ChildProcessObserver
+    watched.assert_called_once_with(os.getpid(), ["rank 1"])
+    watched.return_value.start.assert_called_once_with()
+    launcher.let_go()
+    assert watched.return_value._child_processes == []

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 from collections.abc import Collection
-from functools import partial
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from fakes import LIMIT, FakePeers, Toy, on_all_ranks
-from jobs import run_script
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from fakes import FakePeers, Toy, on_all_ranks
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state
 from test_strategy import (
     Net,
     check_replicas,
-    fit,
     rows,
-    said,
     trainer_with,
 )
 from torch import Tensor, nn
@@ -36,9 +31,6 @@ from ringstrategy import (
     Collective,
     Direct,
     Gaussian,
-    Identity,
-    Native,
-    PlanMismatchError,
     PowerSGD,
     Ring,
     RingStrategy,
@@ -260,247 +252,32 @@ def test_what_was_stepped_and_what_is_left_are_what_there_was(
     assert least < largest < bound
 
 
-def test_steps_that_torch_does_not_tell_of_are_said() -> None:
-    def one(peers: FakePeers) -> tuple[list[str], State]:
-        run = run_on(peers, WIRES[0], 25.0, None, a=9, b=5)
-        for step in range(25):
-            run.backward(step)
-            with torch.no_grad():
-                for parameter in run.module.values():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # by hand
-                    parameter.grad = None
-        return run.algorithm.news(), run.close()
-
-    for news, left in on_all_ranks(2, one):
-        [line] = news
-        assert "error feedback keeps nothing" in line
-        assert not any(value.any() for value in left.values())
-
-
-# Another algorithm or model
-
-
-def test_residuals_find_their_parameters_or_are_named() -> None:
-    def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy(), error_feedback=True), kept=5, other=4)
-        run.backward(0)
-        run.step()
-        saved = run.close()
-        assert all(value.any() for value in saved.values())
-        fed = partial(AllReduce, error_feedback=True)
-        changes: list[tuple[AllReduce, dict[str, int], list[str]]] = [
-            (fed(Cast("bf16"), Direct(), bucket_mb=1e-5), {"other": 4}, []),
-            (AllReduce(Toy()), {"other": 4}, ["kept", "other"]),
-            (fed(Toy()), {"another": 4}, ["other"]),
-            (fed(Toy()), {"other": 7}, ["other"]),
-            (fed(Toy()), {"new": 6, "other": 4, "newer": 2}, []),
-        ]
-        for algorithm, sizes, homeless in changes:
-            changed = Run(peers, algorithm, kept=5, **sizes)
-            assert sorted(algorithm.load_residuals(saved)) == homeless
-            now = changed.close()
-            assert now.keys() == ({"kept", *sizes} if algorithm.error_feedback else set())
-            for name, value in now.items():
-                there = name in saved and name not in homeless
-                assert torch.equal(value, saved[name] if there else torch.zeros_like(value)), name
-
-    on_all_ranks(2, one)
-
-
-def test_residuals_of_frozen_parameters_wait_for_their_bucket() -> None:
-    def one(peers: FakePeers) -> None:
-        run = Run(peers, AllReduce(Toy(), error_feedback=True), first=5, later=4)
-        run.backward(0)
-        run.step()
-        saved = run.close()
-        run.module["later"].requires_grad_(False)
-        run.algorithm.setup(dict(run.module), peers)
-        assert run.algorithm.load_residuals(saved) == []
-        assert equal(run.residuals(), saved), "also in the next checkpoint"
-        run.backward(1)
-        run.step()
-        now = run.residuals()
-        assert torch.equal(now["later"], saved["later"])
-        assert not torch.equal(now["first"], saved["first"])
-        run.module["later"].requires_grad_(True)
-        run.backward(2)
-        assert equal(run.residuals(), now)
-        assert len(run.algorithm._buckets) == 2
-        run.step()
-        assert not torch.equal(run.close()["later"], saved["later"])
-
-    on_all_ranks(2, one)
-
-
 # Checkpoints, through Lightning on real processes
 
 
 class Remembers(L.Callback):
-    """Residuals as training starts, and after each batch."""
+    """Residuals as training starts, and after the last batch."""
 
     def __init__(self) -> None:
         self.first: State = {}
-        self.history: list[State] = []
+        self.last: State = {}
 
     def on_train_start(self, trainer: L.Trainer, *_: Any) -> None:
         self.first = residuals(trainer.strategy.algorithm)
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.history.append(residuals(trainer.strategy.algorithm))
+        self.last = residuals(trainer.strategy.algorithm)
 
 
 def about_residuals(heard: list[str]) -> list[str]:
     return [text for text in heard if "residual" in text and not text.startswith("Rest")]  # Lightning names a path
 
 
-def resume(path: str, strategy: RingStrategy | None = None, **options: Any) -> tuple[L.Trainer, State, list[str]]:
-    """Train one epoch more; with the residuals as training started, and what was said about them."""
-    remember = Remembers()
-    with listening() as heard:
-        trainer = fit(strategy or lossy(), Net(), ckpt_path=path, callbacks=[remember], **{"max_epochs": 2, **options})
-    return trainer, remember.first, about_residuals(heard)
-
-
-def test_slurm_checkpoints_are_still_counted(tmp_path: Path) -> None:
-    for number in (1, 2):
-        path = tmp_path / f"hpc_ckpt_{number}.ckpt"
-        assert _CheckpointConnector.hpc_save_path(str(tmp_path)) == str(path)
-        path.touch()
-        Path(f"{path}.ringstrategy").mkdir()
-
-
-def _alone(path: str) -> None:
-    """Twice: from a checkpoint of one rank too."""
-    for begin, end in ((path, f"{path}.one"), (f"{path}.one", f"{path}.two")):
-        trainer, _, heard = resume(begin)
-        assert ["carried on" in line for line in heard] == [True] * (begin == path)
-        assert trainer.strategy.stats.bytes_sent == 0
-        trainer.save_checkpoint(end)
-
-
-def _shared(path: str) -> tuple[State, list[str]]:
-    trainer, first, heard = resume(path, lossy(bucket_mb=25.0), max_epochs=4)  # residuals belong to parameters
-    check_replicas(trainer)
-    return first, heard
-
-
-def test_a_single_rank_carries_on_the_sum_for_others(ranks: Pool, tmp_path: Path) -> None:
-    path = str(tmp_path / "two.ckpt")
-    states = ranks(2, _save, path)
-    assert differ(states)
-    ranks(1, _alone, path)
-    assert not Path(f"{path}.two.ringstrategy").exists()
-    for end in (path, f"{path}.one", f"{path}.two"):
-        is_sum_of(torch.load(end, weights_only=True)["ringstrategy"]["residual_sum"], states)
-    for first, heard in ranks(2, _shared, f"{path}.two"):
-        is_sum_of({name: 2 * value for name, value in first.items()}, states)
-        assert not heard or "of world size 1, this run of 2" in heard[0]
-
-
-def _save(path: str) -> State:
-    trainer = fit(lossy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(path)
-    return residuals(trainer.strategy.algorithm)
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
-    """A checkpoint of two ranks after one epoch, of which the file of rank 1 is gone; and their residuals."""
-    path = str(tmp_path_factory.mktemp("saved") / "saved.ckpt")
-    states = ranks(2, _save, path)
-    rank_file(path, 1).unlink()
-    return path, states
-
-
-def _resume_saved(path: str, feedback: bool) -> tuple[State, list[str]]:
-    strategy = lossy() if feedback else RingStrategy(AllReduce(Toy()))
-    return resume(path, strategy)[1:]
-
-
-def test_missing_files_are_replaced_by_shares_and_said(ranks: Pool, saved: tuple[str, list[State]]) -> None:
-    path, before = saved
-    results = ranks(2, _resume_saved, path, True)
-    for rank in range(2):
-        is_sum_of({name: 2 * value for name, value in results[rank][0].items()}, before)
-    [message] = results[0][1]
-    assert "of rank 1 are not beside" in message
-    assert "1/2 of their sum" in message
-    results = ranks(2, _resume_saved, path, False)
-    assert all(first == {} for first, _ in results)
-    assert any("layers.0.bias, layers.0.weight" in text and "dropped" in text for text in results[0][1])
-
-
-def _validates(path: str) -> None:
-    trainer = trainer_with(lossy())
-    model = Net()
-    for loop in (trainer.validate, trainer.test):
-        with listening() as heard:
-            loop(model, rows(), ckpt_path=path, verbose=False)
-        assert not about_residuals(heard)
-    assert list(trainer.strategy.algorithm.residuals()) == []
-    remember = Remembers()
-    trainer.callbacks.append(remember)
-    trainer.fit(model, rows())
-    assert all(value.abs().max() == 0 for value in remember.first.values())
-    check_replicas(trainer)
-    trainer.save_checkpoint(f"{path}.weights", weights_only=True)
-    assert "ringstrategy" not in torch.load(f"{path}.weights", weights_only=True)
-
-
-def test_validation_and_checkpoints_of_weights_leave_residuals_be(ranks: Pool, saved: tuple[str, list[State]]) -> None:
-    path, _ = saved
-    rank_file(path, 0).write_bytes(b"unreadable")
-    ranks(2, _validates, path)
-    assert not Path(f"{path}.weights.ringstrategy").exists()
-
-
-FORKED = """
-import json
-from pathlib import Path
-from lightning.pytorch.callbacks import ModelCheckpoint
-from ringstrategy import AllReduce, Cast, RingStrategy
-from test_feedback import about_residuals, listening
-from test_strategy import Net, fit
-
-def strategy():
-    return RingStrategy(AllReduce(Cast("bf16"), error_feedback=True), start_method="fork")
-
-save = ModelCheckpoint(".", filename="saved")
-trainer = fit(strategy(), Net(), callbacks=[save], enable_checkpointing=True, devices=2)
-with listening() as heard:
-    trainer.save_checkpoint("parent.ckpt")
-print(json.dumps(about_residuals(heard)))
-print(json.dumps(sorted(path.name for path in Path("saved.ckpt.ringstrategy").glob("*/*"))))
-resumed = fit(strategy(), Net(), devices=2, max_epochs=3, ckpt_path="saved.ckpt")
-print(json.dumps([resumed.strategy.stats.steps, resumed.strategy.stats.bytes_sent > 0]))
-"""
-
-
-@pytest.mark.slow
-def test_forked_children_save_theirs_and_the_parent_says_that_it_has_none(tmp_path: Path) -> None:
-    done = run_script(tmp_path, FORKED)
-    assert done.returncode == 0, done.stderr
-    (warning,), files, resumed = said(done.stdout)
-    assert "ModelCheckpoint" in warning
-    assert files == ["rank_00000.pt", "rank_00001.pt"]
-    assert resumed == [6, True]
-    assert not (tmp_path / "parent.ckpt.ringstrategy").exists()
-
-
-# Exceptions
-
-
 class Fails(Net):
-    """Rank 1 fails in batch 3: in the step itself, or when half of its gradients are on their way."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__(nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3)))
-        self.where = where
+    """Rank 1 fails in batch 3, when half of its gradients are on their way."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 3 and self.global_rank == 1:
-            if self.where == "step":
-                raise RuntimeError("on purpose")
             hidden = self.layers[:2](batch[0])
             hidden.register_hook(self.raise_in_backward)
             return self.layers[2](hidden).square().mean()
@@ -511,52 +288,50 @@ class Fails(Net):
         raise RuntimeError("on purpose")
 
 
-def _fails(folder: str, where: str) -> State:
-    remember = Remembers()
-    saves = [
-        OnExceptionCheckpoint(folder, "failed"),
-        ModelCheckpoint(f"{folder}/model", filename="failed", save_on_exception=True, save_last=True),
-    ]
-    trainer = trainer_with(lossy(), callbacks=[remember, *saves], enable_checkpointing=True)
-    with pytest.raises(RuntimeError):
-        trainer.fit(Fails(where), rows())
-    return remember.history[-1]
+def _trains(folder: str, epochs: int) -> tuple[State, State, list[str]]:
+    """From where the run of an epoch less has ended; the first one fails. Residuals at both ends, and what was said."""
+    remember, fails = Remembers(), epochs == 1
+    layers = nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 3))
+    saver = OnExceptionCheckpoint(folder, str(epochs))
+    trainer = trainer_with(lossy(), callbacks=[remember, saver], enable_checkpointing=True, max_epochs=epochs)
+    with listening() as heard, pytest.raises(RuntimeError) if fails else nullcontext():
+        begin = None if fails else f"{folder}/{epochs - 1}.ckpt"
+        trainer.fit(Fails(layers) if fails else Net(layers), rows(), ckpt_path=begin)
+    if trainer.world_size == 2:
+        check_replicas(trainer)
+    if not fails:
+        trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
+    return remember.first, remember.last, about_residuals(heard)
 
 
-def _goes_on(path: str) -> tuple[State, list[str]]:
-    trainer, first, heard = resume(path)
-    check_replicas(trainer)
-    return first, heard
-
-
-def test_an_exception_writes_what_each_rank_has_and_hangs_nobody(ranks: Pool, tmp_path: Path) -> None:
-    before = ranks(3, _fails, str(tmp_path), "step")
-    assert differ(before)
-    for path in ("failed.ckpt", "model/failed.ckpt", "model/last.ckpt"):
-        state = torch.load(tmp_path / path, weights_only=True)["ringstrategy"]
-        assert state["residual_sum"] is None
-        assert state["algorithm"]["step"] == 3
-        # they stopped between steps, or while they waited for rank 1 to begin this one
-        for rank in range(3):
-            assert equal(rank_state(tmp_path / path, rank)["residuals"], before[rank])
-    path = str(tmp_path / "failed.ckpt")
-    results = ranks(2, _goes_on, path)
-    is_sum_of({name: value + results[1][0][name] for name, value in results[0][0].items()}, before)
-    assert [bool(heard) for _, heard in results] == [True, False]
-    rank_file(path, 2).unlink()
-    first, *others = ranks(3, _goes_on, path)
-    assert any("of rank 2, whose files are not beside" in text for text in first[1])
-    assert not any(heard for _, heard in others)
-    is_sum_of({name: value + sum(other[name] for other, _ in others) for name, value in first[0].items()}, before[:2])
-
-
-def test_a_backward_that_fails_half_way_leaves_residuals_as_they_were(ranks: Pool, tmp_path: Path) -> None:
-    """The second layer was on its way; of the first, rank 1 had not begun anything."""
-    before = ranks(2, _fails, str(tmp_path), "backward")
-    for rank, (first, heard) in enumerate(ranks(2, _goes_on, str(tmp_path / "failed.ckpt"))):
-        assert equal(first, before[rank])
-        assert all(value.any() for value in first.values())
-        assert not heard
+def test_residuals_keep_their_sum_though_a_rank_fails_or_trains_alone_or_its_file_is_gone(
+    ranks: Pool, tmp_path: Path
+) -> None:
+    """Three ranks, of which one fails within a backward; then two, one alone, and two, twice."""
+    seen: list[list[tuple[State, State, list[str]]]] = []
+    for epochs, size in enumerate((3, 2, 1, 2, 2), 1):
+        if epochs == 5:
+            rank_file(tmp_path / "4.ckpt", 1).unlink()
+        seen.append(ranks(size, _trains, str(tmp_path), epochs))
+    begins, ends, heard = ([[each[of] for each in stage] for stage in seen] for of in range(3))
+    failed = torch.load(tmp_path / "1.ckpt", weights_only=True)["ringstrategy"]
+    assert failed["residual_sum"] is None
+    assert failed["algorithm"]["step"] == 3
+    for rank in range(3):  # though the second layer was on its way
+        assert equal(rank_state(tmp_path / "1.ckpt", rank)["residuals"], ends[0][rank])
+        assert all(value.any() for value in ends[0][rank].values())
+    assert differ(ends[0])
+    is_sum_of({name: value + begins[1][1][name] for name, value in begins[1][0].items()}, ends[0])
+    alone = torch.load(tmp_path / "3.ckpt", weights_only=True)["ringstrategy"]["residual_sum"]
+    is_sum_of(alone, ends[1])
+    for stage, before in ((3, [alone]), (4, ends[3])):
+        for first in begins[stage]:
+            is_sum_of({name: 2 * value for name, value in first.items()}, before)
+    assert [[bool(each) for each in said] for said in heard[1:3]] == [[True, False], [True]]
+    assert "carried on" in heard[2][0][0]
+    [message] = heard[4][0]
+    assert "of rank 1 are not beside" in message
+    assert "1/2 of their sum" in message
 
 
 # Policies
@@ -571,83 +346,3 @@ def test_small_exact_divides_by_size_dimension_and_name() -> None:
             assert policy(name, nn.Parameter(torch.empty(shape))) == codec
     assert SmallExact(Toy(), vectors=False, below=0)("bias", nn.Parameter(torch.empty(1))) == Toy()
     assert repr(AllReduce(pickle.loads(pickle.dumps(policy)))) == repr(AllReduce(policy)), "or ranks would differ"
-
-
-def test_a_policy_plans_trains_and_is_compared() -> None:
-    policy = SmallExact(Toy(), below=10, names=["named*"])
-
-    def one(peers: FakePeers) -> tuple[State, State]:
-        run = Run(peers, AllReduce(policy, error_feedback=True, bucket_mb=1.2e-4), big=9, bigger=11, named=8, small=2)
-        plan = [(bucket.codec, [slot.name for slot in bucket.slots]) for bucket in run.algorithm._buckets]
-        # exact ones share one bucket; the plan is in the order in which backward fills its buckets
-        assert plan == [(Identity(), ["small", "named"]), (Toy(), ["bigger"]), (Toy(), ["big"])]
-        own = run.backward(0)
-        means = {name: p.grad.clone() for name, p in run.module.items()}
-        assert run.close().keys() == {"big", "bigger"}
-        with pytest.raises(ValueError, match=r"Ring\(\)"):
-            Run(peers, AllReduce(policy, Native()), big=9)
-        with pytest.raises(TypeError, match="big"):
-            Run(peers, AllReduce(lambda name, parameter: "int8"), big=9)
-        for odd in (SmallExact(Toy(), below=10 + peers.rank), lambda *_: Cast("bf16") if peers.rank else Identity()):
-            with pytest.raises(PlanMismatchError, match="rank 1 has"):
-                Run(peers, AllReduce(odd), big=9)
-        return own, means
-
-    results = on_all_ranks(2, one)
-    for _, means in results:
-        for name, mean in means.items():
-            error = (mean - sum(own[name] for own, _ in results) / 2).abs().max()
-            assert error < 1e-6 if name in ("small", "named") else error > 1e-3
-
-
-# Memory
-
-
-MODEL, BUCKET = 8, 1 << 18  # parameters, of one bucket each; bytes of a bucket
-
-
-def living() -> int:
-    """Bytes of all tensors, each memory once."""
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
-@pytest.mark.parametrize(
-    ("options", "scaled", "residuals_held"),
-    [
-        ({"error_feedback": False}, True, 0),
-        ({"error_feedback": True}, False, 2),
-        ({"error_feedback": True, "residual_dtype": "bfloat16"}, False, 1),
-        ({"error_feedback": True}, True, 2),
-    ],
-)
-def test_memory_at_rest(options: dict[str, Any], scaled: bool, residuals_held: float) -> None:
-    """What is held after three steps beside parameters and gradients, in sizes of the model."""
-    size, held = 2, []
-
-    def one(peers: FakePeers) -> None:
-        module = nn.ParameterList(nn.Parameter(torch.zeros(BUCKET // 4)) for _ in range(MODEL))
-        algorithm = AllReduce(Cast("bf16"), **options, bucket_mb=BUCKET / 2**20)
-        for measuring in (-1, 1):
-            peers.network.barrier.wait(LIMIT)
-            if peers.rank == 0:  # for both ranks: they are threads of one process
-                held.append(measuring * living())
-            peers.network.barrier.wait(LIMIT)
-            if measuring == 1:
-                break
-            algorithm.setup(dict(module.named_parameters()), peers)
-            for _ in range(3):
-                module.zero_grad()
-                algorithm.before_backward(scale=torch.tensor(4.0) if scaled else None)
-                sum((p * (peers.rank + 1)).sum() for p in module).backward()  # type: ignore[union-attr]
-                algorithm.after_backward()
-                algorithm.after_step(set(module))
-            assert len(algorithm._buckets) == MODEL
-            assert peers.stats.bytes_sent
-        algorithm.close()
-
-    on_all_ranks(size, one)
-    sizes = sum(held) / (size * MODEL * BUCKET) - 1  # but the gradients
-    assert residuals_held <= sizes <= residuals_held + 2.2 / MODEL, "two buckets, and flags and the like"
