@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
-import ringstrategy.session.link as link
 from ringstrategy import (
     AllReduce,
     BlockInt,
@@ -37,13 +35,10 @@ from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Collective, Direct, Ring
 from ringstrategy.errors import PeerLostError
-from ringstrategy.names import STRATEGIES
-from ringstrategy.session import Session
 from ringstrategy.topologies import OnePeerExponential
 from ringstrategy.transport import held, nccl
-from ringstrategy.transport.base import FEW, Handle, Waitable
-from ringstrategy.transport.nccl import NcclPeers, nccl_group
-from ringstrategy.transport.stats import Stats
+from ringstrategy.transport.base import Handle, Waitable
+from ringstrategy.transport.nccl import NcclPeers
 
 # Stand-ins: a stream remembers what it waited for, a group of NCCL's are fake peers
 
@@ -504,51 +499,3 @@ def test_sparse_gradients_connect_all_pairs_at_setup(calls: Calls) -> None:
 
 
 # The group
-
-
-class _Options:
-    def __init__(self, is_high_priority_stream: bool = False) -> None:
-        self.is_high_priority_stream = is_high_priority_stream
-        self.config = SimpleNamespace(max_ctas=None)
-
-
-@pytest.mark.parametrize(("size", "beside_steps"), [(2, False), (FEW, True), (FEW + 1, False)])
-def test_the_group_has_high_priority_and_connects_at_setup(
-    monkeypatch: pytest.MonkeyPatch, size: int, beside_steps: bool
-) -> None:
-    made: dict[str, Any] = {}
-    begun: list[tuple[str, int]] = []
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=_Options), raising=False)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **given: made.update(given) or "the group")
-    monkeypatch.setattr(dist, "get_world_size", lambda group: size)
-    monkeypatch.setattr(dist, "all_reduce", lambda values, group: begun.append((group, values.numel())))
-    monkeypatch.setattr(dist, "all_to_all", lambda outputs, inputs, group: begun.append((group, len(inputs))))
-    timeout = timedelta(seconds=7)
-    assert nccl_group(torch.device("cpu"), timeout, beside_steps=beside_steps) == "the group"  # type: ignore[comparison-overlap]
-    options = made["pg_options"]
-    assert options.is_high_priority_stream
-    assert options._timeout == made["timeout"] == timeout
-    assert (options.config.max_ctas is not None) == beside_steps
-    assert begun == [("the group", 1), ("the group", size)][: 2 if size <= FEW else 1]
-
-
-def test_what_may_wait_through_steps_leaves_more_of_the_gpu_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-
-    class ConnectedError(Exception):
-        pass
-
-    def connect(device: torch.device, timeout: timedelta, stats: Stats, **given: Any) -> None:
-        asked.append(given)
-        raise ConnectedError
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
-    monkeypatch.setattr(link, "connect", connect)
-    for make in STRATEGIES.values():
-        algorithm = make()
-        with pytest.raises(ConnectedError):
-            Session(net(), algorithm).open(torch.device("cpu"))
-        # exchanges of these may end in a later step than they begin
-        assert asked[-1]["beside_steps"] == isinstance(algorithm, Periodic)
-    assert {given["beside_steps"] for given in asked} == {False, True}

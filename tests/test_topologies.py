@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from benchmarks.topologies import main
 from ringstrategy.topologies import (
     Complete,
     Exponential,
@@ -37,7 +33,6 @@ from ringstrategy.topologies import (
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "topology").glob("*.yaml"))
 CONFIGURED: list[Topology] = [instantiate(OmegaConf.load(path)) for path in YAMLS]
 DIRECTED = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
-PUSHED = [[0.5, 0.0, 1.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]  # columns sum to 1, rows do not
 GIVEN: list[Topology] = [FromMatrix(DIRECTED), FromGraph([(0, 1), (1, 2), (2, 3), (1, 3)])]
 each = pytest.mark.parametrize("topology", CONFIGURED, ids=[path.stem for path in YAMLS])
 
@@ -87,20 +82,6 @@ def test_the_mean_is_kept_at_every_size_and_step(topology: Topology) -> None:
             assert not topology.static or np.array_equal(matrix, topology.matrix(size, 0).numpy())
 
 
-@each
-def test_everyone_hears_of_everyone_and_differences_vanish(topology: Topology) -> None:
-    for size in filter(lambda size: fits(topology, size), [2, 3, 6, 8, 13]):
-        union = nx.compose_all([graph_of(topology, size, step) for step in range(32)])
-        assert nx.is_strongly_connected(union)
-        product = np.eye(size)
-        for step in range(60):  # a multiple of each period
-            product = topology.matrix(size, step).numpy() @ product
-        assert far(np.linalg.matrix_power(product, 5)) < 1e-3, size
-        period = topology.period(size)
-        again = [torch.equal(topology.matrix(size, step), topology.matrix(size, step + period)) for step in range(20)]
-        assert all(again) != isinstance(topology, RandomMatching) or size == 2
-
-
 @st.composite
 def connected_graphs(draw: st.DrawFn) -> list[tuple[int, int]]:
     size = draw(st.integers(2, 12))
@@ -142,16 +123,6 @@ def test_random_pairs_are_new_at_each_step_and_for_each_seed_and_leave_everyone_
 
 
 # What the field says of them
-
-
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_one_peer_exponential_is_exact_after_log2_steps_from_any_on(size: int) -> None:
-    for first in (0, 1, 5):
-        product = np.eye(size)
-        for step in range(first, first + int(math.log2(size))):
-            assert far(product) > 0.5
-            product = OnePeerExponential().matrix(size, step).numpy() @ product
-        np.testing.assert_array_equal(product, np.full((size, size), 1 / size))
 
 
 def test_the_graphs_are_those_of_networkx() -> None:
@@ -213,37 +184,6 @@ def test_steps_to_consensus_are_those_it_takes(topology: Topology) -> None:
             assert topology.spectral_gap(size) == pytest.approx(1 - second, abs=1e-6)
 
 
-def test_push_sum_alone_makes_sense_of_columns_only() -> None:
-    topology = FromMatrix(PUSHED)
-    assert not topology.doubly_stochastic
-    assert not topology.symmetric
-    assert FromMatrix(DIRECTED).doubly_stochastic
-    product = np.linalg.matrix_power(topology.matrix(3, 0).numpy(), topology.steps_to_consensus(3) or 0)
-    np.testing.assert_allclose(product / product.sum(1, keepdims=True), 1 / 3, atol=2e-3)
-
-
-def test_the_degree_is_what_the_busiest_rank_sends() -> None:
-    for topology, degrees in {
-        RingGraph(): [0, 1, 2, 2],
-        OnePeerExponential(): [0, 1, 1, 1],
-        Exponential(): [0, 1, 2, 3],
-        Star(): [0, 1, 3, 7],
-        RandomMatching(): [0, 1, 1, 1],
-    }.items():
-        assert [topology.degree(size) for size in (1, 2, 4, 8)] == degrees
-    assert Hierarchical(2, FromGraph([(0, 1), (1, 2)])).degree(6) == 2
-
-
-def test_equal_topologies_compare_equal_and_travel() -> None:
-    for topology in [*CONFIGURED, *GIVEN]:
-        other = pickle.loads(pickle.dumps(topology))
-        assert other == topology == copy.deepcopy(topology)
-        assert hash(other) == hash(topology)
-        assert repr(other) == repr(topology)
-        assert topology != Torus(1)
-    assert repr(FromMatrix(DIRECTED)) != repr(FromMatrix(np.eye(3)[[1, 2, 0]]))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -275,11 +215,3 @@ def test_equal_topologies_compare_equal_and_travel() -> None:
 def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         make()
-
-
-@pytest.mark.slow
-def test_the_command_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main(["--most", "8", "--size", "6", "--png", str(tmp_path / "all.png")])
-    (ring,) = (line for line in capsys.readouterr().out.splitlines() if "RingGraph" in line)
-    assert re.split(r"\s{2,}", ring)[1:] == ["1 / 1 / 1", "2 / 0.67 / 7", "2 / 0.2 / 32"]
-    assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
