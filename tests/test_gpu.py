@@ -37,13 +37,6 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
     assert said == [["what"], ["begun"], [str(ROOT)]]
 
 
-def test_a_part_gets_what_is_left_of_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "_LEAST", 1)
-    parts = [script("long", "import time; time.sleep(99)"), script("none is left", "print('never')")]
-    results = gpu.check(parts, 2, tmp_path)
-    assert [wrong for *_, wrong in results] == ["not done within 2 s", "no time left"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
 def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
     for part in gpu._parts(tmp_path):

@@ -1,4 +1,4 @@
-"""The Triton kernels compile offline for NVIDIA and AMD, without a GPU: no spills, wide loads, no contraction.
+"""The Triton kernels without a GPU: run by the interpreter; compiled for NVIDIA and AMD: no spills, wide loads.
 
 `cuobjdump` and `nvdisasm`, which come with triton, read what `ptxas` made. Messages and buckets are those of whole
 blocks, at multiples of 16 bytes.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -198,3 +199,20 @@ def test_it_compiles_without_spills(gpu: str, variant: Variant, tmp_path: Path) 
         spilled, wide = spilled_and_wide(tmp_path / "cubin")
         assert wide or variant.kernel == "part" or variant == Variant("orthonormalise", align=4)
     assert spilled <= bearable(gpu, variant) or OLD  # that one spills in two of them
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="Triton 3.5's interpreter fails with numpy 2.4")
+@pytest.mark.parametrize(
+    "which",
+    ["not nightly", pytest.param("nightly", marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+    ids=["one of each kernel", "the rest"],
+)
+def test_they_compute_in_the_interpreter(which: str) -> None:
+    """Which must be chosen before anything imports triton."""
+    files = [str(Path(__file__).with_name(f"test_kernels{which}.py")) for which in ("", "_cuda")]
+    command = [sys.executable, "-m", "pytest", "-x", *files, "-m", which]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout

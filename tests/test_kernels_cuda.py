@@ -23,7 +23,7 @@ from ringstrategy.kernels.layout import Part
 
 pytest.importorskip("triton", reason="triton is only for Linux")
 if KIND != "cuda":  # lightning has imported triton by now, so it is too late to set it
-    pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_interpreted.py", allow_module_level=True)
+    pytest.skip("needs a GPU or TRITON_INTERPRET=1: see test_kernels_compile.py", allow_module_level=True)
 
 import ringstrategy.kernels.triton.launches as triton_launches
 from ringstrategy.kernels.triton.buckets import Places
