@@ -7,7 +7,8 @@ import math
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -336,9 +337,26 @@ def test_bad_arguments_are_refused_at_construction() -> None:
     assert AllReduce(TopK(), Direct()).codec == TopK()
 
 
+@contextmanager
+def _elsewhere(where: torch.dtype | str) -> Iterator[None]:
+    """In inference mode, or where a user has another default dtype and another default device."""
+    for cached in (_hashes, flips):
+        cached.cache_clear()
+    if isinstance(where, str):
+        with torch.inference_mode():
+            yield
+        return
+    torch.set_default_dtype(where)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("kind", ["cpu", IN_TORCH])
-def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec, kind: str) -> None:
+def test_what_a_user_has_as_defaults_is_none_of_ours(codec: Codec, kind: str) -> None:
     values = data(max(codec.block, 256) * 3 + 1) * 1e-7
 
     def all_of_it() -> tuple[Tensor, Tensor]:
@@ -352,26 +370,8 @@ def test_a_users_default_dtype_and_device_are_none_of_ours(codec: Codec, kind: s
 
     with kernels_of(kind):
         expected = all_of_it()
-    for default in (torch.float16, torch.float64):
-        for cached in (_hashes, flips):
-            cached.cache_clear()
-        torch.set_default_dtype(default)
-        try:
-            with torch.device("meta"), kernels_of(kind):
+        for where in (torch.float16, torch.float64, "inference"):
+            with _elsewhere(where):
                 found = all_of_it()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert all(map(torch.equal, found, expected)), default
-
-
-def test_what_was_made_in_inference_mode_serves_outside_of_it() -> None:
-    codec, values = Rotated(BlockInt(4, rounding="stochastic")), data(3072)
-    for cached in (_hashes, flips):
-        cached.cache_clear()
-    wires = []
-    for mode in (True, False):
-        with torch.inference_mode(mode):
-            rotated = values.clone()
-            codec.prepare_(rotated, 1)
-            wires.append(encoded(codec, rotated))
-    assert torch.equal(*wires)
+            assert all(map(torch.equal, found, expected)), where
+            assert all(map(torch.equal, all_of_it(), expected)), f"what was cached there serves here: {where}"

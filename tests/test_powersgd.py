@@ -294,20 +294,6 @@ def test_bits_do_not_depend_on_the_cpus_instructions(capsys: pytest.CaptureFixtu
 # Trainings
 
 
-def test_factors_go_through_the_codec_and_whole_gradients_do_not() -> None:
-    def run(codec: Codec, shapes: dict[str, tuple[int, ...]]) -> int:
-        def bytes_sent(peers: FakePeers) -> int:
-            _Rank(PowerSGD(2, codec), peers, _parameters(shapes)).step(_random(peers.rank, 0, shapes))
-            assert peers.stats.bytes_sent is not None
-            return peers.stats.bytes_sent
-
-        return int(on_all_ranks(2, bytes_sent)[0])
-
-    for codec, width in ((Identity(), 4), (Cast("fp16"), 2)):
-        assert run(codec, {"matrix": (40, 30)}) == width * 2 * (40 + 30)
-        assert run(codec, {"bias": (40,)}) == 4 * 40
-
-
 def test_a_resumed_run_goes_on_bit_for_bit() -> None:
     """Queries are part of it: without them later means differ."""
 
