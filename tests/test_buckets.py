@@ -60,19 +60,6 @@ def test_every_parameter_has_one_place(shapes: list[tuple[list[int], torch.dtype
     assert [bucket.describe() for bucket in again] == [bucket.describe() for bucket in buckets]
 
 
-def test_what_is_not_worth_messages_of_its_own_joins_the_next_parameter() -> None:
-    bias, most = nn.Parameter(torch.empty(small(4 * 2**20) // 4)), nn.Parameter(torch.empty(1, 2**20 - 100))
-    first, layer = nn.Parameter(torch.empty(2**18)), {"weight": most, "bias": bias}
-
-    def buckets(layer: dict[str, nn.Parameter]) -> list[list[str]]:
-        given = {**layer, "first": first}
-        made = plan_buckets(given, frozenset(), lambda *_: Identity(), lambda codec: False, 4 * 2**20, 0)
-        return [[slot.name for slot in bucket.slots] for bucket in made]
-
-    assert buckets(layer) == [["first"], ["bias", "weight"]]
-    assert buckets({**layer, "bias": nn.Parameter(torch.empty(bias.numel() + 1))}) == [["first"], ["bias"], ["weight"]]
-
-
 def test_views_keep_the_strides_of_dense_parameters() -> None:
     channels_last = nn.Parameter(torch.empty(4, 3, 5, 5).to(memory_format=torch.channels_last))
     expanded = nn.Parameter(torch.empty(1, 6).expand(5, 6))
