@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringstrategy.codecs import Codec
 from ringstrategy.kernels import operations
+from ringstrategy.kernels.threads import use_threads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,6 +46,16 @@ def bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.array(data, np.uint16).astype(np.uint32) << 16
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Kernels of a CPU run on so many."""
+    use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(1)
 
 
 def by_turns(cases: list[Any], quick: int = 1) -> list[Any]:

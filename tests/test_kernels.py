@@ -20,6 +20,7 @@ from kinds import (
     delivered,
     hop,
     kernels_of,
+    on_cores,
     random_message,
     residual_of,
     same,
@@ -33,7 +34,6 @@ from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Ro
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import feedback, operations
 from ringstrategy.kernels.operations import Operation
-from ringstrategy.kernels.threads import use_threads
 
 # numpy, of NaN and overflow, which are tested
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -276,14 +276,11 @@ def outcome(kind: str, operation: Operation[..., Any], call: Call) -> list[Tenso
     [pytest.param(each, id=made.__name__) for each, made in CALLS.items() if KIND in each._kernels],
 )
 def test_an_operation_is_what_torch_makes_of_it(operation: Operation[..., Any], cores: int) -> None:
-    use_threads(cores)
-    try:
-        for call in CALLS[operation]():
+    for call in CALLS[operation]():
+        with on_cores(cores):
             found, expected = (outcome(kind, operation, call) for kind in (KIND, IN_TORCH))
-            for one, other in zip(found, expected, strict=True):
-                if call.rtol or call.atol:
-                    torch.testing.assert_close(one, other, rtol=call.rtol, atol=call.atol, equal_nan=True)
-                else:
-                    assert same(one, other), call
-    finally:
-        use_threads(1)
+        for one, other in zip(found, expected, strict=True):
+            if call.rtol or call.atol:
+                torch.testing.assert_close(one, other, rtol=call.rtol, atol=call.atol, equal_nan=True)
+            else:
+                assert same(one, other), call

@@ -51,38 +51,32 @@ class Variant:
         kernel: "encode"; "relay" and "reduce", which add one message and several; "decode", "add", "pack", "unpack",
             "rotate", "orthonormalise"; of what an optimizer stepped: "sample", "compare", "part", "go".
         codec: of messages.
-        values: dtype of values.
         residual: its dtype, or None.
         lost: is what is lost written, in the dtype of the residual if there is one? Also: does "decode" add?
         rotated: in the same pass?
         parts: are there several, each with a message of its own?
         gathered: are values read where the tensors lie?
-        numel: values of the message; those of parts are in a table.
         align: bytes of which the places of codes are multiples; of "add" and "orthonormalise", those of values.
-        whole: no message ends with a short block.
     """
 
     kernel: str
     codec: Blocked | None = None
-    values: torch.dtype = _F32
     residual: torch.dtype | None = None
     lost: bool = True
     rotated: bool = False
     parts: bool = False
     gathered: bool = False
-    numel: int = 2**20 + 3
     align: int = 16
-    whole: bool = True
 
     def arguments(self) -> tuple[Any, Sequence[Any]]:
         """The kernel and what it is launched with, dtypes in place of tensors."""
-        n, tensors = self.numel, (_I64, _I64, _I32)  # addresses, edges, kinds
+        n, tensors = 2**20 + 3, (_I64, _I64, _I32)  # addresses, edges, kinds
         columns = orthonormal._WIDTH, min(self.align // 4, 4)
         others = {
             "add": (add._add_kernel, (_F32, _I64, n, 3, add._SPAN, self.align)),
             "pack": (buckets._pack_kernel, (*tensors, _I32, _F32, n, 0.25, buckets._SPAN)),
             "unpack": (buckets._unpack_kernel, (*tensors, _I32, _F32, n, buckets._SPAN)),
-            "rotate": (rotate._rotate_kernel, (self.values, n, *_TURN, rotate._ROWS, False)),
+            "rotate": (rotate._rotate_kernel, (_F32, n, *_TURN, rotate._ROWS, False)),
             "orthonormalise": (orthonormal._orthonormalise_kernel, (_F32, n, 1e-3, RANK, *columns)),
             "sample": (feedback._sample_kernel, (_I64, _I64, _F64, PLACES)),
             "compare": (feedback._compare_kernel, (_I64, _I64, _F64, _F64, PLACES)),
@@ -96,14 +90,14 @@ class Variant:
         turn = _TURN if self.rotated else rotate.NO_SIGNS
         wire, n, place = (_I64, 0, 0) if self.parts else (_U8, n, 2**33)
         if self.kernel == "decode":
-            before = self.values if self.lost else None
-            return decode._decode_kernel, (wire, before, self.values, n, *turn, fmt, self.align, self.whole)
-        values, edges, kinds = tensors if self.gathered else (self.values, None, None)
+            before = _F32 if self.lost else None
+            return decode._decode_kernel, (wire, before, _F32, n, *turn, fmt, self.align, True)
+        values, edges, kinds = tensors if self.gathered else (_F32, None, None)
         count, scale = (7, 0.125) if self.gathered else (0, None)
-        lost = (self.residual or self.values) if self.lost else None
+        lost = (self.residual or _F32) if self.lost else None
         return encode._encode_kernel, (
             *(values, self.residual, _PAYLOADS[self.kernel], wire, lost, n, 3, SEED, place, *turn),
-            *(edges, kinds, count, scale, fmt, self.align, self.whole),
+            *(edges, kinds, count, scale, fmt, self.align, True),
         )
 
 

@@ -14,33 +14,19 @@ import numpy as np
 import pytest
 import torch
 from fakes import on_all_ranks
-from kinds import CPU, KIND, awkward, random_message, same
+from kinds import CPU, KIND, awkward, on_cores, random_message, same
 from numba.core import caching
-from torch import Tensor, nn
+from torch import nn
 
 from ringstrategy import Gossip, LocalSGD, Nesterov
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Rotated, Sign, TopK
 from ringstrategy.kernels import compiled, cpu, cpu_cast, cpu_nesterov, jit, operations, threads
-from ringstrategy.kernels.threads import free_cores, in_parts, use_threads
+from ringstrategy.kernels.threads import free_cores, in_parts
 
 if KIND != "cpu":
     pytest.skip("of a CPU", allow_module_level=True)
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture
-def on_cores() -> Any:
-    """Run something on so many cores."""
-
-    def run(cores: int, work: Any, *given: Any) -> None:
-        use_threads(cores)
-        try:
-            work(*given)
-        finally:
-            use_threads(1)
-
-    return run
 
 
 @pytest.fixture
@@ -67,22 +53,19 @@ THREADED = [
 
 
 @pytest.mark.parametrize("codec", THREADED, ids=str)
-def test_many_threads_give_the_same_bytes(codec: Codec, on_cores: Any) -> None:
+def test_many_threads_give_the_same_bytes(codec: Codec) -> None:
     given, made = awkward(300_007, 64), []
-
-    def both_ways(wire: Tensor, lost: Tensor, out: Tensor) -> None:
-        codec.hop([], given.clone(), wire, residual=lost, lost=lost, seed=3, own_seed=4)
-        codec.decode(wire, out, add=True)
-
     for cores in (1, 3):
-        made.append((random_message(codec, 300_007, 1), torch.randn(300_007), awkward(300_007, 64, 2)))
-        made[-1][1].fill_(0.25)
-        on_cores(cores, both_ways, *made[-1])
+        wire, lost, out = random_message(codec, 300_007, 1), torch.full((300_007,), 0.25), awkward(300_007, 64, 2)
+        with on_cores(cores):
+            codec.hop([], given.clone(), wire, residual=lost, lost=lost, seed=3, own_seed=4)
+            codec.decode(wire, out, add=True)
+        made.append((wire, lost, out))
     for one, other in zip(*made, strict=True):
         assert same(one, other)
 
 
-def test_an_error_in_any_thread_comes_out(on_cores: Any) -> None:
+def test_an_error_in_any_thread_comes_out() -> None:
     begun = []
 
     def fail(first: int, last: int) -> None:
@@ -90,8 +73,8 @@ def test_an_error_in_any_thread_comes_out(on_cores: Any) -> None:
         if first:
             raise ValueError("in a thread")
 
-    with pytest.raises(ValueError, match="in a thread"):
-        on_cores(3, in_parts, 1, 300_000, fail)
+    with on_cores(3), pytest.raises(ValueError, match="in a thread"):
+        in_parts(1, 300_000, fail)
     assert len(begun) == 3
 
 

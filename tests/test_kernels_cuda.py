@@ -276,10 +276,6 @@ def test_an_exchange_that_reads_gradients_where_they_lie_has_the_bits_of_one_tha
             if one_tensor is not None:
                 assert one_tensor.dtype == other.dtype
                 assert_same(one_tensor, other)
-    for i, first in enumerate(gathering[0][0]):  # and the ranks are one another's twins but for residuals
-        for other in gathering[1:]:
-            if first is not None and i % (len(gathering[0][0]) // 2) < 7 and gap != "unused here" and gap != "frozen":
-                assert_same(first, other[0][i])
 
 
 @pytest.mark.parametrize("backlog", [1, 2])
