@@ -47,7 +47,7 @@ with initialize_config_module("ringstrategy.configs", version_base="1.3"):
 FROM_YAML: list[Codec] = [codec for codec in BUILT if isinstance(codec, Codec)]  # the others choose one by parameter
 assert len(FROM_YAML) >= 9
 STOCHASTIC = BlockInt(4, 64, rounding="stochastic")
-CODECS: list[Codec] = [  # of formats that tests/test_kernels_cpu.py has too: they are compiled once
+CODECS: list[Codec] = [  # of formats that tests/test_kernels.py has too: they are compiled once
     *FROM_YAML,
     *(BlockInt(bits) for bits in (2, 3, 4, 5, 7)),
     *(STOCHASTIC, BlockInt(4, 24), BlockInt(8, 1024), Sign(8)),

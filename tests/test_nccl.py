@@ -19,17 +19,7 @@ import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Network, on_all_ranks
 from torch import Tensor, nn
 
-from ringstrategy import (
-    AllReduce,
-    BlockInt,
-    Choco,
-    Gossip,
-    Identity,
-    LocalSGD,
-    Nesterov,
-    Peers,
-    PowerSGD,
-)
+from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, LocalSGD, Nesterov, Peers, PowerSGD
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Direct

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import torch
@@ -160,7 +162,13 @@ def _exchange() -> tuple[int, int, str, list[int]]:
         total.mul_(2)
         peers.finish([peers.submit(lambda: peers.all_reduce_(total), "test")])
         cuda.default.run(len(cuda.default.queue))
+        last, given_back = on_device(64), list[int]()
+        watched = weakref.ref(last, lambda _: given_back.append(peers._stream.pending))  # type: ignore[attr-defined]
+        peers.submit(partial(last.add_, 1), "test")
+        del last
         peers.close()
+        assert watched() is None
+        assert given_back == [0], "the device had not used it yet"
     return seen[0], buffers, str(device), total.as_subclass(Tensor).tolist()
 
 
