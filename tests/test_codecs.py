@@ -21,21 +21,8 @@ from kinds import IN_TORCH, kernels_of
 from torch import Tensor
 
 import ringstrategy
-from ringstrategy import (
-    AllReduce,
-    BlockFloat8,
-    BlockInt,
-    Cast,
-    Codec,
-    Direct,
-    Gaussian,
-    Native,
-    Ring,
-    Rotated,
-    Sign,
-    SmallExact,
-    TopK,
-)
+from ringstrategy import AllReduce, Direct, Native, Ring, SmallExact
+from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Rotated, Sign, TopK
 from ringstrategy.codecs.noise import _hashes, noise
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import compiled, reference
