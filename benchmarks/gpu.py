@@ -31,8 +31,6 @@ _SECONDS = 1200  # for all parts together
 _LEAST = 20  # a part with less than this left does not begin
 _GRACE = 5  # for a part to end in good order
 _ROOT = Path(__file__).parents[1]
-_PROCESSES = "share_one_gpu"
-_KERNELS = f"not {_PROCESSES}"
 
 
 @dataclass(frozen=True)
@@ -67,8 +65,7 @@ def _parts(out: Path) -> list[Part]:
         measured("bucket", 150, "bucket"),
         measured("streams over nccl", 90, "shared_gpu", "--backend", "nccl"),
         measured("streams over gloo", 90, "shared_gpu", "--backend", "gloo"),
-        Part("tests of processes", 120, _tests(["test_kernels_cuda"], "-k", _PROCESSES)),
-        Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once, "-k", _KERNELS)),
+        Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once)),
         doors("nccl"),
         doors("gloo"),
     ]
@@ -77,7 +74,7 @@ def _parts(out: Path) -> list[Part]:
             "compute-sanitizer",
             "--error-exitcode",
             "1",
-            *_tests(["test_kernels_cuda"], "-k", "pack_reads_only or largest_block"),
+            *_tests(["test_kernels_cuda"], "-k", "pack_and_unpack or parts_of_scattered"),
         ]
         # it sees only whole allocations, so torch must not share them out
         found.append(Part("compute-sanitizer", 60, checked, {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}))
@@ -88,9 +85,7 @@ def _dry_parts(out: Path) -> list[Part]:
     """On the CPU: in Triton's interpreter, with stand-ins, over gloo."""
     interpreted = {"TRITON_INTERPRET": "1"}
     return [
-        Part(
-            "tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "empty_bucket or with_gaps"), interpreted
-        ),
+        Part("tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "pack_and_unpack"), interpreted),
         _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
         _measured(out, "streams over gloo", 120, "shared_gpu", "--dry"),
     ]

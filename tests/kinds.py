@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ringstrategy.codecs import Codec
 from ringstrategy.kernels import operations
+from ringstrategy.kernels.threads import use_threads
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 INTERPRETED = DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,6 +46,16 @@ def bfloat16_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         return np.array(data, np.uint16).astype(np.uint32) << 16
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+
+
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Kernels of a CPU run on so many."""
+    use_threads(count)
+    try:
+        yield
+    finally:
+        use_threads(1)
 
 
 def by_turns(cases: list[Any], quick: int = 1) -> list[Any]:
@@ -89,23 +100,28 @@ def random_message(codec: Codec, numel: int, seed: int) -> Tensor:
 
 
 class Guarded:
-    """A tensor on a device within memory of which nothing else may change."""
+    """A tensor on a device, with the strides that it has, within memory of which nothing else may change.
 
-    def __init__(self, given: Tensor, device: torch.device = CPU) -> None:
-        margin = 64 // given.element_size()
-        self._memory = torch.full((given.numel() + 2 * margin,), 77, dtype=given.dtype, device=device)
-        self._margin = margin
-        self.tensor = self._memory[margin : margin + given.numel()].copy_(given)
+    Its place is `shift` values behind a multiple of 64 bytes.
+    """
+
+    def __init__(self, given: Tensor, device: torch.device = CPU, shift: int = 0) -> None:
+        self._begin = 64 // given.element_size() + shift
+        steps = zip(given.shape, given.stride(), strict=True)
+        self._end = self._begin + (1 + sum((count - 1) * step for count, step in steps) if given.numel() else 0)
+        self._memory = torch.full((self._end + self._begin,), 77, device=device).to(given.dtype)
+        self.tensor = self._memory.as_strided(given.shape, given.stride(), self._begin).copy_(given)
 
     def read(self) -> Tensor:
         """The tensor, on the CPU."""
-        assert self._memory[: self._margin].eq(77).all()
-        assert self._memory[len(self._memory) - self._margin :].eq(77).all()
+        around = torch.cat([self._memory[: self._begin], self._memory[self._end :]])
+        assert same(around, torch.full_like(around, 77))
         return self.tensor.cpu()
 
 
 def same(one: Tensor, other: Tensor) -> bool:
     """Equal values, or both NaN; of zeros the sign counts too."""
+    one, other = one.contiguous(), other.contiguous()
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.element_size()]
     if one.is_floating_point():
         one, other = (each.cpu().nan_to_num(nan=0.5, posinf=torch.inf, neginf=-torch.inf) for each in (one, other))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fakes import FakePeers, on_all_ranks
+from fakes import DoneTicket, FakePeers, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import FIRST_BUCKET_BYTES, plan_buckets, small
+from ringstrategy.buckets.plan import plan_buckets, small
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.codecs import BlockInt, Cast, Codec, Gaussian, Identity, Rotated
 from ringstrategy.collectives import Direct
@@ -60,36 +60,6 @@ def test_every_parameter_has_one_place(shapes: list[tuple[list[int], torch.dtype
     assert [bucket.describe() for bucket in again] == [bucket.describe() for bucket in buckets]
 
 
-def test_the_first_bucket_is_small_and_a_large_parameter_is_alone() -> None:
-    parameters = {f"p{i}": nn.Parameter(torch.empty(1000, 100)) for i in range(40)}
-    parameters["huge"] = nn.Parameter(torch.empty(4000, 1000))
-    first, *others = planned(parameters, 4 * 2**20)
-    assert [slot.name for slot in first.slots] == ["huge"]
-    parameters.pop("huge")
-    first, *others = planned(parameters, 4 * 2**20)
-    assert isinstance(first, DenseBucket)
-    last = first.slots[-1].view
-    assert first.buffer.nbytes - last.nbytes < FIRST_BUCKET_BYTES <= first.buffer.nbytes
-    assert all(isinstance(b, DenseBucket) and b.buffer.nbytes > FIRST_BUCKET_BYTES for b in others[:-1])
-    appended = planned(parameters, 4 * 2**20, first_index=7)
-    assert appended[0].index == 7
-    assert isinstance(appended[0], DenseBucket)
-    assert appended[0].buffer.nbytes > FIRST_BUCKET_BYTES
-
-
-def test_what_is_not_worth_messages_of_its_own_joins_the_next_parameter() -> None:
-    bias, most = nn.Parameter(torch.empty(small(4 * 2**20) // 4)), nn.Parameter(torch.empty(1, 2**20 - 100))
-    first, layer = nn.Parameter(torch.empty(2**18)), {"weight": most, "bias": bias}
-
-    def buckets(layer: dict[str, nn.Parameter]) -> list[list[str]]:
-        given = {**layer, "first": first}
-        made = plan_buckets(given, frozenset(), lambda *_: Identity(), lambda codec: False, 4 * 2**20, 0)
-        return [[slot.name for slot in bucket.slots] for bucket in made]
-
-    assert buckets(layer) == [["first"], ["bias", "weight"]]
-    assert buckets({**layer, "bias": nn.Parameter(torch.empty(bias.numel() + 1))}) == [["first"], ["bias"], ["weight"]]
-
-
 def test_views_keep_the_strides_of_dense_parameters() -> None:
     channels_last = nn.Parameter(torch.empty(4, 3, 5, 5).to(memory_format=torch.channels_last))
     expanded = nn.Parameter(torch.empty(1, 6).expand(5, 6))
@@ -97,12 +67,6 @@ def test_views_keep_the_strides_of_dense_parameters() -> None:
     b, a = bucket.slots
     assert a.view.stride() == channels_last.stride()
     assert b.view.is_contiguous()
-
-
-def test_sparse_parameters_have_buckets_of_their_own() -> None:
-    parameters = {name: nn.Parameter(torch.empty(10, 2)) for name in "abc"}
-    buckets = planned(parameters, 1 << 20, sparse=frozenset("b"))
-    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["b"], ["c", "a"]]
 
 
 @pytest.mark.parametrize("codec", [Rotated(Gaussian(2)), BlockInt(8)], ids=str)
@@ -162,11 +126,6 @@ def test_gradients_that_somebody_keeps_are_left_to_them() -> None:
     assert (a.grad.tolist(), b.grad.tolist()) == ([2.0] * 4, [3.0] * 5)
 
 
-class _Agreed:
-    def wait(self) -> None:
-        return
-
-
 @pytest.mark.parametrize(
     ("rows", "refused"),
     [
@@ -190,9 +149,9 @@ def test_rows_that_a_parameter_has_not_are_refused_with_the_rank(rows: list[int]
             bucket._indices, bucket._values = torch.tensor([rows]), torch.ones(len(rows), 2)
         if refused:
             with pytest.raises(ValueError, match=f"rank 1 sent {refused} of the gradient of rows, which has 10 rows"):
-                bucket.launch(peers, Direct(), _Agreed(), 0, "")
+                bucket.launch(peers, Direct(), DoneTicket(), 0, "")
         else:
-            bucket.launch(peers, Direct(), _Agreed(), 0, "").wait()
+            bucket.launch(peers, Direct(), DoneTicket(), 0, "").wait()
             bucket.scatter(lambda slot: True)
             assert parameter.grad.to_dense()[:, 0].nonzero().view(-1).tolist() == sorted([3, *rows])
 

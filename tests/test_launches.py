@@ -246,28 +246,6 @@ class Training:
 # No step waits for the device
 
 
-def test_each_way_to_wait_is_seen() -> None:
-    meter, here, device = Meter(), torch.ones(4), torch.ones(4, device=DEVICE)
-    ways = [
-        *(lambda: device[0].item(), lambda: device.tolist(), lambda: bool(device.sum()), lambda: device.cpu()),
-        *(lambda: here.to(DEVICE), lambda: device.copy_(here), lambda: here.copy_(device), lambda: device.nonzero()),
-        *(lambda: torch.equal(device, device), lambda: torch.tensor([1.0], device=DEVICE)),
-        *(
-            lambda: torch.cuda.synchronize(),
-            lambda: torch.cuda.Stream().synchronize(),
-            lambda: torch.cuda.Event().synchronize(),
-        ),
-    ]
-    with stand_ins(meter), meter.within():
-        for count, way in enumerate(ways, start=1):
-            way()
-            assert len(meter.waits) == count
-        here.to(DEVICE, non_blocking=True)
-        device.copy_(here, non_blocking=True)
-        here.add_(1).tolist()
-    assert len(meter.waits) == len(ways)
-
-
 def waiting() -> dict[str, Algorithm]:
     """All names, and each codec, by turns over `Direct` and over `Ring`."""
     found = {name: make() for name, make in STRATEGIES.items() if name != "ring_auto"}  # which is one of the others

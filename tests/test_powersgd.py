@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import subprocess
 import sys
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakePeers, Toy, on_all_ranks
+from fakes import DoneTicket, FakePeers, Toy, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
@@ -23,14 +21,7 @@ from ringstrategy.buckets.low_rank import LowRankBucket
 from ringstrategy.buckets.sparse import SparseBucket
 from ringstrategy.kernels.reference import orthonormalise_
 
-torch.manual_seed(3)
-_MODEL = nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(48, 48), nn.Tanh())])
 SHAPES = {"first": (40, 30), "bias": (40,), "second": (30, 40), "convolution": (24, 3, 3, 3), "again": (40, 30)}
-
-
-class _Agreed:
-    def wait(self) -> None:
-        return
 
 
 class _Rank:
@@ -44,10 +35,10 @@ class _Rank:
     def step(self, gradients_: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Mean gradients."""
         for name, parameter in self.parameters.items():
-            parameter.grad = gradients_[name].clone()
+            parameter.grad = gradients_[name].to(parameter.dtype, copy=True)
         for bucket in self.buckets:
             bucket.pack(self.peers.size)
-            bucket.launch(self.peers, self.algorithm.collective, _Agreed(), 1000 * self.steps + bucket.index, "")
+            bucket.launch(self.peers, self.algorithm.collective, DoneTicket(), 1000 * self.steps + bucket.index, "")
         for bucket in self.buckets:
             bucket.unpack(lambda slot: True)
         self.steps += 1
@@ -67,6 +58,13 @@ def _parameters(
     shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: torch.dtype = torch.float32
 ) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in shapes.items()}
+
+
+def _strided(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """A matrix lies transposed in memory, and of images channels come last; their gradients lie otherwise."""
+    image, matrix = parameters["convolution"].detach(), parameters["second"].detach()
+    values = (image.to(memory_format=torch.channels_last), matrix.T.contiguous().T)
+    return {**parameters, **dict(zip(("convolution", "second"), map(nn.Parameter, values), strict=True))}
 
 
 def _random(rank: int, step: int, shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, Tensor]:
@@ -89,10 +87,21 @@ def _same(results: list[dict[str, Tensor]]) -> bool:
 # What is delivered
 
 
-@pairs(size=[2, 3, 4, 8], codec=[Identity(), Cast("fp16"), Toy()], collective=[Ring(), Direct()], rank=[1, 3])
-def test_replicas_are_identical_and_nothing_is_lost(size: int, codec: Codec, collective: Collective, rank: int) -> None:
+@pairs(
+    size=[2, 3, 4, 8],
+    codec=[Identity(), Cast("fp16"), Toy()],
+    collective=[Ring(), Direct()],
+    rank=[1, 3],
+    dtype=[torch.float32, torch.bfloat16, torch.float64],
+)
+def test_replicas_are_identical_and_nothing_is_lost(
+    size: int, codec: Codec, collective: Collective, rank: int, dtype: torch.dtype
+) -> None:
+    """Of 16 bits too, whose sums and residuals are wider; beside the rounding of the mean."""
+    rounding = torch.finfo(torch.bfloat16).eps if dtype == torch.bfloat16 else 3e-6
+
     def run(peers: FakePeers) -> list[tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]]:
-        me = _Rank(PowerSGD(rank, codec, collective), peers, _parameters())
+        me = _Rank(PowerSGD(rank, codec, collective), peers, _strided(_parameters(dtype=dtype)))
         return [(me.step(_random(peers.rank, step)), me.residuals(), me.queries()) for step in range(3)]
 
     results = on_all_ranks(size, run)
@@ -103,13 +112,15 @@ def test_replicas_are_identical_and_nothing_is_lost(size: int, codec: Codec, col
         assert _same([result[step][2] for result in results])
         assert set(results[0][step][1]) == set(SHAPES) - {"bias"}
         for name, mean in means[0].items():
-            local = [_random(r, step)[name].double() / size for r in range(size)]
+            assert mean.dtype == dtype
+            local = [_random(r, step)[name].to(dtype).double() / size for r in range(size)]
             if name == "bias":
-                assert _close(mean, _sum(local), 1e-6)
+                assert _close(mean, _sum(local), rounding)
                 continue
             wanted = _sum(local) + _sum(before[name])
             lacking = [result[step][1][name] for result in results]
-            assert _close(mean + _sum(lacking), wanted)
+            assert {rest.dtype for rest in lacking} == {torch.promote_types(dtype, torch.float32)}
+            assert _close(mean + _sum(lacking), wanted, 2 * rounding)
             assert (mean - wanted).norm() > 0.1 * wanted.norm()  # much is left out, or nothing was compressed
             before[name] = lacking
 
@@ -163,116 +174,6 @@ def test_only_what_gets_smaller_is_compressed() -> None:
     assert "40 + 50" in said
     larger = PowerSGD(9).plan(_parameters({"a": (30, 40)}), frozenset(), 0)  # 630 of 1200 elements
     assert [type(bucket) for bucket in larger] == [DenseBucket]
-
-
-def told(rank: int, shapes: Mapping[str, tuple[int, ...]], frozen: frozenset[str] = frozenset()) -> list[str]:
-    """What is in the log after setup."""
-
-    def setup(peers: FakePeers) -> list[str]:
-        algorithm = PowerSGD(rank)
-        parameters = {name: nn.Parameter(torch.zeros(shape), name not in frozen) for name, shape in shapes.items()}
-        algorithm.setup(parameters, peers)
-        news = algorithm.news()
-        assert algorithm.news() == [], "once"
-        algorithm.close()
-        return news
-
-    first, second = on_all_ranks(2, setup)
-    assert len(first) == len(second), "as many on all ranks"
-    return first
-
-
-def test_the_log_says_how_much_is_compressed() -> None:
-    # 8 x 9 has (8 + 9) * 2 = 34 elements in its factors, and 72 in all
-    shapes = {"large": (40, 30), "bias": (40,), "small": (8, 9), "convolution": (24, 3, 3, 3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        [line] = told(1, shapes)
-        assert "3 of 4 parameters travel as factors of rank 1" in line
-        assert "1,920 elements as 138" in line
-        assert "40 elements travel whole" in line
-        [line] = told(3, shapes)
-        assert "2 of 4 parameters travel as factors of rank 3" in line
-        assert "1,848 elements as 363" in line
-        assert "112 elements travel whole" in line
-        assert told(1, {"large": (40, 30)}) == [], "all are"
-        assert told(1, {}) == told(1, {"bias": (40,)}, frozenset({"bias"})) == [], "nothing to send"
-
-
-@pytest.mark.parametrize(
-    ("rank", "shapes", "frozen", "cure"),
-    [
-        (9, SHAPES, (), "The largest rank that compresses one is 8$"),
-        (1, {"bias": (40,), "tiny": (3, 4)}, (), "No rank compresses one: try 'ring_int8'"),
-        (1, {"large": (40, 30), "bias": (40,)}, ("large",), r"trained now \(1\).* No rank compresses one: try"),
-    ],
-)
-def test_a_warning_says_that_nothing_is_compressed(rank: int, shapes: Any, frozen: tuple[str, ...], cure: str) -> None:
-    with pytest.warns(UserWarning, match=rf"PowerSGD\(rank={rank}\) compresses none of .*{cure}") as caught:
-        assert told(rank, shapes, frozenset(frozen)) == []
-    assert len(caught) == 1, "on the first rank"
-    assert told(8, SHAPES), "which does"
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_are_summed_and_kept_wide(dtype: torch.dtype) -> None:
-    def run(peers: FakePeers) -> tuple[Tensor, Tensor]:
-        me = _Rank(PowerSGD(), peers, _parameters({"matrix": (40, 30)}, dtype))
-        mean = me.step({"matrix": _random(peers.rank, 0)["first"].to(dtype)})["matrix"]
-        assert mean.dtype == dtype
-        residual = me.residuals()["matrix"]
-        assert residual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        return mean, residual
-
-    results = on_all_ranks(3, run)
-    exact = _sum([_random(r, 0)["first"].to(dtype) for r in range(3)]) / 3
-    assert _same([{"mean": mean} for mean, _ in results])
-    error = (
-        results[0][0].double() + _sum([residual for _, residual in results]) - exact
-    ).abs().max() / exact.abs().max()
-    assert error < {torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}[dtype]
-
-
-@pytest.mark.parametrize("how", ["channels_last", "transposed", "not contiguous"])
-def test_memory_may_be_laid_out_in_any_order(how: str) -> None:
-    shape = (24, 3, 5, 5) if how == "channels_last" else (24, 75)
-
-    def gradient(rank: int, step: int) -> Tensor:
-        return _random(rank, step, {"weight": shape})["weight"]
-
-    def run(peers: FakePeers) -> list[tuple[Tensor, Tensor]]:
-        weight = torch.zeros(shape[::-1]).T if how == "transposed" else torch.zeros(shape)
-        if how == "channels_last":
-            weight = weight.to(memory_format=torch.channels_last)
-        parameter = nn.Parameter(weight)
-        me, history = _Rank(PowerSGD(), peers, {"weight": parameter}), []
-        for step in range(3):
-            if step == 2 and how != "not contiguous":  # a gradient that lives in the bucket
-                assert parameter.grad is not None
-                assert parameter.grad.data_ptr() == me.buckets[0].slots[0].view.data_ptr()
-                parameter.grad.copy_(gradient(peers.rank, step))
-            else:
-                grad = torch.empty_like(parameter).copy_(gradient(peers.rank, step))
-                parameter.grad = grad.T.contiguous().T if how == "not contiguous" else grad
-                del grad  # whoever holds it would see the mean in it, and the bucket could not take its place
-            for bucket in me.buckets:
-                bucket.pack(peers.size)
-                bucket.launch(peers, Ring(), _Agreed(), step, "")
-                bucket.unpack(lambda _: True)
-            assert parameter.grad is not None
-            assert how == "not contiguous" or parameter.grad.stride() == parameter.stride()
-            history.append((parameter.grad.clone(), me.residuals()["weight"]))
-        return history
-
-    results = on_all_ranks(3, run)
-    before = torch.zeros(shape).double()
-    for step in range(3):
-        assert all(torch.equal(results[0][step][0], result[step][0]) for result in results)
-        wanted = before + _sum([gradient(r, step) for r in range(3)]) / 3
-        before = _sum([result[step][1] for result in results])
-        assert _close(results[0][step][0] + before, wanted)
-        # one outer product over the rows that were promised
-        assert torch.linalg.matrix_rank(results[0][step][0].flatten(1).double(), rtol=1e-5) == 1
 
 
 # Bad and missing gradients
@@ -393,54 +294,23 @@ def test_bits_do_not_depend_on_the_cpus_instructions(capsys: pytest.CaptureFixtu
 # Trainings
 
 
-def test_factors_go_through_the_codec_and_whole_gradients_do_not() -> None:
-    def run(codec: Codec, shapes: dict[str, tuple[int, ...]]) -> int:
-        def bytes_sent(peers: FakePeers) -> int:
-            _Rank(PowerSGD(2, codec), peers, _parameters(shapes)).step(_random(peers.rank, 0, shapes))
-            assert peers.stats.bytes_sent is not None
-            return peers.stats.bytes_sent
+def test_a_resumed_run_goes_on_bit_for_bit() -> None:
+    """Queries are part of it: without them later means differ."""
 
-        return int(on_all_ranks(2, bytes_sent)[0])
+    def run(peers: FakePeers, queries: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        algorithm = PowerSGD(2, Toy())
+        me, resumed = (_Rank(algorithm, peers, _parameters()) for _ in range(2))
+        for step in range(3):
+            me.step(_random(peers.rank, step))
+        resumed.steps = me.steps
+        for bucket, saved in zip(resumed.buckets, me.buckets, strict=True):
+            if bucket.residuals.lost is not None:
+                bucket.residuals.lost.copy_(saved.residuals.lost)
+            bucket.load_state(saved.state() if queries else {})
+        return me.step(_random(peers.rank, 3)), resumed.step(_random(peers.rank, 3))
 
-    for codec, width in ((Identity(), 4), (Cast("fp16"), 2)):
-        assert run(codec, {"matrix": (40, 30)}) == width * 2 * (40 + 30)
-        assert run(codec, {"bias": (40,)}) == 4 * 40
-
-
-@pytest.mark.parametrize("scheme", [PowerSGD(2, bucket_mb=0.01), PowerSGD(1, Toy())], ids=str)
-def test_a_resumed_run_goes_on_bit_for_bit(scheme: PowerSGD) -> None:
-    Saved = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]
-
-    def run(peers: FakePeers, steps: range, saved: list[Saved] | None = None) -> Saved:
-        """State, residuals and parameters after these steps."""
-        module, algorithm = copy.deepcopy(_MODEL), copy.deepcopy(scheme)
-        algorithm.setup(dict(module.named_parameters()), peers)
-        if saved is not None:
-            state, residuals, weights = saved[peers.rank]
-            algorithm.load_state_dict(state)
-            assert algorithm.load_residuals(residuals) == []
-            module.load_state_dict(weights)
-        optimizer = torch.optim.SGD(module.parameters(), 0.5)
-        for step in steps:
-            optimizer.zero_grad()
-            batch = torch.randn(6, 48, generator=torch.Generator().manual_seed(100 * step + peers.rank))
-            algorithm.before_backward()
-            module(batch).pow(2).mean().backward()
-            algorithm.after_backward()
-            optimizer.step()
-        kept = copy.deepcopy((algorithm.state_dict(), dict(algorithm.residuals()), module.state_dict()))
-        algorithm.close()
-        return kept
-
-    through, saved = (on_all_ranks(3, lambda peers, end=end: run(peers, range(end))) for end in (6, 3))
-    resumed = on_all_ranks(3, lambda peers: run(peers, range(3, 6), saved))
-    assert _same([weights for *_, weights in [*through, *resumed]])
-    for state, *_ in saved:
-        assert "0.bias" not in state["buckets"]
-        assert state["buckets"]["0.weight"].shape == (scheme.rank, 48)
-        state["buckets"] = {}
-    forgetful = on_all_ranks(3, lambda peers: run(peers, range(3, 6), saved))
-    assert not _same([through[0][2], forgetful[0][2]])
+    assert all(_same(list(pair)) for pair in on_all_ranks(3, lambda peers: run(peers, True)))
+    assert not any(_same(list(pair)) for pair in on_all_ranks(3, lambda peers: run(peers, False)))
 
 
 def test_a_state_of_another_rank_is_refused() -> None:

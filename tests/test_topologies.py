@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from hydra.utils import instantiate
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -37,9 +34,7 @@ from ringstrategy.topologies import (
 YAMLS = sorted((Path(__file__).parents[1] / "configs" / "topology").glob("*.yaml"))
 CONFIGURED: list[Topology] = [instantiate(OmegaConf.load(path)) for path in YAMLS]
 DIRECTED = [[0.5, 0.0, 0.5], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
-PUSHED = [[0.5, 0.0, 1.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.0]]  # columns sum to 1, rows do not
 GIVEN: list[Topology] = [FromMatrix(DIRECTED), FromGraph([(0, 1), (1, 2), (2, 3), (1, 3)])]
-each = pytest.mark.parametrize("topology", CONFIGURED, ids=[path.stem for path in YAMLS])
 
 
 def fits(topology: Topology, size: int) -> bool:
@@ -67,12 +62,11 @@ def far(matrix: np.ndarray) -> float:
 # Law 9
 
 
-@each
+@pytest.mark.parametrize("topology", [*CONFIGURED, *GIVEN], ids=repr)
 def test_the_mean_is_kept_at_every_size_and_step(topology: Topology) -> None:
     for size in range(1, 18):
         if not fits(topology, size):
-            assert isinstance(topology, Hierarchical)
-            assert size % 2
+            assert topology in GIVEN or (isinstance(topology, Hierarchical) and size % 2)
             continue
         for step in range(9):
             matrix = topology.matrix(size, step).numpy()
@@ -85,45 +79,6 @@ def test_the_mean_is_kept_at_every_size_and_step(topology: Topology) -> None:
                 assert row == topology.weights(rank, size, step)
             assert not topology.symmetric or np.array_equal(matrix, matrix.T)
             assert not topology.static or np.array_equal(matrix, topology.matrix(size, 0).numpy())
-
-
-@each
-def test_everyone_hears_of_everyone_and_differences_vanish(topology: Topology) -> None:
-    for size in filter(lambda size: fits(topology, size), [2, 3, 6, 8, 13]):
-        union = nx.compose_all([graph_of(topology, size, step) for step in range(32)])
-        assert nx.is_strongly_connected(union)
-        product = np.eye(size)
-        for step in range(60):  # a multiple of each period
-            product = topology.matrix(size, step).numpy() @ product
-        assert far(np.linalg.matrix_power(product, 5)) < 1e-3, size
-        period = topology.period(size)
-        again = [torch.equal(topology.matrix(size, step), topology.matrix(size, step + period)) for step in range(20)]
-        assert all(again) != isinstance(topology, RandomMatching) or size == 2
-
-
-@st.composite
-def connected_graphs(draw: st.DrawFn) -> list[tuple[int, int]]:
-    size = draw(st.integers(2, 12))
-    tree = [(rank, draw(st.integers(0, rank - 1))) for rank in range(1, size)]
-    more = draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, size - 1)), max_size=20))
-    return draw(st.permutations(tree + more))
-
-
-@given(connected_graphs())
-@settings(deadline=None)
-def test_any_connected_graph_gets_symmetric_weights_that_mix(edges: list[tuple[int, int]]) -> None:
-    topology = FromGraph(edges)
-    graph = nx.Graph(edges)
-    graph.remove_edges_from(list(nx.selfloop_edges(graph)))
-    size = len(graph)
-    assert topology == FromGraph(graph) == FromGraph(nx.MultiGraph(edges))
-    matrix = topology.matrix(size, 3).numpy()
-    np.testing.assert_array_equal(matrix, matrix.T)
-    np.testing.assert_allclose(matrix.sum(0), 1, atol=1e-14)
-    assert topology.spectral_gap(size) > 0
-    for one, other in graph.edges:  # Metropolis-Hastings
-        assert matrix[one, other] == 1 / (1 + max(graph.degree[one], graph.degree[other]))
-    assert {(i, j) for i, j in np.argwhere(matrix) if i < j} == {(min(edge), max(edge)) for edge in graph.edges}
 
 
 @given(st.integers(1, 17), st.integers(0, 1 << 70), st.integers(-5, 1 << 40))
@@ -144,16 +99,6 @@ def test_random_pairs_are_new_at_each_step_and_for_each_seed_and_leave_everyone_
 # What the field says of them
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16])
-def test_one_peer_exponential_is_exact_after_log2_steps_from_any_on(size: int) -> None:
-    for first in (0, 1, 5):
-        product = np.eye(size)
-        for step in range(first, first + int(math.log2(size))):
-            assert far(product) > 0.5
-            product = OnePeerExponential().matrix(size, step).numpy() @ product
-        np.testing.assert_array_equal(product, np.full((size, size), 1 / size))
-
-
 def test_the_graphs_are_those_of_networkx() -> None:
     for size in (3, 4, 7, 16):
         assert nx.utils.graphs_equal(graph_of(RingGraph(), size), nx.cycle_graph(size).to_directed())
@@ -172,6 +117,10 @@ def test_the_graphs_are_those_of_networkx() -> None:
         grid = nx.convert_node_labels_to_integers(nx.grid_2d_graph(rows, columns, periodic=True), ordering="sorted")
         assert nx.utils.graphs_equal(graph_of(topology, rows * columns), grid.to_directed())
     assert nx.utils.graphs_equal(graph_of(Torus(), 7), graph_of(RingGraph(), 7))
+    edges = [(0, 1), (2, 1), (1, 3), (2, 3), (3, 3), (1, 2)]  # also to itself, and twice
+    given_ = nx.Graph(edges[:4])
+    assert FromGraph(edges) == FromGraph(given_) == FromGraph(nx.MultiGraph(edges))
+    assert nx.utils.graphs_equal(graph_of(FromGraph(edges), 4), given_.to_directed())
     hops = {(rank, (rank + hop) % 11) for rank in range(11) for hop in (1, 2, 4, 8)}
     assert set(graph_of(Exponential(), 11).edges) == hops
     # at odd steps hosts of two ranks gossip, at even ones each averages
@@ -213,57 +162,21 @@ def test_steps_to_consensus_are_those_it_takes(topology: Topology) -> None:
             assert topology.spectral_gap(size) == pytest.approx(1 - second, abs=1e-6)
 
 
-def test_push_sum_alone_makes_sense_of_columns_only() -> None:
-    topology = FromMatrix(PUSHED)
-    assert not topology.doubly_stochastic
-    assert not topology.symmetric
-    assert FromMatrix(DIRECTED).doubly_stochastic
-    product = np.linalg.matrix_power(topology.matrix(3, 0).numpy(), topology.steps_to_consensus(3) or 0)
-    np.testing.assert_allclose(product / product.sum(1, keepdims=True), 1 / 3, atol=2e-3)
-
-
-def test_the_degree_is_what_the_busiest_rank_sends() -> None:
-    for topology, degrees in {
-        RingGraph(): [0, 1, 2, 2],
-        OnePeerExponential(): [0, 1, 1, 1],
-        Exponential(): [0, 1, 2, 3],
-        Star(): [0, 1, 3, 7],
-        RandomMatching(): [0, 1, 1, 1],
-    }.items():
-        assert [topology.degree(size) for size in (1, 2, 4, 8)] == degrees
-    assert Hierarchical(2, FromGraph([(0, 1), (1, 2)])).degree(6) == 2
-
-
-def test_equal_topologies_compare_equal_and_travel() -> None:
-    for topology in [*CONFIGURED, *GIVEN]:
-        other = pickle.loads(pickle.dumps(topology))
-        assert other == topology == copy.deepcopy(topology)
-        assert hash(other) == hash(topology)
-        assert repr(other) == repr(topology)
-        assert topology != Torus(1)
-    assert repr(FromMatrix(DIRECTED)) != repr(FromMatrix(np.eye(3)[[1, 2, 0]]))
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: FromMatrix([[1, 0], [0, 1]]), "rank 0 never reaches ranks"),
-        (lambda: FromMatrix([[1, 0.5], [0, 0.5]]), "never reaches"),
         (lambda: FromMatrix([[0.5, 0], [0.5, 1]]), "never hears from"),
         (lambda: FromMatrix([[0.5, 0.5], [0.4, 0.5]]), "column 0 of matrix sums to 0.9"),
         (lambda: FromMatrix([[0.5, 0.5]]), "square"),
-        (lambda: FromMatrix([]), "square"),
         (lambda: FromMatrix([[1.5, -0.5], [-0.5, 1.5]]), "below 0"),
         (lambda: FromMatrix([[math.nan, 0.5], [0.5, 0.5]]), "no number"),
         (lambda: FromMatrix(DIRECTED).check(4), "describes 3 ranks, but there are 4"),
-        (lambda: FromMatrix(DIRECTED).matrix(2, 0), "describes 3 ranks"),
         (lambda: FromGraph([(0, 1), (2, 3)]), "add edges"),
         (lambda: FromGraph([(0, 2)]), r"rank 0 never reaches ranks \[1\]"),
         (lambda: FromGraph(nx.DiGraph([(0, 1)])), "to_undirected"),
         (lambda: FromGraph(nx.Graph([("a", "b")])), "convert_node_labels"),
-        (lambda: FromGraph([(0, 1), (1, 2)]).check(2), "describes 3 ranks"),
         (lambda: Torus(0), "at least 1"),
-        (lambda: Torus(True), "at least 1"),
         (lambda: Torus(3).check(8), "do not make 3 equal rows"),
         (lambda: RandomMatching(0.5), "whole number"),  # type: ignore[arg-type]
         (lambda: Hierarchical(0), "at least 1"),
@@ -281,5 +194,5 @@ def test_what_cannot_mix_is_refused_with_the_cure(make: Any, words: str) -> None
 def test_the_command_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["--most", "8", "--size", "6", "--png", str(tmp_path / "all.png")])
     (ring,) = (line for line in capsys.readouterr().out.splitlines() if "RingGraph" in line)
-    assert re.split(r"\s{2,}", ring)[1:] == ["1 / 1 / 1", "2 / 0.67 / 7", "2 / 0.2 / 32"]
+    assert ring.split()[1:] == ["1", "/", "1", "/", "1", "2", "/", "0.67", "/", "7", "2", "/", "0.2", "/", "32"]
     assert (tmp_path / "all.png").read_bytes().startswith(b"\x89PNG")
