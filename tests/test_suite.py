@@ -22,6 +22,7 @@ from scripts import ROOT, lines_of, on_ranks
 
 from benchmarks import campaign, harness, lab, rows
 from benchmarks.contenders import PostLocalSGD
+from benchmarks.long_race import lines, racers
 from benchmarks.powersgd_peer import PowerSGDOnOneThread
 from benchmarks.rows import Row, append, read
 from benchmarks.slow_rank import steps_ahead_limit
@@ -61,6 +62,20 @@ def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path):
     path.write_text('{"benchmark": "training", "device": "cpu", "torch": "2", "commit": "abc", "secs": 1}\n')
     with pytest.raises(TypeError, match="secs"):
         read(path)
+
+
+def test_the_published_page_is_what_the_rows_say() -> None:
+    from benchmarks.report import frame, page
+
+    text = page.text(frame.load(RESULTS), "benchmarks")
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == text, "python -m benchmarks report"
+
+
+def test_the_long_race_is_what_the_rows_say() -> None:
+    losses = [row for file in sorted(RESULTS.glob("long-race/losses-*.jsonl")) for row in read(file)]
+    timed = [row for file in sorted(RESULTS.glob("long-race/seconds-*.jsonl")) for row in read(file)]
+    table = "".join(f"{line}\n" for line in lines(racers(losses, timed, after=1088), 1088))
+    assert harness.table_on((ROOT / "docs" / "local_sgd.md").read_text(), "long_race") == table
 
 
 # The harness
@@ -298,8 +313,8 @@ def test_a_training_step_its_limit_and_what_was_tried_before(ranks: Pool, tmp_pa
     arguments += ["--cases", "=ring,=ring_int8,=ring_auto,=gossip_exponential,post-local"]
     told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
     arguments += ["--rounds", "2"]
-    lines, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
-    rows = {row["case"]: row for row in lines}
+    found, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
+    rows = {row["case"]: row for row in found}
     byte = 8 / 10e6
     alone = {row["steps"]: row["limit_seconds"] for name, row in rows.items() if name.startswith("compute alone")}
     wire = {
