@@ -71,6 +71,18 @@ def test_the_published_page_is_what_the_rows_say() -> None:
     assert (ROOT / "docs" / "benchmarks.md").read_text() == text, "python -m benchmarks report"
 
 
+def test_a_race_that_was_missed_is_no_win_and_a_rare_average_no_strongest_peer() -> None:
+    from benchmarks.report import frame
+
+    rows = frame.load(RESULTS)
+    missed = (rows.case == "ring_int8") & (rows.benchmark == "time to accuracy") & (rows.seed == 1)
+    rows.loc[missed, "seconds_to_target"] = float("nan")
+    races = frame.races(rows)
+    assert list(races[(races.case == "ring_int8") & (races.seeds == 2)].ratio) == [0]
+    run = rows[rows.run.isin(rows[(rows.benchmark == "training") & (rows.case == "post-local sgd every 4")].run)]
+    assert (run[run.case.str.startswith("ddp")].groupby("run").beside_peer.max() > 0.8).all()
+
+
 def test_the_long_race_is_what_the_rows_say() -> None:
     losses = [row for file in sorted(RESULTS.glob("long-race/losses-*.jsonl")) for row in read(file)]
     timed = [row for file in sorted(RESULTS.glob("long-race/seconds-*.jsonl")) for row in read(file)]
