@@ -25,10 +25,8 @@ from benchmarks.contenders import PostLocalSGD
 from benchmarks.long_race import lines, racers
 from benchmarks.powersgd_peer import PowerSGDOnOneThread
 from benchmarks.rows import Row, append, read
-from benchmarks.slow_rank import steps_ahead_limit
 from benchmarks.time_to_accuracy import Curve
-from ringstrategy import BlockInt, Gossip
-from ringstrategy.topologies import OnePeerExponential
+from ringstrategy import BlockInt
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -414,11 +412,3 @@ def test_the_target_is_reached_where_a_straight_line_crosses_it() -> None:
     assert curve.reached(3.25) == (17.5, 2.5)
     assert curve.reached(2.9) is None
     assert curve.best == 3.0
-
-
-def test_how_far_ahead_of_a_slow_rank() -> None:
-    limit = steps_ahead_limit
-    assert limit(Gossip(overlap=False), 8, 1) == [1, 0, 1, 2, 3, 4, 3, 2]  # the distance on the ring
-    assert limit(Gossip(), 8, 1) == [2, 0, 2, 3, 4, 5, 4, 3]
-    assert limit(Gossip(interval=4), 4, 0) == [0, 8, 12, 8]
-    assert limit(Gossip(OnePeerExponential(), overlap=False), 4, 1) == [2, 0, 2, 2]
