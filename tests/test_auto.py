@@ -188,30 +188,6 @@ def test_the_fastest_in_trials_is_kept_and_nothing_is_lost_on_the_way(
     assert left.any() == (fastest is BlockInt)
 
 
-def test_what_is_loaded_takes_the_place_of_everything() -> None:
-    def load(peers: FakePeers) -> None:
-        algorithm = Auto([BlockInt(8), Identity()], error_feedback=True)
-        parameters = set_up(peers, algorithm)
-        fresh = algorithm.state_dict()
-        passes(algorithm, parameters, peers.rank, range(1))
-        take(algorithm, BlockInt(8))
-        assert holds(algorithm)
-        in_a_trial = {**fresh, "step": 7, "auto": repr(algorithm._candidates[-1]), "tuned": False}
-        algorithm.load_state_dict(in_a_trial)
-        assert not holds(algorithm)
-        assert algorithm.state_dict()["step"] == 7
-        assert repr(algorithm.chosen) != in_a_trial["auto"], "it was only being tried"
-        assert not algorithm._tuned
-        algorithm.news()
-        algorithm.load_state_dict({**in_a_trial, "tuned": True})
-        assert repr(algorithm.chosen) == in_a_trial["auto"]
-        assert algorithm._tuned
-        [line] = algorithm.news()
-        assert "goes on with" in line
-
-    on_all_ranks(2, load)
-
-
 def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
     """On another number of ranks it chooses anew."""
 
