@@ -192,7 +192,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
     """On another number of ranks it chooses anew."""
 
     def made(peers: FakePeers) -> tuple[Auto, nn.ParameterList]:
-        algorithm = Auto([BlockInt(8), Identity()], error_feedback=True)
+        algorithm = Auto([Identity(), BlockInt(8)], error_feedback=True)
         algorithm._now = Clock(algorithm, BlockInt, peers.rank)  # type: ignore[method-assign]
         return algorithm, set_up(peers, algorithm)
 
