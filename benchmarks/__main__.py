@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _NAMES = (
-    *("training", "collectives", "codecs", "overhead", "slow_rank", "time_to_accuracy", "long_race"),
+    *("training", "collectives", "codecs", "overhead", "time_to_accuracy", "long_race"),
     *("faults", "fuzz", "soak"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),

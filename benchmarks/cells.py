@@ -55,7 +55,6 @@ def _count(name: str, row: Any) -> str:
 
 CELLS: dict[str, Cell] = {
     "case": lambda row: row.case or f"{row.codec}, {row.operation}",
-    "slow rank": lambda row: shown(row.slow_rank, "rank {:.0f}"),
     "seconds": lambda row: seconds(row.seconds_median),
     "fastest - slowest": lambda row: (
         f"{seconds(min(row.seconds))} - {seconds(max(row.seconds))}" if row.seconds else "-"
@@ -63,19 +62,13 @@ CELLS: dict[str, Cell] = {
     "to the target": lambda row: _reached(row.seconds_to_target, row.target),
     "steps there": lambda row: shown(row.steps_to_target, "{:.0f}"),
     "best loss": lambda row: shown(row.best_loss, "{:.4f}"),
-    "steps/s": lambda row: shown(row.steps_per_second, "{:.2f}"),
     "x": lambda row: "-" if times(row.ratio) == "-" else f"{times(row.ratio)} {row.baseline}",
     "x others": lambda row: ", ".join(f"{times(ratio)} {case}" for case, ratio in row.ratios.items() if ratio) or "-",
-    "kept": lambda row: shown(row.kept, "{:.0%}"),
     "limit": lambda row: seconds(row.limit_seconds or None),
     "of the limit": lambda row: shown(row.limit_seconds or None, "{:.0%}", 1 / (row.seconds_median or 1)),
-    "waited": lambda row: (
-        shown(row.waited_seconds, "{:.4f}") if isinstance(row.waited_seconds, list) else seconds(row.waited_seconds)
-    ),
+    "waited": lambda row: seconds(row.waited_seconds),
     "predicted": lambda row: seconds(row.predicted_seconds),
     "deviation": lambda row: shown(row.deviation, "{:+.0%}"),
-    "steps ahead": lambda row: shown(row.steps_ahead, "{:g}"),
-    "at most": lambda row: shown(row.steps_ahead_limit, "{:g}"),
     "GB/s": lambda row: shown(row.gigabytes_per_second, "{:.1f}"),
     "of a copy": lambda row: shown(
         row.share_of_copy if row.fraction_of_copy is None else row.fraction_of_copy, "{:.0%}"

@@ -397,67 +397,52 @@ class Ours(Training):
         self._session.close()
 
 
-class Intervals(Ours):
-    """Ranks with parameters of their own, in runs of whole intervals. What a run sends arrives within it."""
+class Apart(Ours):
+    """Ranks with parameters of their own, in runs of whole intervals. What a run sends arrives within it.
+
+    Local SGD's last exchange of a run begins so early that it is used within it. A decentralized algorithm is timed
+    from the start of one mixing to the end of another, as many as intervals: the mixing due after a run's last step
+    begins the next run instead, and a run's last one is waited for within it. So a run begins and ends with nothing
+    under way: it hides no wait in another case's time, counts exactly its own bytes, and gives each exchange one whole
+    interval to hide behind, as in a long training.
+    """
 
     algorithm: Decentralized | LocalSGD
 
     def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized | LocalSGD, **how: Any) -> None:
         super().__init__(model, batches, algorithm, **how)
         self.interval = algorithm.interval
+        self._mixes = isinstance(algorithm, Decentralized)
+        for _ in range(self.interval - 1 if self._mixes else algorithm.schedule.late):  # count up
+            super().after_step()
+
+    def must_send(self, hosts: int) -> float | None:
+        """Of several ranks a host it depends on which of them are neighbours."""
+        if not isinstance(self.algorithm, Decentralized) or dist.get_world_size() != hosts:
+            return None
+        return mixed(self.algorithm, self.full) / self.interval
 
     def limit(self, compute: Phases, wire: float) -> float:
         parts = self.algorithm.fragments if isinstance(self.algorithm, LocalSGD) else 1
         return _limit_beside(compute, wire, self.algorithm.schedule.late, parts, self.interval)
 
+    def before_forward(self) -> None:
+        if self._mixes:
+            super().after_step()
+        super().before_forward()
+
+    def after_step(self) -> None:
+        if not self._mixes:
+            super().after_step()
+
     def after_run(self) -> None:
         self._session.algorithm.settle()
 
 
-class WholeIntervals(Intervals):
-    """A decentralized algorithm, timed from the start of one exchange to the end of another, as many as intervals.
-
-    The mixing due after a run's last step begins the next run instead, and a run's last exchange is waited for within
-    it. So a run begins and ends with nothing under way: it hides no wait in another case's time, counts exactly its
-    own bytes, and gives each exchange one whole interval to hide behind, as in a long training.
-    """
-
-    algorithm: Decentralized
-
-    def __init__(self, model: nn.Module, batches: Batches, algorithm: Decentralized, **how: Any) -> None:
-        super().__init__(model, batches, algorithm, **how)
-        for _ in range(algorithm.interval - 1):  # count up, so that the first step of each run begins with a mixing
-            super().after_step()
-
-    def must_send(self, hosts: int) -> float | None:
-        """With several ranks a host it depends on which of them are neighbours."""
-        if dist.get_world_size() != hosts:
-            return None
-        return mixed(self.algorithm, self.full) / self.interval
-
-    def before_forward(self) -> None:
-        super().after_step()
-        super().before_forward()
-
-    def after_step(self) -> None:
-        """Nothing: see the class."""
-
-
-class Agreeing(Intervals):
-    """Local SGD, whose last exchange of a run begins so early that it is used within it."""
-
-    def __init__(self, model: nn.Module, batches: Batches, algorithm: LocalSGD, **how: Any) -> None:
-        super().__init__(model, batches, algorithm, **how)
-        for _ in range(algorithm.schedule.late):
-            super().after_step()
-
-
 def ours(model: nn.Module, batches: Batches, algorithm: Algorithm, **how: Any) -> Ours:
     """Any algorithm of this package; `how` as of `Training`."""
-    if isinstance(algorithm, Decentralized):
-        return WholeIntervals(model, batches, algorithm, **how)
-    if isinstance(algorithm, LocalSGD):
-        return Agreeing(model, batches, algorithm, **how)
+    if isinstance(algorithm, Decentralized | LocalSGD):
+        return Apart(model, batches, algorithm, **how)
     return Ours(model, batches, algorithm, **how)
 
 

@@ -21,50 +21,42 @@ import ringstrategy.horovod as hvd
 from benchmarks import harness
 from benchmarks.contenders import Training
 from benchmarks.tasks import Batches
-from ringstrategy import BlockInt, Stats
+from ringstrategy import BlockInt
 
 _NAME, _CODEC = "ring_int8", BlockInt(8)
 
 
 class _Door(Training):
-    """What another door wraps around the model."""
+    """What another door wraps around the model; it ends what it began."""
 
-    def __init__(self, model: nn.Module, batches: Batches, stats: Stats | None, **how: Any) -> None:
+    def __init__(self, model: nn.Module, batches: Batches, of: Any, **how: Any) -> None:
         super().__init__(model, batches, **how)
-        self._stats = stats
+        self._of = of  # what has `stats`, and perhaps must be closed
 
     def must_send(self, hosts: int) -> float | None:
         return None
 
     def bytes_sent(self) -> int | None:
-        return None if self._stats is None else self._stats.bytes_sent
+        return None if self._of is None else self._of.stats.bytes_sent
 
     def result(self) -> list[Tensor]:
         whole = (getattr(parameter, "full_tensor", lambda p=parameter: p)() for parameter in self.model.parameters())
         return [tensor.detach().clone() for tensor in whole]
 
-
-class _Closing(_Door):
-    """It ends what it began."""
-
-    def __init__(self, model: nn.Module, batches: Batches, state: Any, **how: Any) -> None:
-        super().__init__(model, batches, state.stats, **how)
-        self._state = state
-
     def close(self) -> None:
-        self._state.close()
+        getattr(self._of, "close", lambda: None)()
 
 
 def _group(model: nn.Module, batches: Batches, **how: Any) -> Training:
     group = dist.new_group(backend=_NAME)
-    return _Door(DistributedDataParallel(model, process_group=group), batches, group.stats, **how)
+    return _Door(DistributedDataParallel(model, process_group=group), batches, group, **how)
 
 
 def _hook(model: nn.Module, batches: Batches, **how: Any) -> Training:
     wrapped = DistributedDataParallel(model)
     state, hook = ringstrategy.ddp_hook(_CODEC, module=wrapped)
     wrapped.register_comm_hook(state, hook)
-    return _Closing(wrapped, batches, state, **how)
+    return _Door(wrapped, batches, state, **how)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -80,13 +72,13 @@ def _fsdp_exact(model: nn.Module, batches: Batches, **how: Any) -> Training:
 
 def _fsdp_group(model: nn.Module, batches: Batches, **how: Any) -> Training:
     group = dist.new_group(backend=_NAME)
-    return _Door(_shard(model, DeviceMesh.from_group(group, "cpu")), batches, group.stats, **how)
+    return _Door(_shard(model, DeviceMesh.from_group(group, "cpu")), batches, group, **how)
 
 
 def _fsdp_residuals(model: nn.Module, batches: Batches, **how: Any) -> Training:
     mesh = DeviceMesh.from_group(dist.new_group(backend="gloo"), "cpu")
     residuals = ringstrategy.fsdp(_shard(model, mesh), _CODEC)
-    return _Closing(model, batches, residuals, **how)
+    return _Door(model, batches, residuals, **how)
 
 
 class _Horovod(_Door):
@@ -97,7 +89,7 @@ class _Horovod(_Door):
         hvd.init(timeout=harness.TIMEOUT)
         named = model.named_parameters()
         self.optimizer: Any = hvd.DistributedOptimizer(self.optimizer, named, compression=hvd.Compression.int8)
-        self._stats = self.optimizer.session.stats
+        self._of = self.optimizer.session
 
     def close(self) -> None:
         hvd.shutdown()
@@ -113,10 +105,7 @@ class _Fabric(_Door):
         self._fabric = Fabric(accelerator="cpu", devices=size, strategy=strategy, plugins=[TorchElasticEnvironment()])
         self._fabric.launch()
         self.model, self.optimizer = self._fabric.setup(model, self.optimizer)
-        self._strategy = strategy
-
-    def bytes_sent(self) -> int | None:
-        return self._strategy.stats.bytes_sent
+        self._of = strategy
 
     def run(self) -> None:
         for inputs, targets in self.batches:
@@ -125,7 +114,7 @@ class _Fabric(_Door):
             self.optimizer.zero_grad(set_to_none=True)
 
     def close(self) -> None:
-        self._strategy.teardown()
+        self._of.teardown()
 
 
 DOORS: dict[str, Callable[..., Training]] = {

@@ -1,11 +1,14 @@
-"""Algorithms drawn at random, and how far their means may be from the exact ones."""
+"""Algorithms and optimizers that random trainings draw from, and how far means may be from the exact ones."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn, optim
 
 from ringstrategy import (
     AllReduce,
@@ -43,6 +46,13 @@ BOUNDS: dict[Codec, float] = {  # of a mean's worst element, in the largest elem
     TopK(2, 16): 1.2,
 }
 OTHERS = 2.0  # the bound of PowerSGD
+OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], optim.Optimizer]] = {
+    "sgd": partial(optim.SGD, lr=0.05),
+    "momentum": partial(optim.SGD, lr=0.02, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": partial(optim.Adam, lr=0.01),
+    "adamw": partial(optim.AdamW, lr=0.01, amsgrad=True),
+    "adagrad": partial(optim.Adagrad, lr=0.02),
+}
 
 
 def _buckets(rng: random.Random) -> tuple[float, bool]:

@@ -20,21 +20,19 @@ from __future__ import annotations
 import math
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.ranks import Job, note, noted
+from benchmarks.ranks import results_of
 from benchmarks.rows import Row
 from ringstrategy import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, Sign, TopK
 
@@ -52,7 +50,6 @@ _CANARY = 0x5A  # each byte of a guard
 _HEADERS = (0x7F80, 0xFF80, 0x7FC0, 0xFFFF, 0x7F7F, 0x0001, 0x8000, 0x0000)  # bfloat16
 _SEED = 11  # of rotations and of stochastic rounding
 _MODERATE = 1e4  # float16 carries it
-_SEEDS, _FOUND = "seeds.jsonl", "found.jsonl"  # notes of rounds
 _PLAIN = "plain"  # a message that an encode has written
 _KINDS = (_PLAIN, "random", "flipped", "headers", "filled", "moved", "short", "long")
 
@@ -245,36 +242,20 @@ def check(codec: Codec, seed: int) -> Counter[str]:
     return round_.counts
 
 
-def _rounds(seed: int, payloads: int) -> None:
-    """Rounds from this seed on, until there were so many payloads; notes the seed of each, and what came of it."""
-    while payloads > 0:
-        note(_SEEDS, seed=seed)
-        codec = CODECS[seed % len(CODECS)]
-        found = check(codec, seed)
-        note(_FOUND, codec=str(codec), **found)
-        payloads -= found["payloads"]
-        seed += 1
+def _check_seed(seed: int) -> Counter[str]:
+    return check(CODECS[seed % len(CODECS)], seed)
 
 
 def fuzz(seed: int, payloads: int) -> dict[str, Counter[str]]:
     """Counts by codec; SystemExit with the seed to repeat if a payload did harm."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), 1, _rounds, seed, payloads)
-        told = ""
-        try:
-            [code] = job.wait(end=math.inf)
-            if code:
-                told = job.record(0)["message"] if code > 0 else f"the process died of signal {-code}"
-        except AssertionError as hang:
-            told = str(hang)
-        finally:
-            job.close()
-        if told:
-            last = noted(Path(folder) / _SEEDS)[-1]["seed"]
-            sys.exit(f"{told}; repeat it with python -m benchmarks fuzz --seed {last} --payloads 1")
-        counts: dict[str, Counter[str]] = {}
-        for found in noted(Path(folder) / _FOUND):
-            counts.setdefault(found.pop("codec"), Counter()).update(found)
+    seeds = range(seed, seed + math.ceil(payloads / _ROUND))
+    results, wrong = results_of(1, _check_seed, seeds, end=math.inf)
+    if wrong:
+        again = f"python -m benchmarks fuzz --seed {seeds[len(results)]} --payloads 1"
+        sys.exit(f"{wrong[0]}; repeat it with {again}")
+    counts: dict[str, Counter[str]] = {}
+    for one, [found] in zip(seeds, results, strict=True):
+        counts.setdefault(str(CODECS[one % len(CODECS)]), Counter()).update(found)
     return counts
 
 

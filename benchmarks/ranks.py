@@ -10,12 +10,13 @@ import random
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,51 @@ def _be_a_rank(folder: str, rank: int, size: int, port: int, function: Callable[
         facts = {"kind": type(error).__name__, "message": str(error), "rank": getattr(error, "rank", None)}
         note(f"error{rank}.jsonl", **facts)
         raise
+
+
+def _do_all(
+    work: Callable[[Any], Any], given: Sequence[Any], within: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    with within():
+        for each in given:
+            note(f"results{os.environ['RANK']}.jsonl", result=work(each))
+
+
+def results_of(
+    size: int,
+    work: Callable[[Any], Any],
+    given: Sequence[Any],
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    end: float = END,
+) -> tuple[list[list[Any]], list[str]]:
+    """The results of all ranks for each of what is given, as far as they came; and what was wrong with the next.
+
+    Args:
+        size: how many ranks.
+        work: what each does with each of it; of a module.
+        given: to it.
+        within: what is open meanwhile.
+        end: seconds that all of it may take.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job, wrong = Job(Path(folder), size, _do_all, work, given, within), list[str]()
+        try:
+            codes = job.wait(end=end)
+            wrong = [f"rank {rank}: {_last_words(job, rank, code)}" for rank, code in enumerate(codes) if code]
+        except AssertionError as error:
+            wrong = [str(error)]
+        finally:
+            job.close()
+        noted_by = [noted(Path(folder) / f"results{rank}.jsonl") for rank in range(size)]
+        results = [[note["result"] for note in notes] for notes in zip(*noted_by, strict=False)]
+    return results, wrong
+
+
+def _last_words(job: Job, rank: int, code: int) -> str:
+    if code < 0:
+        return f"it died of signal {-code}"
+    record = job.record(rank)
+    return f"{record['kind']}: {record['message']}"
 
 
 class Program:

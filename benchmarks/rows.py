@@ -41,7 +41,7 @@ class Row:
     bytes_sent: float | None = None  # counted at the transport
     bytes_at_interface: float | None = None  # counted by the kernel, headers included; None on loopback
     cpu_seconds: dict[str, float] = field(default_factory=dict)  # of a rank, the mean; by what for; of older rows
-    waited_seconds: float | list[float] | None = None  # for the exchange; of a slow rank, each rank
+    waited_seconds: float | None = None  # for the exchange
     limit_seconds: float | None = None  # no run can be faster
     error: float | None = None  # relative
     ranks_identical: bool | None = None
@@ -60,13 +60,6 @@ class Row:
     every: int | None = None  # steps from one evaluation to the next
     learning_rate: float | None = None
     seed: int = 0
-
-    slow_rank: int | None = None
-    slowdown: float | None = None  # times as long as the others compute
-    steps_per_second: list[float] = field(default_factory=list)  # an entry a rank
-    steps_ahead: list[float] = field(default_factory=list)  # of the slow rank, an entry a rank
-    steps_ahead_limit: list[int] | None = None  # by the graph
-    kept: float | None = None  # of the speed without a slow rank
 
     faults: int | None = None  # of a campaign of faults: how many,
     whole: int | None = None  # how many left a checkpoint from which the run went on bit for bit,

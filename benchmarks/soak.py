@@ -26,7 +26,6 @@ import hashlib
 import os
 import random
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
@@ -34,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks import drawn, harness
-from benchmarks.ranks import Job, note, noted
+from benchmarks.ranks import results_of
 from benchmarks.rows import Row
 from ringstrategy import AllReduce, BlockInt, PushSum, SmallExact
 from ringstrategy.algorithms import Algorithm
@@ -51,7 +49,6 @@ from ringstrategy.session import Session
 
 _AT_ONCE = 30  # configurations between two starts of processes
 _LONGEST_SECONDS = 1200.0  # that a start of processes may take
-_RESULTS = "results{}.jsonl"  # of a rank
 _TIMEOUT = timedelta(seconds=60)
 _LEAST = 1e-30  # a scale below this counts as this
 _ROWS = 23  # of an embedding
@@ -110,7 +107,7 @@ class Config:
             freezes=rng.random() < 0.2,
             sparse=sparse,
             dtype=rng.choice((torch.float32,) * 3 + (torch.float64, torch.bfloat16)),
-            optimizer="sgd" if sparse else rng.choice(("sgd", "momentum", "adam", "adamw", "adagrad")),
+            optimizer="sgd" if sparse else rng.choice(list(drawn.OPTIMIZERS)),
             accumulate=rng.choice((1, 1, 1, 2, 3)),
             clip="" if sparse or kind == "gossip" else rng.choice(("", "", "norm", "value")),
             zeroes_in_place=rng.random() < 0.2,
@@ -123,17 +120,7 @@ class Config:
 
     def make_optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """Of the trained parameters."""
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        match self.optimizer:
-            case "momentum":
-                return torch.optim.SGD(parameters, 0.02, momentum=0.9, nesterov=True, weight_decay=0.01)
-            case "adam":
-                return torch.optim.Adam(parameters, 0.01)
-            case "adamw":
-                return torch.optim.AdamW(parameters, 0.01, amsgrad=True)
-            case "adagrad":
-                return torch.optim.Adagrad(parameters, 0.02)
-        return torch.optim.SGD(parameters, 0.05)
+        return drawn.OPTIMIZERS[self.optimizer]([p for p in module.parameters() if p.requires_grad])
 
 
 def _size(seed: int) -> int:
@@ -435,37 +422,17 @@ def grow(name: str, steps: int) -> tuple[float, int, int]:
 # Processes
 
 
-def _be_a_rank(work: Callable[[Any], Any], given: Sequence[Any]) -> None:
-    """Do all that is given, and note what came of each."""
+@contextmanager
+def _group() -> Iterator[None]:
     warnings.filterwarnings("ignore", message="PowerSGD.*compresses none")  # of models as small as these
     dist.init_process_group("gloo", timeout=_TIMEOUT)
-    for each in given:
-        note(_RESULTS.format(dist.get_rank()), result=work(each))
+    yield
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(size: int, work: Callable[[Any], Any], given: Sequence[Any]) -> tuple[list[list[Any]], list[str]]:
-    """The results of all ranks for each of what is given, as far as they came; and what was wrong with the next."""
-    with tempfile.TemporaryDirectory() as folder:
-        job, wrong = Job(Path(folder), size, _be_a_rank, work, given), list[str]()
-        try:
-            codes = job.wait(end=_LONGEST_SECONDS)
-            wrong = [f"rank {rank}: {_last_words(job, rank, code)}" for rank, code in enumerate(codes) if code]
-        except AssertionError as error:
-            wrong = [str(error)]
-        finally:
-            job.close()
-        noted_by = [noted(Path(folder) / _RESULTS.format(rank)) for rank in range(size)]
-        results = [[note["result"] for note in notes] for notes in zip(*noted_by, strict=False)]
-    return results, wrong
-
-
-def _last_words(job: Job, rank: int, code: int) -> str:
-    if code < 0:
-        return f"it died of signal {-code}"
-    record = job.record(rank)
-    return f"{record['kind']}: {record['message']}"
+def _on_ranks(size: int, work: Callable[[Any], Any], given: Sequence[Any]) -> tuple[list[list[Any]], list[str]]:
+    return results_of(size, work, given, _group, _LONGEST_SECONDS)
 
 
 def _run_seed(seed: int) -> int:
@@ -487,7 +454,7 @@ def soak(seed: int, seconds: float) -> tuple[dict[str, Counter[str]], list[str]]
         seeds = [first + 3 * place for place in range(_AT_ONCE)]
         begun += 1
         while seeds:
-            results, words = on_ranks(_size(first), _run_seed, seeds)
+            results, words = _on_ranks(_size(first), _run_seed, seeds)
             for done, steps in zip(seeds, results, strict=False):
                 counts[Config.draw(done).kind].update(configurations=1, comparisons=min(steps))
             seeds, failed = seeds[len(results) + bool(words) :], seeds[len(results) :][: bool(words)]
@@ -525,11 +492,11 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--growth", type=int, default=_GROWTH_STEPS, metavar="STEPS", help=grows)
     options = parser.parse_args(given)
     if options.only:
-        _, words = on_ranks(_size(options.seed), _run_seed, [options.seed])
+        _, words = _on_ranks(_size(options.seed), _run_seed, [options.seed])
         sys.exit(told_of(options.seed, words) if words else 0)
     rows = []
     for name in _GROWS if options.growth else ():
-        results, words = on_ranks(_GROWTH_RANKS, _grow_pair, [(name, options.growth)])
+        results, words = _on_ranks(_GROWTH_RANKS, _grow_pair, [(name, options.growth)])
         if words:
             sys.exit("; ".join(words))
         bytes_a_step, threads, descriptors = (max(each) for each in zip(*results[0], strict=True))

@@ -1,6 +1,8 @@
-"""`ringstrategy-train` as people use it: composed, run with 2 processes, swept, interrupted, misused."""
+"""`ringstrategy-train` as people use it: composed, run with 2 processes, swept, interrupted."""
 
+import contextlib
 import csv
+import io
 import itertools
 import json
 import os
@@ -17,10 +19,7 @@ import pytest
 import torch
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
-
-from ringstrategy.app.overrides import lengthened
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
@@ -55,44 +54,23 @@ def environment():
     return {key: value for key, value in os.environ.items() if key not in left} | {"COLUMNS": "160"}
 
 
-def app(folder, *overrides):
-    return subprocess.run([PROGRAM, *overrides], cwd=folder, env=environment(), capture_output=True, text=True)
-
-
 # --- what a run is made of
 
 
-def test_every_algorithm_and_collective_is_one():
-    for group in ("algorithm", "collective"):  # each codec and each topology has its contract
-        with initialize_config_module("ringstrategy.configs", version_base="1.3"):
-            made = {repr(instantiate(compose(f"{group}/{name}")[group], _convert_="all")) for name in names(group)}
-        assert len(made) == len(names(group))
-
-
-def test_every_model_data_and_experiment_is_one():
+def test_every_model_data_trainer_and_experiment_is_one(tmp_path):
     for model, data in itertools.zip_longest(names("model"), names("data"), fillvalue="digits"):
         if "own" in (model, data):
             model, data = model.replace("own", "mlp"), data.replace("own", "digits")
         cfg = composed(f"model={model}", f"data={data}")
         made = instantiate(cfg.model, _convert_="all")
-        assert isinstance(made, L.LightningModule), model
         assert isinstance(made.configure_optimizers(), torch.optim.Optimizer), model
         assert isinstance(instantiate(cfg.data, _convert_="all"), L.LightningDataModule), data
     for name in names("experiment"):
         assert composed(f"experiment={name}").model._target_ != composed().model._target_, name
-
-
-def test_every_trainer_logger_and_callback_is_one(tmp_path):
-    for name in names("trainer"):
+    for name in set(names("trainer")) - {"gpu"}:
         cfg = composed(f"trainer={name}", f"output_dir={tmp_path}")
-        for part in (*cfg.logger.values(), *cfg.callbacks.values()):
-            instantiate(part)
-        if name == "gpu" and not torch.cuda.is_available():
-            with pytest.raises(Exception, match="No supported gpu backend found") as caught:
-                instantiate(cfg.trainer)
-            assert isinstance(caught.value.__cause__, MisconfigurationException)
-        else:
-            assert isinstance(instantiate(cfg.trainer), L.Trainer)
+        parts = [instantiate(part) for part in (cfg.trainer, *cfg.logger.values(), *cfg.callbacks.values())]
+        assert isinstance(parts[0], L.Trainer), name
 
 
 # --- the ranks of a job, in processes of the pool
@@ -128,9 +106,7 @@ def test_ranks_train_what_was_asked_for(ranks, tmp_path, monkeypatch):
     assert summary["exposed_ms_per_step"] > 0
     checkpoint = tmp_path / "first" / "checkpoints" / "epoch_0_step_4.ckpt"
     assert summary["checkpoint"] == str(checkpoint)
-    assert checkpoint.stat().st_size > 0
     assert Path(summary["curves"]).read_bytes().startswith(b"\x89PNG")
-    assert list(Path(summary["tensorboard"]).glob("events.out.tfevents.*"))
     with open(summary["csv"]) as file:
         assert len([row for row in csv.DictReader(file) if row["communication/bytes_sent"]]) == 4
 
@@ -148,28 +124,24 @@ def test_ranks_train_what_was_asked_for(ranks, tmp_path, monkeypatch):
 
 def _called(arguments, exit_codes):
     """`ringstrategy-train` whose jobs end with these exit codes: its own, what it prints, and the jobs' folders."""
-    import contextlib
-    import io
-
     from ringstrategy.app import train
     from ringstrategy.app.report import write_summary
 
-    codes, jobs, printed = iter(exit_codes), [], io.StringIO()
+    codes, jobs, printed, code = iter(exit_codes), [], io.StringIO(), 0
 
     def job(command):
-        program, flag, folder = command[-3:]
-        jobs.append((program, flag, Path(folder)))
-        if (code := next(codes)) == 0:
-            named = OmegaConf.load(Path(folder) / "config.yaml").run
+        jobs.append(Path(command[-1]))
+        assert command[-2] == "--job"
+        if (ended := next(codes)) == 0:
+            named = OmegaConf.load(jobs[-1] / "config.yaml").run
             summary = {"status": "finished", "strategy": named.strategy, "overrides": list(named.overrides)}
             numbers = {"processes": 2, "metric": "val_loss", "final_metric": 0.5, "seconds_per_step": 0.25}
-            write_summary(Path(folder), summary | numbers)
-        return code
+            write_summary(jobs[-1], summary | numbers)
+        return ended
 
     train._run_in_own_process_group = job
     sys.argv = ["ringstrategy-train", *arguments]
     os.environ["COLUMNS"] = "200"
-    code = 0
     try:
         with contextlib.redirect_stdout(printed):
             train.main()
@@ -183,14 +155,13 @@ def _called(arguments, exit_codes):
 def test_a_job_is_what_was_asked_for_and_ends_as_its_process_does(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = ["strategy=push_sum", "topology=torus", "algorithm.interval=2", "trainer.max_steps=4"]
-    [(code, _, [(_, flag, folder)])] = ranks(1, _called, overrides, [0])
-    assert (code, flag) == (0, "--job")
-    assert folder.relative_to(tmp_path).parts[0] == "outputs"
+    [(code, _, [folder])] = ranks(1, _called, overrides, [0])
+    assert (code, folder.relative_to(tmp_path).parts[0]) == (0, "outputs")
     cfg = OmegaConf.load(folder / "config.yaml")
     assert cfg.strategy.algorithm.topology._target_ == "ringstrategy.topologies.Torus"
     assert (cfg.strategy.algorithm.interval, cfg.trainer.max_steps) == (2, 4)
     assert (cfg.run.strategy, list(cfg.run.overrides)) == ("push_sum", overrides)
-    [(code, _, [(_, _, folder)])] = ranks(1, _called, [f"hydra.run.dir={tmp_path / 'mine'}"], [7])
+    [(code, _, [folder])] = ranks(1, _called, [f"hydra.run.dir={tmp_path / 'mine'}"], [7])
     assert (code, folder) == (7, tmp_path / "mine")
     failed = json.loads((folder / "summary.json").read_text())
     assert failed == {"status": "failed", "exit_code": 7, "strategy": "ring", "overrides": []}
@@ -199,41 +170,14 @@ def test_a_job_is_what_was_asked_for_and_ends_as_its_process_does(ranks, tmp_pat
 def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     [(code, printed, jobs)] = ranks(1, _called, ["-m", "strategy=ddp,ring", "seed=0,1"], [0, 3, 0, 0])
-    assert code == 1
-    folder = jobs[0][2].parent
-    assert [job[2].name for job in jobs] == ["0", "1", "2", "3"]
-    assert sorted(path.name for path in folder.iterdir()) == [*"0123", "multirun.yaml", "sweep.csv", "sweep.json"]
-    rows = json.loads((folder / "sweep.json").read_text())
-    expected = [
-        ("ddp", "finished", 0.25),
-        ("ddp", "failed", None),
-        ("ring", "finished", 0.25),
-        ("ring", "finished", 0.25),
-    ]
-    assert [(row["strategy"], row["status"], row["seconds_per_step"]) for row in rows] == expected
-    with open(folder / "sweep.csv") as file:
+    assert (code, [job.name for job in jobs]) == (1, ["0", "1", "2", "3"])
+    rows = json.loads((jobs[0].parent / "sweep.json").read_text())
+    expected = [("ddp", 0.25), ("ddp", None), ("ring", 0.25), ("ring", 0.25)]
+    assert [(row["strategy"], row["seconds_per_step"]) for row in rows] == expected
+    with open(jobs[0].parent / "sweep.csv") as file:
         assert [row["overrides"] for row in csv.DictReader(file)] == [" ".join(row["overrides"]) for row in rows]
     lines = [line.split() for line in printed.splitlines() if re.match(r" *\d ", line)]
     assert [line[:4] for line in lines[:2]] == [["0", "ddp", "seed=0", "0.5"], ["1", "ddp", "seed=1", "FAILED"]]
-    assert f"ringstrategy-report {folder.relative_to(tmp_path)}" in printed
-
-
-@pytest.mark.slow
-def test_the_examples_of_the_help_compose(ranks, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    [(code, printed, jobs)] = ranks(1, _called, ["--help"], [])
-    assert (code, jobs) == (0, [])
-    examples = re.findall(r"^  ringstrategy-train (.*)", printed, re.MULTILINE)
-    common = re.findall(r"^  ([\w.]+=\S+)", printed, re.MULTILINE)
-    assert len(examples) > 5
-    assert len(common) > 10
-    with_part = {"algorithm.interval": "strategy=gossip", "codec.bits": "strategy=ring_int8"}
-    commands = [example.split() for example in examples]
-    commands += [[with_part.get(each.split("=")[0], "strategy=ring"), each] for each in common if "hydra." not in each]
-    for command in commands:
-        pairs = [lengthened(each).split("=", 1) for each in command if each != "-m"]
-        for job in itertools.product(*([f"{key}={value}" for value in values.split(",")] for key, values in pairs)):
-            assert composed(*job).strategy._target_, job
 
 
 # --- the real program
@@ -241,15 +185,14 @@ def test_the_examples_of_the_help_compose(ranks, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_program_trains_and_the_report_shows_it(tmp_path):
-    done = app(tmp_path, "trainer.max_steps=4", "trainer.enable_progress_bar=false")
+    arguments = [PROGRAM, "trainer.max_steps=4", "trainer.enable_progress_bar=false"]
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (folder,) = (tmp_path / "outputs").glob("*/*")
     assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]  # rank 1 made no folder of its own
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["processes"], summary["steps"]) == (2, 4)
     assert summary["bytes_sent"] > 0
-    for text in ("ring, 2 processes", "kB a step", "ms a step", summary["checkpoint"], summary["curves"]):
-        assert text in done.stdout, text
     command = [PROGRAM.with_name("ringstrategy-report"), folder]
     reported = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert reported.returncode == 0, reported.stderr

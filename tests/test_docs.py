@@ -15,20 +15,15 @@ import re
 import runpy
 import shlex
 import sys
-from collections import Counter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
-import torch
 import torch.distributed as dist
-from fakes import on_all_ranks
 from scripts import ROOT
 
 import ringstrategy
-from ringstrategy import Identity, Ring, topologies
+from ringstrategy import topologies
 from ringstrategy.app.overrides import lengthened
-from ringstrategy.collectives.base import Summand
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -99,10 +94,6 @@ def test_an_example_trains_two_processes(ranks, command, tmp_path, monkeypatch):
     assert "compiled" not in command or re.search(r"the first of \d+ buckets left .* \d+% of the way", found[0][1])
 
 
-def test_each_example_says_how_to_run_it():
-    assert {command.split()[0] for command in COMMANDS} == {f"examples/{path.name}" for path in EXAMPLES.glob("*.py")}
-
-
 # What is named
 
 
@@ -136,7 +127,9 @@ def test_the_reference_has_every_public_name():
 def test_hydra_overrides_compose():
     hydra = pytest.importorskip("hydra")
     overrides = {tuple(words[1:]) for page in PAGES for words in commands(page) if words[0] == "ringstrategy-train"}
-    assert overrides
+    of_help = re.findall(r"^ +ringstrategy-train (.*)$", (ROOT / "configs" / "train.yaml").read_text(), re.M)
+    assert len(of_help) > 5
+    overrides |= {tuple(words.split()) for words in of_help}
     with hydra.initialize_config_module("ringstrategy.configs", version_base=None):
         for words in sorted(overrides):
             choices = [
@@ -166,39 +159,6 @@ def test_pictures_are_what_the_code_draws(pictures):
         assert (pictures.FOLDER / f"{name}.svg").read_text() == draw().svg(), f"{name}: run python docs/pictures.py"
 
 
-def test_the_ring_sends_what_is_drawn(pictures):
-    """The value of rank r in chunk c is 2**(size * c + r), so a message tells its chunk and its summands."""
-    size, sent = 4, set()
-
-    def one(peers):
-        post, steps = peers.post, itertools.count()
-
-        def noted(sends, recvs):
-            ((receiver, wire),) = sends.items()
-            bits = int(wire.clone().view(torch.float64).item())
-            places = [place for place in range(size * size) if bits >> place & 1]
-            (chunk,) = {place // size for place in places}
-            summands = "".join(str(place % size) for place in places)
-            sent.add((next(steps), peers.rank, receiver, chunk, summands))
-            return post(sends, recvs)
-
-        peers.post = noted
-        values = torch.tensor([2.0 ** (size * chunk + peers.rank) for chunk in range(size)], dtype=torch.float64)
-        Ring().sum_(Summand(values, Identity()), peers)
-
-    on_all_ranks(size, one)
-    hops = [
-        element.attrib
-        for element in ElementTree.fromstring((pictures.FOLDER / "ring.svg").read_text()).iter()
-        if element.attrib.get("class") == "hop"
-    ]
-    drawn = Counter(
-        (*(int(hop[f"data-{name}"]) for name in ("step", "from", "to", "chunk")), hop["data-summands"]) for hop in hops
-    )
-    assert drawn == Counter(sent)
-    assert len(sent) == 2 * (size - 1) * size
-
-
 def test_pages_have_the_figures_of_the_rows(pictures):
     cases = {
         **{f"`{name}`": name for name in ("ring_int8", "ring_auto", "ring_int4", "ring_int2", "ring_sign")},
@@ -219,7 +179,3 @@ def test_pages_have_the_figures_of_the_rows(pictures):
     readme = (ROOT / "README.md").read_text()
     for rate in pictures.RATES:
         assert f"{pictures.interval(pictures.measured(rate, 'ring_int8').ratios)} times" in readme
-    assert [pictures.interval(each) for each in ([3.88, 4.777], [1.811, 1.812], [163.4])] == [
-        "3.88\N{EN DASH}4.78",
-        *("1.81", "163"),
-    ]

@@ -196,7 +196,7 @@ def _stochastic() -> dict[str, Any]:
 
 
 DDP_UNUSED = "ddp_find_unused_parameters_true"
-HABITS = {  # beside those that tests/campaign.py draws
+HABITS = {  # beside those that tests/test_campaign.py draws
     "bf16-true": Habit(Net, lambda: {"precision": "bf16-true"}),
     "gradients kept": Habit(Surgery, ddp=DDP_UNUSED),
     "alternates within a bucket": Habit(Alternates, ddp=DDP_UNUSED, bucket_mb=3e-4),

@@ -1,22 +1,33 @@
-"""The lab: throttled and slowed as asked, and gone whatever ends it."""
+"""The lab: as asked for, and gone whatever ends it; and hosts that lose their network while their processes live."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
-from scripts import refusal
+from jobs import job as job  # a fixture
+from test_strategy import Net, fit, rows
+from torch import Tensor
 
 from benchmarks import lab
-from benchmarks.ranks import is_alive
+from benchmarks.faulted import Plan, be_a_rank
+from benchmarks.ranks import Job, is_alive, note, noted, until
+from ringstrategy import PeerLostError, RingStrategy
+from ringstrategy.failure import reach
+from ringstrategy.names import STRATEGIES
 
 LAB = [sys.executable, "-m", "benchmarks", "lab"]
 
@@ -25,29 +36,18 @@ needs_namespaces = pytest.mark.skipif(lab.missing() is not None, reason=f"no net
 FAMILY = "sleep 1000 & {} sleep 1000 & sleep 1000"  # a rank, a child in its process group, and one put elsewhere
 
 
-def command_of(pid: str) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def marked(mark: str) -> list[str]:
-    """Processes with this in their environment, wherever they moved to."""
+def marked(mark: str, command: str = "") -> list[int]:
+    """Processes with this in their environment, wherever they moved to, that became this command."""
     found = []
-    for pid in os.listdir("/proc"):
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         with contextlib.suppress(OSError):
-            if mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and is_alive(int(pid)):
+            begin = Path(f"/proc/{pid}/cmdline").read_bytes().startswith(command.encode())
+            if begin and mark.encode() in Path(f"/proc/{pid}/environ").read_bytes() and is_alive(pid):
                 found.append(pid)
     return found
 
 
-def asleep(mark: str) -> list[str]:
-    """Those of them that became a `sleep`."""
-    return [pid for pid in marked(mark) if command_of(pid).startswith("sleep ")]
-
-
-def wait_until(condition) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     while not condition():
         time.sleep(0.02)
 
@@ -63,7 +63,9 @@ def interfaces() -> tuple[set[str], str]:
 
 
 @needs_namespaces
-def test_without_a_command_it_prints_every_link_and_judges_it(monkeypatch, capsys):
+def test_without_a_command_it_prints_every_link_and_judges_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     previous = signal.getsignal(signal.SIGTERM)
     for part, fine in ((0.89, False), (0.91, True), (1.01, False)):
         monkeypatch.setattr(lab, "_stream", lambda *arguments, part=part, **options: part * 100e6 / 8)
@@ -78,29 +80,11 @@ def test_without_a_command_it_prints_every_link_and_judges_it(monkeypatch, capsy
         assert all(said in line for line in lines), said
 
 
-@pytest.mark.nightly
-@needs_namespaces
-def test_links_carry_what_was_asked_for():
-    for rate in ("100mbit", "1gbit"):
-        with lab.Lab(2, rate) as net:
-            carried = max(net.throughput(seconds=0.3) for _ in range(3)) * 8  # busy cores carry less, and never more
-        assert 0.8 * net.bits_per_second < carried < 1.05 * net.bits_per_second
-    with lab.Lab(3, "1gbit", slow_links={1: "50mbit"}) as net:
-        links = list(net.links(seconds=0.4))
-    assert [link.rate for link in links] == ["50mbit", "50mbit", "1gbit"]
-    for link in links[:2]:
-        assert 0.7 * 50e6 < link.bytes_per_second * 8 < 1.5 * 50e6
-    assert links[2].bytes_per_second * 8 > 200e6
-    with lab.Lab(2, "50mbit", processes=2) as net:
-        assert net.throughput(1, 1, seconds=0.4) * 8 > 400e6, "past the throttle"
-        assert net.throughput(1, 0, seconds=0.4) * 8 < 1.5 * 50e6
-
-
 # Who lives where
 
 
 @needs_namespaces
-def test_every_process_has_its_host_and_its_environment():
+def test_every_process_has_its_host_and_its_environment() -> None:
     outside = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text()
     name = socket.gethostname()
     ours = (
@@ -119,7 +103,7 @@ def test_every_process_has_its_host_and_its_environment():
         assert f"10.77.0.{host + 1}/24" in line
 
 
-def test_on_loopback_every_process_has_its_environment_and_this_machines_name():
+def test_on_loopback_every_process_has_its_environment_and_this_machines_name() -> None:
     script = (
         f'test "$(uname -n)" = "{socket.gethostname()}" && test $RANK/$WORLD_SIZE/$NODE_RANK/$LOCAL_RANK = $EXPECTED'
     )
@@ -143,14 +127,14 @@ def test_on_loopback_every_process_has_its_environment_and_this_machines_name():
         pytest.param(signal.SIGKILL, "100mbit", marks=needs_namespaces),
     ],
 )
-def test_a_signal_leaves_nothing_behind(number, rate):
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, rate: str) -> None:
     before = interfaces()
     mark = f"signal-{number}-{rate}-{os.getpid()}"
     command = [*LAB, "--hosts", "2", "--processes", "2", "--rate", rate, "--", "sh", "-c"]
     command.append(FAMILY.format("" if rate == "loopback" else "setsid"))
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "LAB_TEST": mark})
     try:
-        wait_until(lambda: len(asleep(mark)) == 12)
+        wait_until(lambda: len(marked(mark, "sleep")) == 12)
         process.send_signal(number)
         assert process.wait() != 0
         wait_until(lambda: not marked(mark))  # its keeper neither
@@ -160,49 +144,94 @@ def test_a_signal_leaves_nothing_behind(number, rate):
     wait_until(lambda: interfaces() == before)
 
 
-def test_the_exit_status_names_the_host_that_failed_and_the_others_end():
+def test_the_others_end_after_one_that_failed() -> None:
     script = "test $RANK = 0 && sleep 1000; exit $((RANK * 3))"
     with lab.Lab(2, "loopback") as net:
         for rank in range(2):
             net.popen(rank, ["sh", "-c", script])
         assert net.wait(grace=0.2) == [-signal.SIGTERM, 3]
-    command = [*LAB, "--hosts", "2", "--rate", "loopback", "--", "sh", "-c", "exit $((RANK * 3))"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "rank 1 (host 1) ended with 3" in done.stderr
-    assert "rank 0" not in done.stderr
 
 
-# What cannot be
+# A host that is cut off while its processes live
+
+TIMEOUT = 4.0  # seconds, of the strategy
 
 
-def test_a_lab_that_cannot_be_is_refused_with_the_cure(monkeypatch):
-    for options, message in (
-        *(({"rate": rate}, "write it like 100mbit or 1gbit") for rate in ("fast", "100", "0mbit", "1 gbit", "")),
-        *(({"hosts": hosts}, "between 1 and 250") for hosts in (0, 251)),
-        ({"processes": 0}, "processes must be at least 1"),
-        ({"slow_links": {2: "1mbit"}}, "no host 2 to be slow: 2 hosts count from 0 to 1"),
-        ({"slow_links": {1: "none"}}, "a slow link needs a rate like 100mbit"),
-        ({"delay_ms": float("inf")}, "delay_ms must be 0 or more"),
-        ({"slow_links": {1: "1mbit"}, "rate": "loopback"}, "not with the rate loopback"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            lab.Lab(**{"hosts": 2, **options})
-    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
-    for found, message in ((True, r"need root.*--rate loopback"), (False, r"ip, tc.*not found: install iproute2")):
-        monkeypatch.setattr(lab.shutil, "which", lambda tool, found=found: f"/bin/{tool}" if found else None)
-        with pytest.raises(lab.LabError, match=message):
-            lab.Lab(2, "1gbit").__enter__()
+class Trains(Net):
+    """Notes how far it is, and trains until something ends it."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        note(f"trains{self.global_rank}", step=self.global_step)
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def train(name: str) -> None:
+    strategy = RingStrategy(STRATEGIES[name](), timeout=timedelta(seconds=TIMEOUT))
+    try:
+        fit(strategy, Trains(), data=rows(), max_epochs=-1, num_nodes=int(os.environ["WORLD_SIZE"]), devices=1)
+    except PeerLostError as error:
+        note(f"lost{os.environ['RANK']}", message=str(error), rank=error.rank)
+        raise
+
+
+def steps(folder: Path) -> list[int]:
+    """That the ranks have come to."""
+    return [[{"step": 0}, *noted(folder / f"trains{rank}")][-1]["step"] for rank in range(3)]
 
 
 @needs_namespaces
-def test_where_namespaces_are_forbidden_it_says_what_is_missing():
-    command = ["setpriv", "--bounding-set=-sys_admin", "--", *LAB, "--hosts", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    assert "unshare: Operation not permitted: is this a container without CAP_SYS_ADMIN?" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize(
+    ("name", "victim"),
+    [pytest.param("ring", 0, marks=pytest.mark.slow), pytest.param("gossip", 2, marks=pytest.mark.nightly)],
+)
+def test_a_host_that_is_cut_off_is_named_on_both_sides(tmp_path: Path, name: str, victim: int) -> None:
+    """Three ranks on hosts of their own. A cut for a part of the timeout ends nothing."""
+    command = [sys.executable, "-c", f"import test_lab; test_lab.train({name!r})"]
+    here = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    script = 'cd "$1"; shift; exec "$@" > output$RANK 2>&1'
+    with lab.Lab(3, "none") as net:
+        children = [net.popen(rank, ["sh", "-c", script, "sh", str(tmp_path), *command], here) for rank in range(3)]
+
+        def wait(condition: Callable[[], Any], what: str) -> None:
+            until(condition, what, lambda: [child.pid for child in children])
+
+        wait(lambda: min(steps(tmp_path)) > 5, "all train")
+        net.cut(victim)
+        time.sleep(TIMEOUT / 4)
+        far = max(steps(tmp_path))
+        net.mend(victim)
+        wait(lambda: min(steps(tmp_path)) > far + 5, "all train again")
+        net.cut(victim)
+        wait(lambda: all(child.poll() is not None for child in children), "all ended")
+    assert [child.returncode for child in children] == [1, 1, 1]
+    for rank in range(3):
+        [record] = noted(tmp_path / f"lost{rank}")
+        assert record["rank"] == victim, record
+        sign = "it can reach no other host (10.77.0." if rank == victim else "its host cannot be reached at 10.77.0."
+        assert sign in record["message"] or "says another rank" in record["message"], record
 
 
-def test_a_slow_link_is_written_host_first(capsys):
-    assert "write it like 3=100mbit, the host first" in refusal(["lab", "--slow-link", "100mbit"], capsys)
+@needs_namespaces
+def test_a_host_is_reached_whether_or_not_anybody_listens_there() -> None:
+    assert reach.unreachable({"127.0.0.1", "127.0.0.2"}) == set()
+    with lab.Lab(2, "none") as net:
+
+        def look(seconds: float) -> set[str]:
+            return reach.unreachable({net.address(0), net.address(1)}, seconds)
+
+        assert net._on_host(0, partial(look, 60.0)) == set()
+        net.cut(1)
+        assert net._on_host(0, partial(look, 0.5)) == {net.address(1)}
+
+
+def test_both_ends_of_a_connection_that_broke_are_named(job: Callable[..., Job], tmp_path: Path) -> None:
+    """Rank 1 ends all connections of gloo that it has, and goes on; its connections to the store stay."""
+    running = job(3, be_a_rank, Plan(str(tmp_path), fault="reset", place="forward", step=3, victims=(1,)))
+    assert running.wait() == [1, 1, 1]
+    named = [running.named(rank) for rank in range(3)]
+    assert len({lost for lost, _ in named}) == 1, named
+    for _, message in named:
+        ends = re.search(r"lost rank (\d) .* its connection to rank (\d) \(host .*\) (broke|closed)", message)
+        assert ends is not None, message
+        assert "1" in ends.groups()

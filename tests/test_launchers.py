@@ -1,4 +1,4 @@
-"""Other launchers start the ranks: Ray, Spark, submitit, Hydra, torchrun on two hosts.
+"""Other launchers start the ranks: Ray, Spark, submitit, Hydra, torchrun on two hosts, Accelerate.
 
 Each runs its example as a user does, and leaves no process behind.
 """
@@ -12,18 +12,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
+from scripts import ROOT
 from test_lab import needs_namespaces
 
-import ringstrategy
 from benchmarks import lab
 from benchmarks.ranks import Program
 
-ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 def run(command: list[str], cwd: Path, environment: Mapping[str, str] | None = None) -> str:
@@ -47,18 +45,11 @@ def bytes_sent(printed: str) -> list[int]:
 # Ray gives its workers niceness 15: beside other tests they would hardly run, and not be there when Ray stops waiting.
 RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "300"}
 
-starts_workers = pytest.mark.skipif(" " in sys.executable, reason="Ray's workers need a path of Python without a space")
-
-
-@pytest.fixture
-def ray_strategy() -> Any:
-    pytest.importorskip("ray", reason="the extra `ray` is not installed")
-    return ringstrategy.RayRingStrategy
-
 
 @pytest.mark.slow
-@starts_workers
-def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(" " in sys.executable, reason="Ray's workers need a path of Python without a space")
+def test_ray_starts_all_again_if_a_worker_dies(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
     printed = run(
         [sys.executable, str(ROOT / "examples/ray_digits.py"), "kill"],
         tmp_path,
@@ -73,31 +64,6 @@ def test_ray_starts_all_again_if_a_worker_dies(ray_strategy: Any, tmp_path: Path
     last = re.search(r"\{'right': ([\d.]+), 'epoch': 3, 'step': 92\}", printed)
     assert last is not None, printed[-5_000:]
     assert float(last[1]) > 0.8
-
-
-def test_with_ray_a_rank_saves_in_its_own_folder(ray_strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Ray's callback uploads what each worker has in a folder of its own, which may be on another host
-    monkeypatch.setattr(ray_strategy, "world_size", 2)
-    monkeypatch.setattr(ray_strategy, "broadcast", lambda self, given: ("/of rank 0/epoch=1.ckpt", "token"))
-    strategy = ray_strategy()
-    for path in ("/of rank 1/epoch=2.ckpt", Path("/of rank 1/epoch=2.ckpt")):
-        assert strategy._path_and_token(path) == ("/of rank 1/epoch=1.ckpt", "token")
-
-
-def test_ray_refuses_what_ray_decides(ray_strategy: Any) -> None:
-    for unknown in ({"on_peer_loss": "shrink"}, {"process_group_backend": "gloo"}, {"start_method": "spawn"}):
-        with pytest.raises(TypeError, match=rf"does not take {next(iter(unknown))}.*FailureConfig\(max_failures=\)"):
-            ray_strategy(**unknown)
-    strategy = ray_strategy(ringstrategy.AllReduce(), timeout=timedelta(seconds=7), broadcast_buffers=False)
-    assert isinstance(strategy, ringstrategy.RingStrategy)
-
-
-def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(ringstrategy.__dict__, "RayRingStrategy", raising=False)
-    monkeypatch.delitem(sys.modules, "ringstrategy.integrations.ray", raising=False)
-    monkeypatch.setitem(sys.modules, "ray.train.lightning", None)
-    with pytest.raises(ModuleNotFoundError, match=r"RayRingStrategy needs ray.*: in a clone .* install '\.\[ray\]'"):
-        ringstrategy.RayRingStrategy  # noqa: B018
 
 
 # submitit
@@ -181,12 +147,12 @@ def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @needs_namespaces
 def test_torchrun_on_two_hosts(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     with lab.Lab(2, "100mbit") as net:
         where = [f"--master-addr={net.address(0)}", "--master-port=29500"]
         script = "cd {}; exec {} > {}.log 2>&1"
         for host in range(2):
-            command = shlex.join([*torchrun, *where, f"--node-rank={host}", str(ROOT / "examples/digits.py")])
+            which = ["--nnodes=2", "--nproc-per-node=1", *where, f"--node-rank={host}"]
+            command = shlex.join([*TORCHRUN, *which, str(ROOT / "examples/digits.py")])
             net.popen(host, ["bash", "-c", script.format(shlex.quote(str(tmp_path)), command, f"host{host}")])
         ended = net.wait()
     printed = [(tmp_path / f"host{host}.log").read_text() for host in range(2)]
@@ -210,3 +176,28 @@ def test_hydra_has_submitit_run_the_jobs_of_a_sweep(tmp_path: Path) -> None:
     exact, quantized = (json.loads((tmp_path / f"sweep/{job}/summary.json").read_text()) for job in range(2))
     assert exact["processes"] == quantized["processes"] == 2
     assert 0 < 3 * quantized["bytes_sent"] < exact["bytes_sent"]
+
+
+# Accelerate's own test programs, unchanged, over a process group of ours
+
+ACCELERATE = """
+import runpy, sys
+import torch.distributed as dist
+import ringstrategy
+dist.init_process_group("ring_int8")
+runpy.run_path(sys.argv[1], run_name="__main__")
+print(f"{ringstrategy.__name__}: trained in {dist.get_backend() if dist.is_initialized() else 'ring_int8'}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["test_script", "test_sync"])
+def test_accelerates_own_programs(script: str, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    theirs = Path(accelerate.__file__).parent / "test_utils" / "scripts" / f"{script}.py"
+    (tmp_path / "program.py").write_text(ACCELERATE)
+    command = [*TORCHRUN, "--nproc-per-node=2", "program.py", str(theirs)]
+    environment = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "1", "HOME": str(tmp_path)}
+    printed = run(command, tmp_path, environment)
+    assert printed.count("ringstrategy: trained in ring_int8") == 2
+    assert "MULTI_CPU" in printed or script != "test_script"

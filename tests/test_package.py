@@ -1,15 +1,22 @@
-"""What is shipped, and what importing it does: one top-level name, every part inside, no side effect."""
+"""What is shipped, what importing it does, and the floors of the house: each room imports only from those below."""
 
+from __future__ import annotations
+
+import ast
 import importlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
+import sysconfig
+from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 
+import networkx
 import pytest
+from scripts import ROOT
 
 import ringstrategy
 
@@ -18,89 +25,112 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parent.parent
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-# folder of the repository -> package that its files become
-MAPPED = {
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+MAPPED = {  # folder of the repository -> package that its files become
     "ringstrategy": "ringstrategy",
     "configs": "ringstrategy.configs",
     "triton_kernels": "ringstrategy.kernels.triton",
 }
 
 
-def source_files(folder):
-    return [path for path in sorted((ROOT / folder).rglob("*")) if path.suffix in {".py", ".yaml"}]
+def module_of(path: Path) -> str:
+    """The name under which a file of the repository is imported."""
+    folder, *rest = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join([MAPPED[folder], *rest]).removesuffix(".__init__")
 
 
-def installed_name(path):
-    """Where a file of the repository lies in the wheel."""
-    folder, *rest = path.relative_to(ROOT).parts
-    return "/".join([*MAPPED[folder].split("."), *rest])
-
-
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-
-
-def test_versions_and_commands_are_there():
-    assert PROJECT["version"] == ringstrategy.__version__
+def test_versions_and_commands_are_there() -> None:
+    project = PROJECT["project"]
+    assert project["version"] == ringstrategy.__version__
     assert re.search(rf"^## \[?{re.escape(ringstrategy.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert set(PROJECT["scripts"]) == {"ringstrategy-train", "ringstrategy-report", "ringstrategy-plan"}
-    for command, place in PROJECT["scripts"].items():
+    for command, place in project["scripts"].items():
         module, _, function = place.partition(":")
         assert callable(getattr(importlib.import_module(module), function)), command
-    assert (ROOT / "LICENSE").is_file()
 
 
-def test_only_tests_ask_for_triton():
-    asking = {extra for extra, needs in PROJECT["optional-dependencies"].items() if any("triton" in n for n in needs)}
-    assert asking == {"test"}, "a gigabyte; where there is a GPU, torch brings it"
-    assert not any("triton" in need for need in PROJECT["dependencies"])
-
-
-def test_every_file_is_in_a_listed_package():
+def test_every_file_is_in_a_listed_package() -> None:
     listed = set()
-    for folder in MAPPED:
-        for path in source_files(folder):
-            assert (path.parent / "__init__.py").is_file(), f"{path.parent}: Hydra's pkg:// wants an __init__.py"
-            listed.add(".".join(Path(installed_name(path)).parts[:-1]))
-    assert sorted(SETUPTOOLS["packages"]) == sorted(listed), "[tool.setuptools] packages in pyproject.toml"
-    folders = {package: folder for folder, package in MAPPED.items()}
-    assert SETUPTOOLS["package-dir"] == folders
-    assert SETUPTOOLS["package-data"] == {"ringstrategy": ["py.typed"], "*": ["*.yaml"]}
-    assert (ROOT / "ringstrategy" / "py.typed").is_file()
+    for folder, package in MAPPED.items():
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in {".py", ".yaml"}:
+                assert (path.parent / "__init__.py").is_file(), f"{path.parent}: Hydra's pkg:// wants an __init__.py"
+                listed.add(".".join([package, *path.parent.relative_to(ROOT / folder).parts]))
+    setuptools = PROJECT["tool"]["setuptools"]
+    assert sorted(setuptools["packages"]) == sorted(listed), "[tool.setuptools] packages in pyproject.toml"
+    assert setuptools["package-dir"] == {package: folder for folder, package in MAPPED.items()}
+    assert setuptools["package-data"] == {"ringstrategy": ["py.typed"], "*": ["*.yaml"]}
 
 
-def test_nobody_imports_the_repository_folders():
-    # the names belong to others: the Triton project and vLLM ship a triton_kernels
-    statement = re.compile(r"^\s*(import|from)\s+(triton_kernels|configs)\b", re.M)
-    files = [
-        path for folder in (*MAPPED, "tests", "benchmarks") for path in source_files(folder) if path.suffix == ".py"
-    ]
-    assert len(files) > 10
-    assert [str(path) for path in files if statement.search(path.read_text())] == []
+def test_public_names_are_all_there() -> None:
+    assert all(getattr(ringstrategy, name) is not None for name in ringstrategy.__all__)
+    with pytest.raises(AttributeError, match="module 'ringstrategy' has no attribute 'AllReduced'"):
+        _ = ringstrategy.AllReduced
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_installs_what_its_target_needs(tmp_path):
-    def installed(target):
-        command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
-        environment = {key: value for key, value in os.environ.items() if key != "MAKEFLAGS"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-        return re.findall(r'pip install .* -e "\.\[(\w+)\]"', done.stdout)
+# The floors
 
-    targets = ("train", "bench", "test", "lint", "types")
-    assert [installed(target) for target in targets] == [["app"], ["app"], ["dev"], ["dev"], ["dev"]]
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").touch()
-    for stamp, left in ((".trains", [[], ["dev"]]), (".installed", [[], []])):
-        (tmp_path / stamp).write_text(f"{ROOT}\n")
-        assert [installed("train"), installed("test")] == left
-    (tmp_path / ".trains").write_text("/another/checkout\n")
-    assert installed("train") == ["app"]
+FLOORS = [  # from the ground; a room is a package or a module of the top level
+    {"_version", "errors", "extras"},
+    {"failure", "kernels"},
+    {"codecs", "topologies", "transport"},
+    {"collectives", "membership"},
+    {"buckets"},
+    {"cost"},
+    {"algorithms"},
+    {"names", "session", "simulator"},
+    {"examples", "integrations", "horovod", "lightning_fabric", "pytorch_lightning"},
+    {"app"},
+]
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WITHOUT_FRAMEWORKS = [room for rooms in FLOORS[:-2] for room in sorted(rooms)]
 
 
+def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Modules of ours that a file imports, for types or within functions too."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            for whole in (f"{base}.{alias.name}" for alias in node.names):
+                if whole in known or base in known:
+                    yield whole if whole in known else base
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_nothing_is_imported_upward_or_in_a_circle() -> None:
+    files = [path for folder in ("ringstrategy", "triton_kernels") for path in (ROOT / folder).rglob("*.py")]
+    known = {module_of(path): path for path in files}
+    modules = known.keys() - {"ringstrategy"}  # it offers all that is public, and imports it when it is first used
+    assert {room(module) for module in modules} == set(FLOOR_OF)
+    found = [(module, other) for module in modules for other in imports(module, known[module], known)]
+    assert len(found) > 300
+    for module, other in found:
+        upward = other == "ringstrategy" or FLOOR_OF[room(other)] > FLOOR_OF[room(module)]
+        assert not upward, f"{module} imports {other}"
+    for edges in (found, [(room(one), room(other)) for one, other in found if room(one) != room(other)]):
+        circles = list(networkx.simple_cycles(networkx.DiGraph(edges)))
+        assert not circles, circles
+
+
+# What an import does: each in a process that has imported torch and perhaps Lightning, and nothing of ours
+
+IMPORT_EACH = """
+import os, sys, torch
+for name in sys.argv[1:]:
+    if os.fork() == 0:
+        __import__(f"ringstrategy.{name}")
+        found = [each for each in ("lightning", "pytorch_lightning", "hydra", "triton") if each in sys.modules]
+        print(name, *found, flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0, name
+"""
 IMPORT = """
-import builtins, json, logging, os, random, signal, sys, threading, warnings
+import json, logging, os, random, signal, sys, threading, warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import lightning.pytorch, torch
@@ -110,43 +140,85 @@ def state():
     loggers = {"": logging.root} | {k: v for k, v in named if isinstance(v, logging.Logger)}
     return {
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "handlers": {k: [repr(handler) for handler in v.handlers] for k, v in loggers.items() if v.handlers},
-        "levels": {k: v.level for k, v in loggers.items() if v.level},
+        "native threads": os.listdir(f"/proc/{os.getpid()}/task") if os.path.isdir("/proc") else None,
+        "logging": {k: (v.level, repr(v.handlers)) for k, v in loggers.items() if v.handlers or v.level},
         "warning filters": repr(warnings.filters),
         "environment": dict(os.environ),
         "signals": {number: repr(signal.getsignal(number)) for number in signal.valid_signals()},
         "excepthook": repr((sys.excepthook, threading.excepthook)),
         "random state": repr((random.getstate(), torch.get_rng_state().tolist())),
         "torch": repr((torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled())),
-        "native threads": os.listdir(f"/proc/{os.getpid()}/task") if os.path.isdir("/proc") else None,
     }
 
-ours = set()
-plain_import = builtins.__import__
-def spy(name, globals=None, locals=None, fromlist=(), level=0):
-    if globals and str(globals.get("__name__")).split(".")[0] == "ringstrategy" and level == 0:
-        ours.add(name.split(".")[0])
-    return plain_import(name, globals, locals, fromlist, level)
-
 before, loaded = state(), set(sys.modules)
-builtins.__import__ = spy
 import ringstrategy
-builtins.__import__ = plain_import
 after = state()
-json.dump({"changed": [key for key in before if before[key] != after[key]], "ours": sorted(ours),
-           "loaded": sorted({name.split(".")[0] for name in set(sys.modules) - loaded})}, sys.stdout)
+print(json.dumps([[key for key in before if before[key] != after[key]], sorted(set(sys.modules) - loaded)]))
+"""
+
+
+def test_what_needs_no_framework_imports_none() -> None:
+    command = [sys.executable, "-c", IMPORT_EACH, *WITHOUT_FRAMEWORKS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert done.stdout.splitlines() == WITHOUT_FRAMEWORKS
+
+
+@pytest.mark.slow
+def test_import_only_registers_and_says_nothing() -> None:
+    command = [sys.executable, "-W", "error", "-c", IMPORT]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    changed, loaded = json.loads(done.stdout)
+    assert changed == []
+    heavy = {"triton", "hydra", "omegaconf", "sklearn", "matplotlib", "numpy", "tensorboard", "rich"}
+    assert not heavy & {name.split(".")[0] for name in loaded}
+    assert "ringstrategy.names" in loaded
+
+
+# Without the extra `app`: what draws nothing works, and the rest says in one line what it needs
+
+APP = ("matplotlib", "pandas", "plotly", "rich", "sklearn", "tensorboard")  # and numpy, which lightning needs
+COMMANDS = {
+    "ringstrategy.app.plan": ["--parameters", "1M", "--hosts", "2", "--rate", "1gbit", "--step-ms", "10"],
+    "ringstrategy.app.sweep_report": ["."],
+    "ringstrategy.app.train": ["trainer.max_epochs=1"],
+}
+RUN = """
+import importlib, json, site, sys
+site.addsitedir("packages")
+found = {}
+for module, arguments in json.loads(sys.argv[1]).items():
+    sys.argv = [module, *arguments]
+    try:
+        importlib.import_module(module).main()
+    except SystemExit as end:
+        found[module] = end.code
+print(json.dumps([found, sorted(sys.modules)]))
 """
 
 
 @pytest.mark.slow
-def test_import_only_registers_and_says_nothing(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", IMPORT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    seen = json.loads(done.stdout)
-    assert seen["changed"] == []
-    assert "torch" in seen["ours"]  # the spy sees us
-    for heavy in ("triton", "hydra", "omegaconf", "sklearn", "matplotlib", "numpy", "tensorboard", "rich"):
-        assert heavy not in seen["ours"], f"import ringstrategy imports {heavy}"
-        assert heavy not in seen["loaded"], f"import ringstrategy loads {heavy}"
-    assert "ringstrategy" in seen["loaded"]
+def test_without_the_extra_what_draws_nothing_works_and_the_rest_says_so_in_one_line(tmp_path: Path) -> None:
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for installed in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(installed).iterdir():
+            if re.split(r"[-.]", entry.name)[0].replace("scikit_learn", "sklearn") not in (*APP, "triton"):
+                (packages / entry.name).symlink_to(entry)
+    done = subprocess.run(  # -S: without the packages that Python would find by itself
+        [sys.executable, "-S", "-c", RUN, json.dumps(COMMANDS)],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    printed, _, last = done.stdout.rstrip().rpartition("\n")
+    ended, imported = json.loads(last)
+    assert not {*APP, "triton"} & set(imported)
+    assert "Recommended" in printed
+    cure = r"\S.* needs (\w+, )*matplotlib.*: in a clone of ringstrategy run python -m pip install '\.\[app\]'"
+    assert ended.keys() == {"ringstrategy.app.sweep_report", "ringstrategy.app.train"}
+    for module, words in ended.items():
+        assert re.fullmatch(cure, words), module

@@ -1,25 +1,29 @@
-"""Ranks that start late, again, or beside what an earlier attempt has left in the store."""
+"""Ranks that start late, again, or beside what an earlier attempt has left; and what strangers reach of their store."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
+import socket
 import sys
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from clocks import Clock
 from jobs import program as program  # a fixture
 from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
-from benchmarks.ranks import Program
-from ringstrategy import RingStrategy
-from ringstrategy.membership.rendezvous import _QUIET_SECONDS, _meet, store_of_attempt
+import ringstrategy.horovod as hvd
+from benchmarks.ranks import Program, reserve_port
+from ringstrategy.membership.rendezvous import _meet
+from ringstrategy.transport.exposure import bound_to, guarded_store
 
 LIMIT = 20.0
 
@@ -81,44 +85,102 @@ def test_a_rank_may_start_again_while_another_waits(again: int, waits: int) -> N
     assert len(set(names)) == 1, names
 
 
-def test_rank_0_says_for_whom_it_waits() -> None:
-    with (
-        pytest.warns(UserWarning, match=r"ranks \[1, 2\] have not come yet"),
-        pytest.raises(TimeoutError, match=r"ranks \[1, 2\] did not come"),
-    ):
-        Hosts().meet(0, 3, limit=_QUIET_SECONDS + 1)
-    with pytest.raises(TimeoutError, match="rank 0 did not come"):
-        Hosts().meet(1, 3)
+# What strangers on the network reach: the store listens at the address of the job alone, and port scans kill no rank
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux has the limit")
+LOW = 256  # descriptors; Linux's usual limit is 1024
 
 
-def _meets_twice() -> bool:
-    place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timedelta(seconds=60)
-    first = store_of_attempt(*place)
-    first.set("address", "of a process that has ended")
-    second = store_of_attempt(*place)
-    seen = second.check(["address"])
-    second.set(f"looked/{place[0]}", "")
-    if place[0] == 0:  # the store is in this process
-        second.wait(["looked/1"])
-    return seen
+def listening() -> set[tuple[str, int]]:
+    """Addresses and ports at which this process listens, as the kernel writes them."""
+    sockets = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(f"/proc/self/fd/{descriptor}").removeprefix("socket:[").rstrip("]"))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                address, port = fields[1].split(":")
+                found.add((address, int(port, 16)))
+    return found
 
 
-def test_an_attempt_sees_nothing_of_another_in_the_store(ranks: Pool) -> None:
-    assert ranks(2, _meets_twice) == [False, False]
+LOOPBACK = {"0100007F", "00000000000000000000000001000000"}
 
 
-def _late(seconds: float) -> None:
-    if int(os.environ["RANK"]) == 1:
-        time.sleep(2.5 * seconds)
-    trainer = fit(RingStrategy(timeout=timedelta(seconds=seconds)), Net())
+def _trains() -> None:
+    check_replicas(fit("ring", Net(), max_epochs=1))
+
+
+def _averages_as_horovod_does() -> None:
+    hvd.init()
+    assert hvd.allreduce(torch.tensor(float(hvd.rank())), op=hvd.Sum) == 1
+    hvd.shutdown()  # the store stays, for who begins again
+
+
+def _opens_at(address: str, task: Callable[[], None]) -> set[tuple[str, int]]:
+    """Where it listens in addition."""
+    os.environ["MASTER_ADDR"] = address
+    before = listening()  # the process has run other tests, whose groups may have stores of torch
+    task()
+    return listening() - before
+
+
+@on_linux
+@pytest.mark.parametrize(("address", "task"), [("127.0.0.1", _trains), ("localhost", _averages_as_horovod_does)])
+def test_a_job_of_one_machine_is_reached_from_this_machine_alone(
+    ranks: Pool, address: str, task: Callable[[], None]
+) -> None:
+    of_rank_0, of_rank_1 = ranks(2, _opens_at, address, task)
+    assert {place for place, _ in of_rank_0} <= LOOPBACK
+    assert len(of_rank_0) > len(of_rank_1)  # the store's
+
+
+@on_linux
+def test_only_addresses_of_this_machine_that_are_free_are_bound_to() -> None:
+    with reserve_port() as holder:
+        port = holder.getsockname()[1]
+        for address in ("127.0.0.1", "localhost"):
+            bound = bound_to(address, port)
+            assert bound is not None
+            assert bound.getsockname()[:2] in {("127.0.0.1", port), ("::1", port)}
+            bound.close()
+        assert bound_to("192.0.2.1", port) is None  # a document's: nobody's
+        assert bound_to(socket.gethostname(), port) is None  # other machines may look it up with another result
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # torch shares its server within a process
+        port = taken.getsockname()[1]
+        assert bound_to("127.0.0.1", port) is None
+        with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
+            assert guarded_store(0, 1, dist.default_pg_timeout) is None
+
+
+def _scanned() -> int:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (LOW, hard))
+    before = listening()
+    trainer = fit("ring", Net(), max_epochs=1)
+    if dist.get_rank() == 0:
+        for address, port in listening() - before:
+            assert address in LOOPBACK
+            for _ in range(LOW):
+                socket.create_connection(("127.0.0.1" if address == "0100007F" else "::1", port)).close()
+    dist.barrier()
     check_replicas(trainer)
-    timeouts = dist.group.WORLD._get_backend(trainer.strategy.root_device).options._timeout
-    assert timeouts == timedelta(seconds=seconds)
+    trainer = fit("ring", Net(), max_epochs=1)
+    check_replicas(trainer)
+    kept = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return kept
 
 
-@pytest.mark.nightly
-def test_a_rank_may_start_later_than_the_timeout(ranks: Pool) -> None:
-    ranks(2, _late, 2.0)
+@on_linux
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * LOW, reason="the hard limit is low")
+def test_a_port_scanner_kills_no_rank(ranks: Pool) -> None:
+    """gloo keeps a descriptor of each connection that was ever made to it."""
+    of_rank_0, of_rank_1 = ranks(2, _scanned)
+    assert of_rank_0 > LOW > of_rank_1
 
 
 # As a shell starts them

@@ -1,22 +1,18 @@
 """What a run and a sweep leave to read: steps as CSV, one table, one page that a browser draws without a network."""
 
-import contextlib
-import json
+import html
 import math
 import os
 import re
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-from omegaconf import OmegaConf
 
 from ringstrategy.app import jobs, report
 from ringstrategy.app.curves import MOST_POINTS, Curves, read_steps, read_validation, thin, warm_mean, write_curves
 from ringstrategy.app.job_plots import loss_curves, step_times
-from ringstrategy.app.sweep import SweepTable
 from ringstrategy.app.sweep_report import main
 
 EVIL = "data.title=</script><img/src=http://x.example/a.png>[bold]&amp;<b>%{x}"
@@ -39,16 +35,6 @@ class Line(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Manual(Line):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        self.manual_backward(self.weight.sum())
-        self.optimizers().step()
 
 
 def fit(folder, module, *callbacks, **options):
@@ -167,31 +153,6 @@ def test_a_run_writes_every_step(tmp_path, capsys, monkeypatch):
         assert words in printed, words
 
 
-def test_what_nobody_measures_is_an_empty_cell(tmp_path):
-    fit(tmp_path, Manual(), strategy="auto", max_steps=2)
-    _, *rows = (tmp_path / "steps.csv").read_text().splitlines()
-    assert [re.sub(r"\d\.\d+(e-\d+)?", "seconds", row) for row in rows] == [
-        "1,,seconds,seconds,,,",
-        "2,,seconds,seconds,,,",
-    ]
-    assert report.read_summary(tmp_path)["final_metric"] is not None  # the validation's
-
-
-def test_steps_are_read_as_they_were_written(tmp_path):
-    curves = a_curve(7)
-    curves.losses[2], curves.bytes_sent[1], curves.losses[3] = None, None, math.inf
-    write_curves(tmp_path, curves)
-    read = read_steps(tmp_path)
-    assert read["loss"].isna().tolist() == [False, False, True, False, True, False, False]
-    assert read["loss"][3] == math.inf
-    assert read["bytes_sent"].isna().tolist() == [False, True, *[False] * 5]
-    assert read["total_seconds"].tolist() == curves.total_seconds
-    text = (tmp_path / "steps.csv").read_text()
-    (tmp_path / "steps.csv").write_text(text.replace("loss", "losses", 1))
-    with pytest.raises(ValueError, match=r"steps.csv should have the columns step, loss, .* has step, losses"):
-        read_steps(tmp_path)
-
-
 def test_thinning_keeps_the_mean_and_the_first_tenth_warms_up():
     for count in (0, 1, MOST_POINTS, MOST_POINTS + 1, 7 * MOST_POINTS + 3):
         values = [float(value % 17) for value in range(count)]
@@ -255,52 +216,19 @@ def test_means_are_over_jobs_that_differ_in_the_seed_alone():
     assert jobs.over_seeds(one_of_two)[["final_metric", "bytes_sent_per_step"]].isna().all(axis=None)
 
 
-def test_the_tables_are_in_words(sweep):
-    table = jobs.table_of_jobs(jobs.read_jobs(sweep))
-    assert table.columns.tolist()[3:6] == ["val_loss", "x ddp", "ms a step"]
-    assert table.values.tolist()[1:4] == [
-        ["1", "ddp", "seed=1", "2.5", "1", "10", "-", "1200", "12.5", "-", "-"],
-        ["2", "gossip", "seed=2", "2.5", "", "10", "1 kB", "1200", "12.5", "2", "3"],
-        ["9", "ring", "seed=9", "FAILED", "", "-", "-", "-", "-", "-", "-"],
-    ]
-    means = jobs.table_of_means(jobs.read_jobs(sweep))
-    assert means.values.tolist()[2] == ["gossip", "", "2", "3.5 ± 1.4", "1", "10 ± 0", "1 kB"]
-    assert jobs.table_of_means(rows_of(a_summary("ddp", "seed=0"), a_summary("ring", "seed=0"))) is None
-    mixed = rows_of(a_summary("ring"), a_summary("ring", metric="val_accuracy", final_metric=math.nan))
-    assert jobs.table_of_jobs(mixed)["final"].tolist() == ["val_loss 2.5", "val_accuracy nan"]
-
-
 # --- the page
-
-
-class Page(HTMLParser):
-    """The parts of a page that could ask the network for something, as a browser would split it."""
-
-    def __init__(self, text):
-        super().__init__()
-        self.tags, self.links = set(), []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.links += [value for name, value in attributes if name in {"src", "href", "srcset", "data", "action"}]
 
 
 def test_the_page_needs_nothing_else_and_the_screen_has_a_row_for_each_job(sweep, capsys):
     main([str(sweep)])
     text = (sweep / "report.html").read_text(encoding="utf-8")
-    page = Page(text)
-    assert page.links == []
-    assert {"img", "b", "link", "iframe"}.isdisjoint(page.tags)  # what the evil override asks for
+    assert EVIL not in text, "its image would be asked for"
+    assert html.escape(EVIL) in text
+    assert not re.search(r"""<(?:script|link)[^>]* (?:src|href)=""", text)
     assert "5 jobs, 1 failed. In all of them: <code>trainer.max_epochs=3</code>" in text
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["9", "ring", "seed=9", "FAILED", "-", "-"] in printed
     assert printed[-1][0] == "page:"
-    out = sweep.parent / "elsewhere.html"
-    main([str(sweep / "2"), "--out", str(out)])
-    assert not (sweep / "2" / "report.html").exists()
-    assert "<code>strategy=gossip trainer.max_epochs=3 seed=2</code>" in out.read_text(encoding="utf-8")
 
 
 def test_the_lines_are_the_runs_and_a_bar_is_as_long_as_a_step(sweep):
@@ -324,43 +252,3 @@ def test_the_lines_are_the_runs_and_a_bar_is_as_long_as_a_step(sweep):
         for trace in step_times(jobs.read_jobs(sweep)).data
     ]
     assert bars == [{job: length for job in ("0", "2", "10")} for length in (5, 3, 2)] + [{"1": 10}]
-
-
-def test_a_sweep_is_saved_as_it_is_and_exits_with_1_if_all_failed(tmp_path, capsys):
-    config = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}})
-    table = SweepTable()
-    table.on_multirun_start(config)
-    table.on_multirun_end(config)  # a launcher may bring nothing back
-    for seed in (0, 1):
-        (tmp_path / str(seed)).mkdir()
-        failed = {"status": "failed", "exit_code": 1, "strategy": "ring", "overrides": [f"seed={seed}"]}
-        report.write_summary(tmp_path / str(seed), failed)
-    with pytest.raises(SystemExit) as ended:
-        table.on_multirun_end(config)
-    assert ended.value.code == 1
-    assert capsys.readouterr().out.count("FAILED") == 2
-    main([str(tmp_path)])
-    assert (tmp_path / "report.html").exists()
-    whole = {"status": "completed", "strategy": "ring", "overrides": [], "final_metric": math.inf, "steps": 3}
-    report.write_summary(tmp_path / "0", whole | {"seconds_per_step": 1.23456789012e-4})
-    with contextlib.suppress(SystemExit):  # one has failed
-        table.on_multirun_end(config)
-    row = json.loads((tmp_path / "sweep.json").read_text())[0]
-    assert (row["final_metric"], row["steps"], row["seconds_per_step"]) == (math.inf, 3, 1.23456789012e-4)
-    assert row["seconds"] is None
-
-
-def test_what_cannot_be_reported_is_said(sweep, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "summary.json").write_text('{"accuracy": 1}')
-    for arguments, words in (
-        ([tmp_path / "empty"], f"there is no summary.json in {tmp_path / 'empty'} or in a folder below it"),
-        ([tmp_path / "missing"], "there is no summary.json in"),
-        ([tmp_path / "foreign"], "foreign/summary.json was not written by ringstrategy-train"),
-        ([sweep, "--out", tmp_path / "missing" / "a.html"], "No such file or directory"),
-    ):
-        with pytest.raises(SystemExit) as ended:
-            main([str(argument) for argument in arguments])
-        assert ended.value.code == 2
-        assert words in capsys.readouterr().err

@@ -1,18 +1,28 @@
-"""Random configurations beside the exact mean, and growth: a short form of `python -m benchmarks soak`."""
+"""Short forms of `python -m benchmarks` soak, fuzz and faults, and whether each would see what is wrong."""
 
 from __future__ import annotations
 
+import json
 import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pool import Pool
+from scripts import lines_of
 from test_session import process_group
 
-from benchmarks import soak
+import ringstrategy
+from benchmarks import faults, fuzz, soak
+from benchmarks.faulted import Plan
+from benchmarks.ranks import noted
 from benchmarks.soak import Config, Harm
+from ringstrategy import BlockInt, Codec, TopK
 from ringstrategy.algorithms.parameters.exchange import Exchange
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.residuals import Residuals
@@ -31,12 +41,23 @@ def test_random_configurations_are_what_an_exact_mean_gives(ranks: Pool) -> None
 
 
 @pytest.mark.nightly
-def test_more_random_configurations() -> None:
-    """Others each night: what it finds says its seed."""
-    counts, wrong = soak.soak(random.randrange(10**6), 0.1)  # one start of processes
-    assert not wrong, wrong
-    assert sum(found["configurations"] for found in counts.values()) == soak._AT_ONCE
-    assert all(found["comparisons"] > 0 for found in counts.values())
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "soak --minutes 0.1 --growth 1000",
+        "fuzz --payloads 20000",
+        "faults --faults 6 --first 1000",
+    ],
+)
+def test_others_each_night(arguments: str, tmp_path: Path) -> None:
+    """What is found says its seed."""
+    name, *options = arguments.split()
+    if name == "soak":
+        options += ["--seed", str(random.randrange(10**6))]
+    for row in lines_of(name, tmp_path / "rows.jsonl", *options):
+        assert not [row[kind] for kind in ("wrong", "hung", "torn", "orphans", "unnamed") if row[kind]], row
+        assert (row["bytes_grown"] or 0) < 2000, "what allocators keep, in a long run: at most a kilobyte a step"
+        assert max(row["threads_grown"] or 0, row["descriptors_grown"] or 0) < 5, "a leak would be of many"
 
 
 def _other_means(bucket: Bucket, *given: Any) -> None:
@@ -65,7 +86,7 @@ def _pulls(exchange: Exchange, algorithm: Any, vector: Any, *given: Any) -> None
     vector.correction.add_(1e-3)
 
 
-UNPACK, DECIDE, MIX = Bucket.unpack, Residuals.decide, Exchange.mix
+UNPACK, DECIDE, MIX = Bucket.unpack, Residuals.after_step, Exchange.mix
 
 
 def _broken(owner: type, attribute: str, harm: Any, kind: str) -> str:
@@ -84,7 +105,7 @@ def _broken(owner: type, attribute: str, harm: Any, kind: str) -> str:
     [
         (Bucket, "unpack", _other_means, "lossless", "from the exact one"),
         (Bucket, "unpack", _other_bits, "lossy", "ranks differ in gradients"),
-        (Residuals, "decide", _forgets, "lossy", "is in no residual"),
+        (Residuals, "after_step", _forgets, "lossy", "is in no residual"),
         (Exchange, "mix", _pulls, "gossip", "moved the mean"),
     ],
 )
@@ -93,15 +114,87 @@ def test_a_broken_law_is_found(ranks: Pool, owner: type, attribute: str, harm: A
     assert all(said in message for message in messages), messages
 
 
-def _grows(name: str) -> tuple[float, int, int]:
-    with process_group():
-        return soak.grow(name, 250)
+# Hostile messages
+
+
+def test_hostile_messages_do_no_harm() -> None:
+    exported = [getattr(ringstrategy, name) for name in ringstrategy.__all__]
+    codecs = {each for each in exported if isinstance(each, type) and issubclass(each, Codec) and each is not Codec}
+    assert {type(codec) for codec in fuzz.CODECS} == codecs
+    one_of_a_kind = {type(codec): codec for codec in reversed(fuzz.CODECS)}  # with its usual arguments
+    for codec in one_of_a_kind.values():
+        counts = sum((fuzz.check(codec, seed) for seed in range(6)), Counter[str]())
+        assert counts["payloads"] == 6 * 16
+        assert 0 < counts["refused"] < counts["payloads"] / 2, codec
+
+
+def _writes_behind(self: TopK, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+    torch.as_strided(out, (out.numel() + 1,), (1,), out.storage_offset()).fill_(1.0)
+
+
+def _writes_the_message(self: TopK, wire: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+    wire.zero_()
+
+
+def _takes_any_length(self: TopK, wire: torch.Tensor, values: torch.Tensor) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("attribute", "harms", "said"),
+    [
+        ("decode", _writes_behind, "wrote outside"),
+        ("decode", _writes_the_message, "changed the message"),
+        ("check_wire", _takes_any_length, "did not refuse"),
+    ],
+)
+def test_harm_is_found(monkeypatch: pytest.MonkeyPatch, attribute: str, harms: object, said: str) -> None:
+    monkeypatch.setattr(BlockInt, attribute, harms)
+    with pytest.raises(fuzz.Harm, match=said):
+        sum((fuzz.check(BlockInt(8), seed) for seed in range(20)), Counter())
+
+
+# Faults
+
+
+def test_a_thousand_faults_are_of_all_kinds(tmp_path: Path) -> None:
+    plans = [faults.draw(number, tmp_path) for number in range(1000)]
+    assert plans[417] == faults.draw(417, tmp_path)
+    for policy in ("raise", "shrink"):
+        of_policy = [plan for plan in plans if plan.policy == policy]
+        assert {plan.strategy for plan in of_policy} == set(faults.DRAWN)
+        assert {plan.size for plan in of_policy} == {2, 3, 4}
+    drawn = {(plan.fault, plan.place) for plan in plans}
+    assert drawn <= {(fault, place) for fault, (_, places) in faults.FAULTS.items() for place in places}
+    assert {plan.launcher for plan in plans} == {"environment", "lightning", "spawn", "fork", "torchrun"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", soak._GROWS)
-def test_nothing_grows(ranks: Pool, name: str) -> None:
-    for bytes_a_step, threads, descriptors in ranks(2, _grows, name):
-        assert bytes_a_step < 8000  # this is mostly what allocators keep: 5,000 steps show more
-        assert threads < 5  # one may start late, or be about to end; a leak would be of many
-        assert descriptors < 5
+@pytest.mark.parametrize(
+    ("fault", "launcher"), [("kill", "torchrun"), ("kill", "lightning"), ("terminate", "spawn"), ("raise", "fork")]
+)
+def test_a_fault_under_each_launcher_is_clean(tmp_path: Path, fault: str, launcher: Any) -> None:
+    """All survivors end, name who was lost, leave no process, and a new start ends as an undisturbed run."""
+    plan = Plan(str(tmp_path / "1"), "ring_int8, feedback", size=2, fault=fault, place="backward", step=4, victims=(1,))
+    assert not faults.Judge(tmp_path)(replace(plan, launcher=launcher))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", faults.TOLERANCES)
+def test_wrong_means_and_lost_samples_are_seen(tmp_path: Path, strategy: str) -> None:
+    strike = {"fault": "kill", "place": "send", "step": 4, "delay": 1, "victims": (0,)}
+    plan = Plan(str(tmp_path), strategy, "shrink", **strike)  # type: ignore[arg-type]
+    assert not [*faults.Start(plan).found, *faults.missed(plan)]
+    assert not faults.of_survivors(plan)
+    file = plan.notes(1)
+    notes = noted(file)
+    [batch] = [note for note in notes if note["what"] == "batch" and note["step"] == 6]
+
+    def drawn(samples: list[int]) -> None:
+        lines = [{**note, "samples": samples} if note is batch else note for note in notes]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    drawn(batch["samples"][1:] + batch["samples"][:1])
+    assert not faults.wrong_means(plan, [1, 2]), "the order changes no mean"
+    drawn(batch["samples"][:3] + batch["samples"][:1])
+    assert faults.wrong_means(plan, [1, 2])
+    assert faults.lost_samples(plan)

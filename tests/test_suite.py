@@ -1,23 +1,32 @@
-"""Rows, the harness that makes them, and the campaign; how fast anything is, is not tested."""
+"""Rows, the harness that makes them, the campaign, and what is measured; how fast anything is, is not tested."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import os
 import re
+import shlex
 import subprocess
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from scripts import ROOT
+from pool import Pool
+from scripts import ROOT, lines_of, on_ranks
 
 from benchmarks import campaign, harness, lab, rows
+from benchmarks.contenders import PostLocalSGD
+from benchmarks.long_race import lines, racers
+from benchmarks.powersgd_peer import PowerSGDOnOneThread
 from benchmarks.rows import Row, append, read
+from benchmarks.time_to_accuracy import Curve
+from ringstrategy import BlockInt
 
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -51,6 +60,32 @@ def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path):
     path.write_text('{"benchmark": "training", "device": "cpu", "torch": "2", "commit": "abc", "secs": 1}\n')
     with pytest.raises(TypeError, match="secs"):
         read(path)
+
+
+def test_the_published_page_is_what_the_rows_say() -> None:
+    from benchmarks.report import frame, page
+
+    text = page.text(frame.load(RESULTS), "benchmarks")
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == text, "python -m benchmarks report"
+
+
+def test_a_race_that_was_missed_is_no_win_and_a_rare_average_no_strongest_peer() -> None:
+    from benchmarks.report import frame
+
+    rows = frame.load(RESULTS)
+    missed = (rows.case == "ring_int8") & (rows.benchmark == "time to accuracy") & (rows.seed == 1)
+    rows.loc[missed, "seconds_to_target"] = float("nan")
+    races = frame.races(rows)
+    assert list(races[(races.case == "ring_int8") & (races.seeds == 2)].ratio) == [0]
+    run = rows[rows.run.isin(rows[(rows.benchmark == "training") & (rows.case == "post-local sgd every 4")].run)]
+    assert (run[run.case.str.startswith("ddp")].groupby("run").beside_peer.max() > 0.8).all()
+
+
+def test_the_long_race_is_what_the_rows_say() -> None:
+    losses = [row for file in sorted(RESULTS.glob("long-race/losses-*.jsonl")) for row in read(file)]
+    timed = [row for file in sorted(RESULTS.glob("long-race/seconds-*.jsonl")) for row in read(file)]
+    table = "".join(f"{line}\n" for line in lines(racers(losses, timed, after=1088), 1088))
+    assert harness.table_on((ROOT / "docs" / "local_sgd.md").read_text(), "long_race") == table
 
 
 # The harness
@@ -241,15 +276,139 @@ def test_rows_are_of_the_commit_that_the_run_began_with(measured, tmp_path, monk
     assert (tmp_path / "results" / "a" / "one.jsonl").read_text() == "commit\nbefore"
 
 
-def test_without_a_lab_the_short_form_says_so_and_the_campaign_refuses(measured, monkeypatch, capsys):
-    monkeypatch.setattr(lab, "missing", lambda: "network namespaces need root")
-    assert measured({"a/one": "1"}, "--short") == ["1"]
-    assert measured({"a/one": "1"}, fails="2") == []
-    printed = capsys.readouterr()
-    assert re.search(r"need root.*loopback.*information only", printed.out, re.S)
-    assert "the campaign needs the lab: network namespaces need root" in printed.err
+@pytest.mark.slow
+def test_the_campaign_uses_options_that_its_commands_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Parsed(Exception):
+        pass
+
+    def options_of(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
+        raise Parsed(parse(parser, [*given, "--out", "rows.jsonl"]))
+
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", options_of)
+    for step in [*campaign.steps("campaign"), *campaign.steps("short"), *campaign.steps("short", "loopback")]:
+        name, *arguments = shlex.split(step.arguments)
+        with pytest.raises(Parsed):
+            importlib.import_module(f"benchmarks.{name}").main(arguments)
 
 
-def test_nobody_claims_a_limit_that_was_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RINGSTRATEGY_BENCH_THROUGHPUT", raising=False)
-    assert harness.throughput() is harness.wire_seconds(1e6) is None, "whatever --rate says"
+SHORT = {step.key: step.arguments for step in campaign.steps("short", lab.LOOPBACK)}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("key", [key for key in SHORT if not key.startswith(("faults", "fuzz", "soak"))])
+def test_each_benchmark_runs_and_its_rows_say_what_they_must(key: str, tmp_path: Path) -> None:
+    """Of faults, fuzz and soak see test_soak.py."""
+    name, *arguments = shlex.split(SHORT[key])
+    for row in lines_of(name, tmp_path / "rows.jsonl", *arguments):
+        case, family = row["case"] or "", key.split("/")[0]
+        if family not in ("codecs", "prediction"):
+            assert row["ranks_identical"] is (not case.startswith(rows.ALONE)), row
+        if family in ("collectives", "layouts", "scaling"):
+            assert row["error"] < (1e-5 if "fp32" in case or "identity" in case else 2), row
+        if family == "training" and case == "ring":
+            assert row["error"] < 1e-3, row
+
+
+# What is measured
+
+
+SMALL = ["--width", "64"]
+VALUES = 1024 * 64 + 64 + 5 * (64 * 64 + 64) + 64 * 512 + 512  # parameters of that model
+
+
+def test_a_training_step_its_limit_and_what_was_tried_before(ranks: Pool, tmp_path: Path) -> None:
+    """As the driver would start it, on a network of which it has been told what it carries."""
+    arguments = ["--rate", "10mbit", *SMALL, "--optimizer", "adamw"]
+    arguments += ["--cases", "=ring,=ring_int8,=ring_auto,=gossip_exponential,post-local"]
+    told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
+    arguments += ["--rounds", "2"]
+    found, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
+    rows = {row["case"]: row for row in found}
+    byte = 8 / 10e6
+    alone = {row["steps"]: row["limit_seconds"] for name, row in rows.items() if name.startswith("compute alone")}
+    wire = {
+        "ddp": byte * 4 * VALUES,
+        "compute alone": 0,
+        "compute alone, 4 in a row": 0,
+        "compute alone, 16 in a row": 0,
+        "ring": byte * 4 * VALUES,
+        "ring_int8": byte * BlockInt(8).nbytes(VALUES, torch.float32),
+        "ring_auto": byte * rows["ring_auto"]["bytes_sent"],  # measured: it chose by itself
+        "gossip_exponential": byte * 4 * VALUES,
+        "post-local sgd every 4": byte * 4 * VALUES / 4,
+        "post-local sgd every 16": byte * 4 * VALUES / 16,
+    }
+    assert rows.keys() == wire.keys()
+    for name, row in rows.items():
+        assert (row["rate"], row["throughput"], len(row["seconds"])) == ("10mbit", 10e6 / 8, 2)
+        assert row["size"].endswith(", AdamW")
+        assert wire[name] <= row["limit_seconds"] < wire[name] + 1.001 * alone[row["steps"]], name
+        assert row["ranks_identical"] is (not name.startswith("compute alone")), name
+        [line] = [line for line in printed.splitlines() if re.match(rf"│ {name} +│", line)]
+        assert f" {row['limit_seconds'] / row['seconds_median']:.0%} ".replace("%", " %") in line
+    for steps in (4, 16):
+        name = f"post-local sgd every {steps}"
+        assert rows[name]["limit_seconds"] == pytest.approx(wire[name] + alone[steps]), "nothing is computed beside it"
+    assert min(alone.values()) > 0
+    assert rows["ring"]["error"] < 1e-3 < rows["compute alone"]["error"]
+    assert rows["ring_auto"]["error"] < 0.1, "what it tried is in no weight and in no moment of AdamW"
+    assert rows["ring_int8"]["bytes_sent"] < 0.3 * rows["ring"]["bytes_sent"]
+    assert re.search(r"ring_auto: ring_auto tried .* candidates and keeps", printed, re.S)
+
+
+def steps_after_which_ranks_agree(period: int) -> list[int]:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    training = PostLocalSGD(torch.nn.Linear(3, 2), [], period)
+    torch.manual_seed(1 + dist.get_rank())
+    agreed = []
+    for step in range(1, 3 * period + 1):
+        training.batches = [(torch.randn(4, 3), torch.randn(4, 2))]
+        training.run()
+        weights = [torch.empty(8) for _ in range(dist.get_world_size())]
+        dist.all_gather(weights, torch.cat([value.flatten() for value in training.result()]))
+        if torch.equal(*weights):
+            agreed.append(step)
+    return agreed
+
+
+def test_post_local_sgd_averages_at_the_end_of_each_period(ranks: Pool) -> None:
+    assert ranks(2, steps_after_which_ranks_agree, 4) == [[4, 8, 12]] * 2
+
+
+def powersgd_of(rank: int, low: int) -> list[torch.Tensor]:
+    """Inputs, means and errors of two steps; the input's matrix has the rank `low`."""
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    hook = PowerSGDOnOneThread(dist.group.WORLD, rank)
+    inputs, means = torch.zeros(0, 40 * 30 + 7), torch.zeros(0, 40 * 30 + 7)
+    for _ in range(2):
+        flat = torch.cat([(torch.randn(40, low) @ torch.randn(low, 30)).flatten(), torch.randn(7)])
+        inputs = torch.cat([inputs, flat[None]])
+        hook._mean_(0, flat, [flat[:1200].view(40, 30), flat[1200:]])
+        means = torch.cat([means, flat[None]])
+    hook.close()
+    return [inputs, means, hook._errors[0]]
+
+
+def test_the_powersgd_hook_beside_us_is_right(ranks: Pool) -> None:
+    for rank in (1, 4):
+        ours, theirs = ranks(2, powersgd_of, rank, 20)
+        assert torch.equal(ours[1], theirs[1]), "the same bits on both"
+        mean = (ours[0] + theirs[0]) / 2
+        assert torch.allclose(ours[1][:, 1200:], mean[:, 1200:], atol=1e-6), "vectors are exact"
+        assert (ours[1] - mean)[:, :1200].norm() > 0.1 * mean.norm()
+        held = (ours[2] + theirs[2]) / 2
+        assert torch.allclose(ours[1].sum(0) + held, mean.sum(0), atol=1e-4), "what was not delivered is held"
+    ours, theirs = ranks(2, powersgd_of, 4, 2)
+    mean = (ours[0] + theirs[0]) / 2
+    assert torch.allclose(ours[1], mean, atol=1e-3), "a mean of that rank is delivered whole"
+
+
+def test_the_target_is_reached_where_a_straight_line_crosses_it() -> None:
+    curve = Curve([0, 10, 20, 30], [0.0, 1.0, 3.0, 4.0], [5.0, 4.0, 3.0, None])
+    assert curve.reached(4.0) == (10, 1.0)
+    assert curve.reached(3.25) == (17.5, 2.5)
+    assert curve.reached(2.9) is None
+    assert curve.best == 3.0

@@ -57,7 +57,7 @@ def _last(rows: pd.DataFrame) -> pd.DataFrame:
     """Of each case those of the last run, in the order of the cases' first; settings by ranks, hosts, rate and size."""
     last_run = rows.groupby([*SETTING, "target", "seed"], dropna=False).run.transform("last")
     rows = rows[rows.benchmark.isin(TURNS) | (rows.run == last_run)]
-    one = [*SETTING, "case", "target", "seed", "slow_rank", "codec", "operation"]
+    one = [*SETTING, "case", "target", "seed", "codec", "operation"]
     rows = rows.assign(first=rows.groupby(one, sort=False, dropna=False).ngroup())
     order = ["processes", "parameters", "hosts", "bits", "target", "megabytes", "size", "first"]
     rising = [column not in ("parameters", "target") for column in order]

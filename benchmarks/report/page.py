@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ def text(rows: pd.DataFrame, figures: str) -> str:
         "having": _having,
         "losses": _losses(rows),
         "races": partial(_races, races(rows)),
-        "slow_rank": _slow_rank(rows),
         "codecs": _codecs(rows),
     }
     template = environment.from_string(Path(__file__).with_name("page.md.jinja").read_text())
@@ -113,33 +111,6 @@ def _races(found: pd.DataFrame, cases: list[str]) -> str:
         return ""
     heading = [f"loss {line.target:g}, {line.network}, {line.seeds} seed(s)" for _, line in found.iterrows()]
     return _by_case(found.assign(heading=heading), cases, "heading", cell)
-
-
-def _slow_rank(rows: pd.DataFrame) -> str:
-    found = rows[(rows.benchmark == "slow rank") & rows.slow_rank.notna()]
-    if not len(found):
-        return ""
-
-    def others(line: Line) -> list[float]:
-        return [rate for rank, rate in enumerate(line.steps_per_second) if rank != line.slow_rank]
-
-    def ahead(line: Line) -> str:
-        limit = line.steps_ahead_limit
-        return f"{max(line.steps_ahead):g}{f' of {max(limit)}' if isinstance(limit, list) else ''}"
-
-    columns = {
-        "case": lambda line: f"`{line.case}`",
-        "others' steps/s": lambda line: f"{statistics.mean(others(line)):.2f}",
-        "the slow rank's": lambda line: f"{line.steps_per_second[int(line.slow_rank)]:.2f}",
-        "x DDP": lambda line: times(line.ratio),
-        "x without the slow rank": lambda line: times(line.kept),
-        "steps ahead": ahead,
-    }
-    first = found.iloc[0]
-    where = (
-        f"One rank computes {first.slowdown:g} times as long. {first['size']}, {first.network}, {first.steps} steps."
-    )
-    return f"{where}\n\n{_of_lines(found, columns)}\n\n{_origin(found)}"
 
 
 def _codecs(rows: pd.DataFrame) -> str:
