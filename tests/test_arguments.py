@@ -1,14 +1,19 @@
-"""Arguments of algorithms that cannot be right are refused where they are given, with the cure."""
+"""Arguments of algorithms that cannot be right are refused where they are given; names mean what their YAML says."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import FakePeers, Network, Toy
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
+from lightning.pytorch.strategies import StrategyRegistry
+from test_strategy import Net, fit
 from torch import Tensor, nn
 
 from ringstrategy import (
@@ -27,10 +32,13 @@ from ringstrategy import (
     PushSum,
     ReplicaCheck,
     Ring,
+    RingStrategy,
     SmallExact,
     TopK,
 )
 from ringstrategy.algorithms import Algorithm
+from ringstrategy.app.refusals import check_arguments
+from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Exponential, FromGraph, FromMatrix, OnePeerExponential, RingGraph
 
 WHOLE = torch.zeros(6, 4)
@@ -115,3 +123,31 @@ def test_what_cannot_be_right_is_refused_with_the_cure() -> None:
 def test_what_looks_odd_and_is_right() -> None:
     assert Auto(allow=[BlockInt(8), Identity(), BlockInt(8)]).allow == (BlockInt(8), Identity())
     assert "SGD(" in repr(LocalSGD(outer=torch.optim.SGD)), "whose lr has a default"
+
+
+# Registered names
+
+YAMLS = {path.stem for path in (Path(__file__).parents[1] / "configs" / "strategy").glob("*.yaml")} - {"ddp"}
+
+
+def test_every_name_has_a_yaml_that_builds_what_it_means() -> None:
+    assert set(STRATEGIES) == YAMLS
+    with initialize_config_module("ringstrategy.configs", version_base="1.3"):
+        for name in STRATEGIES:
+            config = compose("train", [f"strategy={name}"])
+            check_arguments(config)
+            from_yaml, from_table = instantiate(config.strategy), StrategyRegistry.get(name)
+            assert isinstance(from_yaml, RingStrategy)
+            assert repr(from_yaml) == repr(from_table)
+            assert from_yaml._timeout == from_table._timeout
+            assert from_yaml._start_method == from_table._start_method == "popen"
+
+
+def test_one_process_trains_as_without_a_strategy() -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "use_distributed_sampler": False}
+    plain = fit("auto", Net(), **options).lightning_module
+    for name in STRATEGIES:
+        trainer = fit(name, Net(), **options)
+        assert isinstance(trainer.strategy, RingStrategy)
+        assert trainer.strategy.stats.bytes_sent == 0
+        assert all(map(torch.equal, trainer.lightning_module.parameters(), plain.parameters())), name

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from jobs import Job
 from jobs import job as job
 from on_ranks import on_ranks
-from pool import Pool
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -248,7 +247,12 @@ def test_parameters_of_16_bits_are_summed_in_float32() -> None:
             assert {residual.dtype for residual in residuals} == (set() if codec is None else {torch.float32})
 
 
-def _twins(codec: Codec, collective: Collective | None) -> None:
+@pytest.mark.parametrize(
+    ("codec", "collective"), [(BlockInt(8), None), (Identity(), Native())], ids=["tagged", "native"]
+)
+@on_ranks(2)
+def test_two_hooks_on_one_group_average_in_one_backward(codec: Codec, collective: Collective | None) -> None:
+    """As of twin critics, whose plans read alike."""
     with process_group(), ExitStack() as open_:
         one, other = (open_.enter_context(hooked(codec, collective, group=dist.group.WORLD))[0] for _ in range(2))
         for step in range(4):
@@ -259,27 +263,6 @@ def _twins(codec: Codec, collective: Collective | None) -> None:
             assert all(torch.equal(mine, theirs) for theirs in others)
             for a, b in zip(one.parameters(), other.parameters(), strict=True):
                 assert torch.equal(b.grad, 1024 * a.grad), step
-
-
-@pytest.mark.parametrize("how", [(BlockInt(8), None), (Identity(), Native())], ids=["tagged", "native"])
-def test_two_hooks_on_one_group_average_in_one_backward(ranks: Pool, how: tuple[Codec, Collective | None]) -> None:
-    """As of twin critics, whose plans read alike."""
-    ranks(2, _twins, *how)
-
-
-@on_ranks(2)
-def test_it_connects_anew_after_close_and_what_is_unused_loses_its_residual() -> None:
-    with process_group(), hooked(BlockInt(4), feedback=True, find_unused_parameters=True) as (model, state):
-        loss(model, 0).backward()
-        before = state.state_dict()["residuals"]["sometimes.weight"]
-        state.close()
-        state.close()
-        model.zero_grad()
-        loss(model, 1, more=False).backward()  # connects anew
-        assert before.any()
-        assert model.module.sometimes.weight.grad is None
-        after = state.state_dict()["residuals"]["sometimes.weight"]
-        assert not torch.equal(before, after), "what no rank used loses its residual, as the page says"
 
 
 # Errors

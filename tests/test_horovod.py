@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import inspect
-import io
-import json
 import os
 import re
-import runpy
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,30 +185,14 @@ def test_gradients_flow_back_as_in_one_process() -> None:
 
 
 @on_ranks(2, 3)
-def test_sums_are_wide_and_whole_numbers_exact() -> None:
+def test_sums_are_wide_and_each_rank_may_get_another_number_of_rows() -> None:
     with horovod() as rank:
         size = hvd.size()
-        average = hvd.allreduce(torch.tensor([2.0 + 1j * rank, 4.0 * rank]))
-        close(torch.view_as_real(average), torch.tensor([[2, (size - 1) / 2], [2 * (size - 1), 0]]))
-        assert hvd.allreduce(torch.tensor([2**40 + rank]), op=hvd.Sum).item() == size * 2**40 + size * (size - 1) // 2
-        close(hvd.allreduce(data(rank, 9), average=False), everyones(size, 9).sum(0))
         large = torch.full((9,), 40_000.0 + 32 * rank, dtype=torch.float16)  # whose sum has no place in 16 bits
         found = [hvd.allreduce(large), hvd.allreduce(large, op=hvd.Sum, postscale_factor=1 / size)]
         for average in (*found, hvd.reducescatter(large.repeat(size))):
             assert average.tolist() == torch.full((9,), 40_000.0 + 16 * (size - 1)).half().tolist()
-        strided = data(rank, 6, 4).T
-        close(hvd.allreduce_(strided), everyones(size, 6, 4).mean(0).T)
-        tensors = [data(rank, 5), torch.tensor([rank]), data(rank, 2, 2, seed=1)]
-        first, count, second = hvd.grouped_allreduce(tensors=tensors, op=hvd.Sum, name="of two dtypes")
-        assert count.item() == size * (size - 1) // 2
-        close(first, everyones(size, 5).sum(0))
-        close(second, everyones(size, 2, 2, seed=1).sum(0))
-
-
-@on_ranks(2, 3)
-def test_each_rank_may_get_another_number_of_rows() -> None:
-    with horovod() as rank:
-        size = hvd.size()
+        close(hvd.allreduce_(data(rank, 6, 4).T), everyones(size, 6, 4).mean(0).T)
         splits = torch.tensor([(rank + to) % 3 for to in range(size)])  # to each another number, to some none
         for exchange in (hvd.alltoall, lambda *given: hvd.alltoall_async(*given)()):
             arrived, received = exchange(torch.full((int(splits.sum()), 2), float(rank)), splits)
@@ -276,46 +254,6 @@ def test_sparse_sums_may_have_other_rows_on_each_rank() -> None:
         for tensor, op in ((mine[rank], hvd.Sum), (rows, hvd.Max), (whole, hvd.Average)):
             with pytest.raises(ValueError, match=r"takes a sparse tensor|averages floating-point"):
                 hvd.sparse_allreduce_async(tensor, "rows", op)
-
-
-def _records(folder: str) -> None:
-    with horovod() as rank:
-        for name in ("before", "mean of loss, in all", "after"):
-            if "mean" in name:
-                hvd.start_timeline(f"{folder}/timeline.json")
-            hvd.allreduce(data(rank, 1000), name=name)
-            hvd.stop_timeline()
-        names = [event["name"] for event in json.loads(Path(f"{folder}/timeline.rank{rank}.json").read_text())]
-        assert any(name.startswith("operation 'mean of loss, in all': encode") for name in names), names
-        assert not any("before" in name or "after" in name for name in names)
-
-
-def test_a_timeline_names_the_operations(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _records, str(tmp_path))
-
-
-POSITIONS = {  # of Horovod 0.28.1's arguments
-    "tensor name process_set": [hvd.allgather, hvd.allgather_async],
-    "tensor average name compression op prescale_factor postscale_factor process_set": [hvd.allreduce],
-    "tensor average name op prescale_factor postscale_factor process_set": [hvd.allreduce_, hvd.allreduce_async],
-    "tensor splits name process_set": [hvd.alltoall],
-    "tensor root_rank name process_set": [hvd.broadcast, hvd.broadcast_],
-    "tensors name process_set": [hvd.grouped_allgather],
-    "tensors average name compression op prescale_factor postscale_factor process_set": [hvd.grouped_allreduce],
-    "tensors average name op prescale_factor postscale_factor process_set": [hvd.grouped_allreduce_],
-    "tensors name compression op process_set prescale_factor postscale_factor": [hvd.grouped_reducescatter],
-    "tensor name compression op process_set prescale_factor postscale_factor": [hvd.reducescatter],
-    "tensor name op process_set prescale_factor postscale_factor": [hvd.reducescatter_async],
-    "tensor name op process_set": [hvd.sparse_allreduce_async],
-    "file_path mark_cycles": [hvd.start_timeline],
-}
-
-
-def test_arguments_have_horovods_places() -> None:
-    for theirs, functions in POSITIONS.items():
-        for function in functions:
-            names = list(inspect.signature(function).parameters)
-            assert " ".join(names).startswith(theirs), function
 
 
 @on_ranks(2)
@@ -469,22 +407,6 @@ def test_ranks_of_nodes(ranks: Pool) -> None:
     assert ranks(2, _on_nodes, [0, 1])[1] == [1, 2, 0, 1, 1, 2, True]
 
 
-@on_ranks(3)
-def test_it_begins_and_ends_again_and_again() -> None:
-    for round_ in range(4):
-        with horovod() as rank:
-            assert hvd.allreduce(torch.tensor([rank + round_]), op=hvd.Sum).item() == 3 + 3 * round_
-            assert hvd.broadcast(torch.tensor([rank]), 0).item() == 0  # from rank 0, which may end first
-    dist.init_process_group("gloo", timeout=MINUTE)
-    hvd.init(process_sets="dynamic")  # as Horovod's scripts write it, who add sets later
-    model = network()
-    hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=hvd.add_process_set([0, 1]))
-    hvd.barrier()
-    dist.destroy_process_group()  # which may end before
-    hvd.shutdown()
-    assert not hvd.is_initialized()
-
-
 def test_who_has_the_store_leaves_last() -> None:
     class Store:
         gone = iter([1, 2, 2, 3])  # what the store says, each time that it is asked
@@ -517,39 +439,23 @@ def test_one_process_needs_no_launcher() -> None:
 # Wrong calls
 
 
-def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
-    pairs = [*model.named_parameters()]
-
-    def wraps(names: Any = pairs, **how: Any) -> Callable[[], Any]:
-        return lambda: hvd.DistributedOptimizer(momentum(model), names, **how)
-
-    def adds(some: Any) -> Callable[[], Any]:
-        return lambda: hvd.add_process_set(some)
-
-    joins, outside, int8 = ringstrategy.AllReduce(uneven="join"), hvd.add_process_set([0]), CODECS["int8"]
+def bad_calls(ones: Tensor, model: nn.Module) -> list[tuple[str, Callable[[], Any]]]:
+    pairs, outside = [*model.named_parameters()], hvd.add_process_set([0])
+    joins, int8 = ringstrategy.AllReduce(uneven="join"), CODECS["int8"]
     return [
-        (ValueError, "Adasum is not there", lambda: hvd.allreduce(ones, op=hvd.Adasum)),
-        (ValueError, "not both", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
-        (ValueError, "Max is exact: leave out", lambda: hvd.allreduce(ones, op=hvd.Max, compression=int8)),
-        (ValueError, "floating-point tensors, got torch.int64", lambda: hvd.allreduce(ones.long(), compression=int8)),
-        (ValueError, "cannot travel: the process group has no backend", lambda: hvd.allreduce(ones.to("meta"))),
-        (ValueError, r"root_rank is one of the ranks \[0, 1\], got 2", lambda: hvd.broadcast(ones, 2)),
-        (ValueError, r"pass tensor\[None\]", lambda: hvd.allgather(torch.tensor(1.0))),
-        (ValueError, "this tensor has no dimension", lambda: hvd.reducescatter(torch.tensor(1.0))),
-        (ValueError, "there is no average of bools", lambda: hvd.allreduce(ones.bool())),
-        (ValueError, "does not come out even: pass splits=", lambda: hvd.alltoall(ones)),
-        (ValueError, "how many of 3 rows each of 2 ranks gets", lambda: hvd.alltoall(ones, [1, 1])),
-        (ValueError, "Max is not differentiable", lambda: hvd.allreduce(ones.clone().requires_grad_(), op=hvd.Max)),
-        (TypeError, r"hvd.Compression.none, .fp16.* A compressor", lambda: hvd.allreduce(ones, compression="fp16")),
-        (ValueError, r"not model.parameters\(\)", lambda: hvd.broadcast_parameters(model.parameters(), 0)),
-        (ValueError, r"is not in use: call hvd.add_process_set", hvd.ProcessSet([0, 1]).rank),
-        (ValueError, "ranks that there are not", adds([0, 7])),
-        (ValueError, "is in use already", adds([0, 1])),
-        (ValueError, "steps and size are whole numbers", lambda: hvd.LearningRateWarmup(momentum(model), 0, size=4)),
-        (ValueError, "optimizer steps >= 1", lambda: hvd.callbacks.LearningRateWarmupCallback(0)),
-        (ValueError, r"\['0.weight'\] twice", wraps(names=pairs + pairs[:1])),
-        (ValueError, r"hvd.join\(\) is for all ranks", wraps(algorithm=joins, process_set=outside)),
-        (ValueError, "uneven='join' is for gradients", wraps(algorithm=ringstrategy.Gossip(uneven="join"))),
+        ("not both", lambda: hvd.allreduce(ones, average=True, op=hvd.Sum)),
+        ("floating-point tensors, got torch.int64", lambda: hvd.allreduce(ones.long(), compression=int8)),
+        (r"root_rank is one of the ranks \[0, 1\], got 2", lambda: hvd.broadcast(ones, 2)),
+        ("there is no average of bools", lambda: hvd.allreduce(ones.bool())),
+        ("does not come out even: pass splits=", lambda: hvd.alltoall(ones)),
+        ("how many of 3 rows each of 2 ranks gets", lambda: hvd.alltoall(ones, [1, 1])),
+        ("Max is not differentiable", lambda: hvd.allreduce(ones.clone().requires_grad_(), op=hvd.Max)),
+        ("is in use already", lambda: hvd.add_process_set([0, 1])),
+        (r"\['0.weight'\] twice", lambda: hvd.DistributedOptimizer(momentum(model), pairs + pairs[:1])),
+        (
+            r"hvd.join\(\) is for all ranks",
+            lambda: hvd.DistributedOptimizer(momentum(model), pairs, algorithm=joins, process_set=outside),
+        ),
     ]
 
 
@@ -562,8 +468,8 @@ def test_what_would_go_wrong_gets_the_cure() -> None:
         hvd.init(process_sets="static")
     with horovod() as rank:
         ones, model = torch.ones(3), network()
-        for kind, message, call in bad_calls(ones, model):
-            with pytest.raises(kind, match=message):
+        for message, call in bad_calls(ones, model):
+            with pytest.raises(ValueError, match=message):
                 call()
         with pytest.raises(ringstrategy.PlanMismatchError, match="broadcast_parameters"):
             hvd.broadcast_parameters({f"name{rank}": torch.ones(2)}, 0)
@@ -773,30 +679,24 @@ def test_sparse_parameters() -> None:
 @on_ranks(2)
 def test_local_and_new_parameters() -> None:
     with horovod() as rank:
-        for mark in ("argument", "method"):
-            model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
-            hvd.broadcast_parameters(model.state_dict(), 0)
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD(model.parameters(), 0.1),
-                model.named_parameters(),
-                local=["1.weight"] if mark == "argument" else None,
-            )
-            if mark == "method":
-                optimizer.register_local_var(model[1].weight)
-            model(data(rank, 8, 6)).sum().backward()
-            optimizer.step()
-            weights, biases = (hvd.allgather(value.detach().view(1, -1)) for value in model[1].parameters())
-            assert not torch.equal(weights[0], weights[1])
-            assert torch.equal(biases[0], biases[1])
-            later = nn.Linear(2, 2)
-            optimizer.add_param_group({"params": later.parameters()})
-            same_everywhere(later)
-            before = later.weight.detach().clone()
-            optimizer.zero_grad()
-            (later(data(rank, 4, 2)).sum() + model(data(rank, 8, 6)).sum()).backward()
-            optimizer.step()
-            close(later.weight, before - 0.1 * everyones(2, 4, 2).sum(1).mean(0).expand(2, 2).float())
-            same_everywhere(later)
+        model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
+        hvd.broadcast_parameters(model.state_dict(), 0)
+        inner = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), local=["1.weight"])
+        optimizer.register_local_var(model[0].weight)
+        model(data(rank, 8, 6)).sum().backward()
+        optimizer.step()
+        same = [torch.equal(value, hvd.broadcast(value.detach(), 0)) for value in model.parameters()]
+        assert hvd.allgather_object(same)[1] == [False, True, False, True]
+        later = nn.Linear(2, 2)
+        optimizer.add_param_group({"params": later.parameters()})
+        same_everywhere(later)
+        before = later.weight.detach().clone()
+        optimizer.zero_grad()
+        (later(data(rank, 4, 2)).sum() + model(data(rank, 8, 6)).sum()).backward()
+        optimizer.step()
+        close(later.weight, before - 0.1 * everyones(2, 4, 2).sum(1).mean(0).expand(2, 2).float())
+        same_everywhere(later)
 
 
 @on_ranks(2)
@@ -1048,7 +948,8 @@ def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -
 # Elastic training
 
 
-def _commits(folder: Path) -> None:
+@on_ranks(2)
+def test_a_restart_goes_on_from_the_newest_commit(tmp_path: Path) -> None:
     with horovod() as rank:
         size = hvd.size()
         sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
@@ -1057,7 +958,7 @@ def _commits(folder: Path) -> None:
         assert {len(part) for part in shared} == {len(sampler)} == {-(-11 // size)}
         model = network(seed=rank)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-        path = folder / f"node{rank}"  # as on a disk of its own
+        path = tmp_path / f"node{rank}"  # as on a disk of its own
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], path=path)
 
         @hvd.elastic.run
@@ -1086,9 +987,9 @@ def _commits(folder: Path) -> None:
             assert set().union(*hvd.allgather_object(list(sampler))) == set(range(11)) - done
 
     # all processes start again, on other nodes: the file is that of rank 1 now
-    assert not (folder / "node1").exists()  # only the first process of a node writes
+    assert not (tmp_path / "node1").exists()  # only the first process of a node writes
     with horovod() as rank:
-        path = folder / f"node{1 - rank}"
+        path = tmp_path / f"node{1 - rank}"
         sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
         model = network(seed=5)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
@@ -1107,10 +1008,6 @@ def _commits(folder: Path) -> None:
         hvd.barrier()
 
 
-def test_a_restart_goes_on_from_the_newest_commit(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _commits, tmp_path)
-
-
 def test_a_commit_is_read_from_no_folder_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic.tempfile, "gettempdir", lambda: str(tmp_path))
     assert elastic._private_file() is None
@@ -1121,63 +1018,3 @@ def test_a_commit_is_read_from_no_folder_that_others_may_write(tmp_path: Path, m
     path.parent.chmod(0o720)
     with pytest.raises(ValueError, match="is open to others, and what is read from it is executed"):
         elastic._private_file()
-
-
-ELASTIC = """
-import os, signal, torch
-import ringstrategy.horovod as hvd
-hvd.init()
-model = torch.nn.Linear(3, 1)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
-
-@hvd.elastic.run
-def train(state):
-    print(f"rank {hvd.rank()} begins at {state.epoch}", flush=True)
-    for state.epoch in range(state.epoch, 6):
-        if state.epoch == 3 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        model(torch.full((2, 3), 1.0 + hvd.rank())).sum().backward()
-        optimizer.step()
-        state.commit()
-    print(f"rank {hvd.rank()} ends with {model.bias.item():.4f}, {state._path} is there", flush=True)
-
-torch.manual_seed(0)
-torch.nn.init.zeros_(model.bias)
-train(state)
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_from_the_last_commit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ELASTIC)
-    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command = [sys.executable, "-m", *launcher, "--max-restarts=1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        assert done.stdout.count(f"rank {rank} begins at 0") == 1
-        assert done.stdout.count(f"rank {rank} begins at 2") == 1  # the epoch of the last commit
-        # steps 0, 1, 2, and again 2 to 5, of -0.2 each
-        ends = re.search(rf"rank {rank} ends with -1.4000, (.*) is there", done.stdout)
-        assert ends is not None
-        assert not Path(ends[1]).exists()
-
-
-def _digits() -> str:
-    script, printed = Path(__file__).parents[1] / "examples" / "horovod_digits.py", io.StringIO()
-    with mock.patch.object(sys, "argv", [str(script)]), contextlib.redirect_stdout(printed):
-        runpy.run_path(str(script), run_name="__main__")
-    hvd.shutdown()
-    return printed.getvalue()
-
-
-@pytest.mark.slow
-def test_a_script_with_another_import_learns(ranks: Pool) -> None:
-    printed, nothing = ranks(2, _digits)
-    right = re.findall(r"^Epoch \d on 2 ranks: loss \S+, accuracy (\S+) %$", printed, re.MULTILINE)
-    assert len(right) == 5
-    assert float(right[-1]) > 80
-    assert nothing == ""

@@ -54,11 +54,8 @@ def words_about(*overrides):
 def test_a_short_form_is_a_long_one_and_other_arguments_stay():
     for short, long in {
         "topology=torus": "topology@strategy.algorithm.topology=torus",
-        "topology=torus,complete": "topology@strategy.algorithm.topology=torus,complete",
-        "collective=direct": "collective@strategy.algorithm.collective=direct",
         "algorithm=powersgd": "algorithm@strategy.algorithm=powersgd",
         "codec.bits=4": "strategy.algorithm.codec.bits=4",
-        "codec.codec.bits=2": "strategy.algorithm.codec.codec.bits=2",
         "++codec.bits=4": "++strategy.algorithm.codec.bits=4",
         "~topology.rows": "~strategy.algorithm.topology.rows",
         "algorithm.bucket_mb=5": "strategy.algorithm.bucket_mb=5",
@@ -67,15 +64,8 @@ def test_a_short_form_is_a_long_one_and_other_arguments_stay():
         assert shortened(long) == short
         assert (lengthened(long), shortened(short)) == (long, short)
     for other in (
-        "-m",
-        "strategy=ring",
-        "+topology=torus",
-        "codecs=3",
-        "trainer.codec=3",
-        "strategy.timeout.seconds=60",
+        *("-m", "strategy=ring", "+topology=torus", "codecs=3", "trainer.codec=3", "strategy.algorithms.codec=3"),
         "codec@strategy.algorithm.codec.codec=gaussian",
-        "strategy.algorithms.codec=3",
-        "model.codec.bits=4",
     ):
         assert lengthened(other) == shortened(other) == other
 
@@ -123,53 +113,20 @@ def test_the_known_keys_are_those_of_the_configuration():
     [
         # nothing would read these
         (["+topology=complete"], rf"Write topology=complete without the \+. These strategies have one: {GOSSIP}$"),
-        (
-            ["strategy=ring", "+codec=top_k"],
-            r"\+codec=top_k: .* no key 'codec', .*no effect. Write codec=top_k without",
-        ),
         (["+max_epoch=3"], r"no key 'max_epoch', .*no effect. Did you mean trainer.max_epochs=3\?$"),
-        (["+zzz=3"], f"The keys are {', '.join(KEYS)}; ringstrategy-train --help has examples$"),
         (["+trainer.strategy=ddp"], "trainer.strategy would be ignored: use strategy without `trainer.`"),
-        # a part that the strategy has not
+        # a part that the strategy has not, a name that does not exist, a text where a number belongs
         (["strategy=ring", "topology=torus"], f"has no topology. .* one: {GOSSIP}. .* strategy=gossip topology=torus$"),
-        (["strategy=ddp", "codec=top_k"], "has no codec. .*, ring_topk. For example: strategy=ring codec=top_k$"),
-        (["strategy=ddp", "codec.bits=4"], r"^codec.bits=4: the strategy has no codec. .*, ring_topk\.$"),
-        # a name that does not exist
-        (["codec=int4"], r"(?s)Available options in 'codec':.*block_int.*Did you mean strategy=ring_int4\?$"),
         (["strategy=rong"], r"(?s)Available options in 'strategy':.*Did you mean strategy=ring\?$"),
-        # a text where a number belongs
         (["trainer.max_steps=abc"], "^trainer.max_steps=abc: a number is needed"),
-        (["codec.bits=4"], "^codec.bits=4: ringstrategy.Identity has nothing to set. .*: codec=NAME codec.bits=4$"),
         (["strategy=ring_int8", "codec.bit=4"], r"codec has no 'bit'. Did you mean bits\? .*: \+codec.bit=4$"),
-        (["trainer.max_epochs.x=3"], "max_epochs has no 'x'. It has none."),
-        (["model=own"], r"model._target_ is missing: add model._target_=my_module.MyClass"),
         # an argument that no class takes
         (["+trainer.max_epoch=3"], r"lightning.Trainer has no argument 'max_epoch'. Did you mean max_epochs\?$"),
-        (
-            ["+algorithm.zzz=3"],
-            r"^algorithm.zzz: ringstrategy.AllReduce has no argument 'zzz'. It has codec, collective,",
-        ),
-        (["+model.optimizer.weight=1"], r"torch.optim.AdamW has no argument 'weight'. Did you mean weight_decay\?$"),
         (["strategy=ring_auto", "algorithm.allow=[{_target_:ringstrategy.BlockInt,bit:4}]"], "Did you mean bits"),
-        (
-            ["strategy=ring", "algorithm=gossip"],
-            "Gossip has no argument 'collective'. .* comes with strategy=ring: use",
-        ),
         (["+strategy.codec=3"], r"belongs to the algorithm: RingStrategy\(AllReduce\(codec=...\)\)"),
         # parts that do not fit each other
         (["codec=top_k"], r"^TopK\(.*\) cannot be added hop by hop; .*\. On the command line: collective=direct$"),
-        (
-            ["strategy=gossip", "codec=top_k"],
-            "codec=identity or codec=cast_bf16 or codec=cast_fp16 or algorithm=choco$",
-        ),
-        (
-            ["strategy=gossip_int8", "topology=exponential"],
-            "topology=ring_graph or topology=torus or topology=hypercube$",
-        ),
-        (["algorithm.bucket_mb=0"], r"^bucket_mb is a number of megabytes > 0, got 0$"),
-        # what Hydra says well
-        (["seed=["], "hydra.cc"),
-        (["strategy=ring,gossip"], "Ambiguous value for argument"),
+        (["seed=["], "hydra.cc"),  # what Hydra says well
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -193,18 +150,10 @@ def _ends_with(folder, overrides):
     return caught.value.code
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["+topology=complete", "trainer.max_steps=1"], "Write topology=complete without the +"),
-        (["-m", "seed=1,2", "+topology=complete"], "Write topology=complete without the +"),
-        (["-m", "strategy=gossip,ring", "topology=torus,complete"], "the strategy has no topology"),
-        (["trainer.max_epochs=${zzz}"], "Interpolation key 'zzz' not found"),
-    ],
-)
-def test_a_refusal_is_short_and_trains_nothing(ranks, tmp_path, overrides, words):
-    [said] = ranks(1, _ends_with, str(tmp_path), overrides)
-    assert words in said
+@pytest.mark.parametrize("sweeps", [[], ["-m", "seed=1,2"]])
+def test_a_refusal_is_short_and_trains_nothing(ranks, tmp_path, sweeps):
+    [said] = ranks(1, _ends_with, str(tmp_path), [*sweeps, "+topology=complete"])
+    assert "Write topology=complete without the +" in said
     assert said.startswith("ringstrategy-train: ")
     assert "HYDRA_FULL_ERROR" not in said
     assert not list(tmp_path.rglob("config.yaml.*")) + list(tmp_path.rglob("summary.json"))

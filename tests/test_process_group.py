@@ -11,28 +11,21 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
-import lightning.pytorch as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from on_ranks import on_ranks
 from pool import Pool
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ringstrategy import (
     AllReduce,
     BlockInt,
     GroupOptions,
-    Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
@@ -227,16 +220,6 @@ def test_kinds_and_shapes_of_tensors(ranks: Pool) -> None:
         assert (found - exact * scale).abs().max() < 1e-5, found.shape
     rounded = torch.stack([data(rank, 40_000).bfloat16().double() for rank in range(3)]).sum(0)
     assert 0 < (half.double() - rounded).abs().max() < 0.1
-
-
-@on_ranks(2)
-def test_the_default_group_may_be_ours_for_one_type_of_device() -> None:
-    dist.init_process_group("cpu:ring_int8", timeout=MINUTE)
-    group = dist.group.WORLD
-    assert isinstance(group, RingProcessGroup)
-    assert sent_by(group, lambda: dist.all_reduce(data(dist.get_rank())))
-    with pytest.raises(ValueError, match="has cpu tensors only, got one on 'meta': move it to the CPU"):
-        dist.all_reduce(torch.empty(100_000, device="meta"))
 
 
 @on_ranks(2)
@@ -461,22 +444,6 @@ def test_ranks_that_differ_are_told_how(ranks: Pool) -> None:
 
 
 @on_ranks(2)
-def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
-    rank, size = begin()
-    group, values = made("ring_int8"), data(rank)
-    if rank == 0:  # alone: nothing is sent
-        with pytest.raises(ValueError, match="reduce_scatter_tensor in a group of 2: the longer tensor needs 2 times"):
-            dist.reduce_scatter_tensor(torch.empty(7), data(0), group=group)
-        with pytest.raises(ValueError, match="all_gather_into_tensor in a group of 2"):
-            dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
-    dist.all_reduce(values, group=group)  # it still works
-    several = made("ring", pg_options=AllReduce(BlockInt(8), Hierarchical()))
-    with pytest.raises(ValueError, match="no reduce-scatter; pass collective=Ring"):
-        dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
-    dist.barrier()
-
-
-@on_ranks(2)
 def test_a_work_answers_as_gloos() -> None:
     rank, _ = begin()
     for group in (made("ring"), dist.new_group(backend="gloo")):
@@ -520,36 +487,3 @@ def test_torch_never_calls_a_backend_for_us() -> None:
 
 
 # Frameworks
-
-
-class Net(BoringModel):
-    def configure_model(self) -> None:
-        if isinstance(self.trainer.strategy, ModelParallelStrategy) and not isinstance(self.layer, FSDPModule):
-            fully_shard(self.layer, mesh=self.device_mesh["data_parallel"])
-
-
-@pytest.mark.parametrize("strategy", [DDPStrategy, partial(ModelParallelStrategy, 2, 1)], ids=["ddp", "fsdp2"])
-def test_lightnings_own_strategies(ranks: Pool, tmp_path: Path, strategy: Any) -> None:
-    ranks(2, _lightning, str(tmp_path), strategy)
-
-
-def _lightning(folder: str, strategy: Any) -> None:
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy(process_group_backend="ring_int8"),
-        fast_dev_run=2,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        plugins=[TorchElasticEnvironment()],
-    )
-    trainer.fit(model := Net())
-    assert isinstance(dist.group.WORLD, RingProcessGroup)
-    dist.all_reduce(data(dist.get_rank()))
-    assert dist.group.WORLD.stats.bytes_sent
-    weight = getattr(model.layer.weight, "full_tensor", lambda: model.layer.weight)().detach()
-    both = [torch.empty_like(weight) for _ in range(2)]
-    dist.all_gather(both, weight)
-    assert torch.equal(*both)
-    dist.barrier()

@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,12 +21,13 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
-from test_strategy import on, rows
+from on_ranks import on_ranks
+from test_strategy import rows
 from torch import Tensor, nn
 
 import ringstrategy
 from ringstrategy import AllReduce, BlockInt
-from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish_writing
+from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin
 from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
@@ -82,7 +82,7 @@ def fitted(name: str, strategy: Any, *, ckpt_path: str | None = None, **options:
     return trainer
 
 
-@on(2)
+@on_ranks(2)
 def test_one_resumes_from_the_others_checkpoint(tmp_path: Path) -> None:
     """As if there had been no break, and no other package: the same bits, and the same lines in the logs."""
     folder = str(tmp_path)
@@ -169,21 +169,6 @@ def test_files_are_written_whole(package: str) -> None:
     assert isinstance(strategy.checkpoint_io, io.plugins.CheckpointIO)
 
 
-@pytest.mark.parametrize("package", BOTH)
-def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Path) -> None:
-    plugins = import_module(f"{package}.plugins")
-
-    class Slow(plugins.TorchCheckpointIO):  # type: ignore[name-defined, misc]
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            time.sleep(0.2)
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    later = plugins.AsyncCheckpointIO(Slow())
-    later.save_checkpoint({"step": 1}, tmp_path / "saved.ckpt")
-    finish_writing(later)
-    assert (tmp_path / "saved.ckpt").exists()
-
-
 ABSENT = """
 import importlib, sys
 absent, names = sys.argv[1].split(), sys.argv[2:]
@@ -199,27 +184,6 @@ import ringstrategy
 for name in names:
     importlib.import_module(name)
 """
-TRAINS = """
-from {package}.demos.boring_classes import BoringModel
-from {package} import Trainer
-quiet = dict(accelerator="cpu", devices=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-trainer = Trainer(strategy="ring_int8_fork", max_steps=3, **quiet)
-trainer.fit(BoringModel())
-print(type(trainer.strategy).__module__, trainer.strategy.stats.bytes_sent > 0)
-"""
-FABRIC_TRAINS = """
-import torch
-from lightning_fabric import Fabric
-
-def train(fabric):
-    model = torch.nn.Linear(3, 2)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-    fabric.backward(model(torch.ones(4, 3)).sum())
-    optimizer.step()
-    return f"{type(fabric.strategy).__module__} {fabric.strategy.stats.bytes_sent > 0}"
-
-print(Fabric(strategy="ring_int8_fork", accelerator="cpu", devices=2).launch(train))
-"""
 LIGHTNING, PYTORCH_LIGHTNING = ["lightning"], ["pytorch_lightning", "lightning_fabric"]
 
 
@@ -228,19 +192,18 @@ def without(absent: list[str], names: list[str], code: str = "") -> subprocess.C
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd="/", timeout=250)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("absent", "code", "door"),
+    ("absent", "package"),
     [
-        (PYTORCH_LIGHTNING, TRAINS.format(package="lightning.pytorch"), "for_lightning"),
-        (LIGHTNING, TRAINS.format(package="pytorch_lightning"), "pytorch_lightning"),
-        (["lightning", "pytorch_lightning"], FABRIC_TRAINS, "lightning_fabric"),
+        (PYTORCH_LIGHTNING, "lightning.pytorch"),
+        (LIGHTNING, "pytorch_lightning"),
+        (["lightning", "pytorch_lightning"], "lightning_fabric"),
     ],
-    ids=["lightning.pytorch", "pytorch_lightning", "lightning_fabric"],
 )
-def test_each_package_trains_without_the_others(absent: list[str], code: str, door: str) -> None:
-    done = without(absent, [], code)
-    assert done.stdout.strip().endswith(f".{door} True"), done.stderr
+def test_each_package_has_its_door_without_the_others(absent: list[str], package: str) -> None:
+    ours, door = ALL[package][1].__name__, CLASSES[package]
+    done = without(absent, [ours, package], f"print(sys.modules[{ours!r}].{door}().algorithm)")
+    assert done.stdout.startswith("AllReduce("), done.stderr
 
 
 def test_without_either_the_rest_works() -> None:

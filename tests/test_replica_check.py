@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from on_ranks import on_ranks
 from pool import Pool
 from test_strategy import Net, fit, same_everywhere
 from torch import Tensor
@@ -61,15 +62,12 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_named_everywhere(ranks: Po
     assert others == [first, first]
 
 
-def _local_differs() -> None:
+@on_ranks(2)
+def test_local_parameters_are_left_out() -> None:
     model = Net()
     model.layers[0].bias.ring_local = True
     fit("ring", model, callbacks=[ReplicaCheck(1)])
     assert not same_everywhere(model.layers[0].bias)
-
-
-def test_local_parameters_are_left_out(ranks: Pool) -> None:
-    ranks(2, _local_differs)
 
 
 class FlipsShared(Flips):

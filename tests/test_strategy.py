@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import csv
-import functools
-import inspect
 import json
 import multiprocessing
 import os
-import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import HERE
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from listening import listening
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
@@ -158,24 +154,6 @@ def said(output: str) -> list[Any]:
     return [json.loads(line) for line in lines if line.startswith(("{", "["))]
 
 
-def on(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The test runs on so many ranks; what pytest gives it, as a fixture or a parameter, each rank gets."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def test(ranks: Pool, **given: Any) -> None:
-            ranks(size, body, *(given[name] for name in own.parameters))
-
-        own = inspect.signature(body)
-        kinds = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own.parameters.values()]
-        ours = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        vars(test).update(__signature__=own.replace(parameters=[ours, *kinds]), on_rank=body)
-        body.__qualname__ += ".on_rank"  # where a rank finds it
-        return test
-
-    return decorate
-
-
 # One training
 
 
@@ -224,21 +202,6 @@ def test_hooks_see_means_and_the_monitor_logs_them(ranks: Pool, tmp_path: Path) 
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
 
 
-def _without_a_trainer() -> tuple[float, float]:
-    """As Lightning's own tests of strategies do."""
-    cpus = [torch.device("cpu")] * 2
-    strategy = RingStrategy(
-        accelerator=CPUAccelerator(), parallel_devices=cpus, cluster_environment=LightningEnvironment()
-    )
-    strategy.setup_environment()
-    mine = torch.tensor([1.0 + strategy.global_rank])
-    return float(strategy.reduce(mine.clone(), reduce_op="sum")), float(strategy.all_gather(mine).prod())
-
-
-def test_a_strategy_without_a_trainer_has_collectives(ranks: Pool) -> None:
-    assert ranks(2, _without_a_trainer) == [(3.0, 2.0)] * 2
-
-
 # Names and objects
 
 
@@ -261,7 +224,7 @@ def test_trainers_share_no_algorithm_and_a_strategy_serves_one_trainer() -> None
         L.Trainer(strategy=RingStrategy(accelerator=CPUAccelerator()), accelerator="cpu", **options)
 
 
-@on(2)
+@on_ranks(2)
 def test_lightning_cli_builds_the_strategy_from_class_paths() -> None:
     algorithm = "strategy.init_args.algorithm"
     arguments = {
@@ -315,24 +278,6 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=1)
 
 
-def _counts_steps() -> dict[str, Stats]:
-    kinds = {"ring": Net(), "gossip": Net(), "accumulating": Net(), "manual": Manual()}
-    found = {}
-    for kind, model in kinds.items():
-        options: dict[str, Any] = {"accumulate_grad_batches": 4} if kind == "accumulating" else {}
-        strategy = "gossip" if kind == "gossip" else "ring"
-        found[kind] = fit(strategy, model, data=rows(32 * world()), max_epochs=1, **options).strategy.stats
-    return found
-
-
-def test_one_process_counts_the_steps_that_several_count_and_sends_nothing(ranks: Pool) -> None:
-    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 4}  # of optimizers
-    for found in ranks(2, _counts_steps):
-        assert {kind: stats.steps for kind, stats in found.items()} == steps
-    [alone] = ranks(1, _counts_steps)
-    assert alone == {kind: Stats(steps=count) for kind, count in steps.items()}
-
-
 def _tells_of_one_process() -> list[list[str]]:
     trainer, model = trainer_with("ring"), Lbfgs() if world() == 1 else Net()
     heard = []
@@ -353,51 +298,6 @@ def test_one_process_is_told_how_to_get_more(ranks: Pool) -> None:
 
 
 # Loops other than one fit
-
-
-@on(2)
-def test_validate_test_and_predict_without_fit() -> None:
-    ours, theirs = Net(), Net()
-    for loop in ("validate", "test"):
-        found, expected = (
-            getattr(trainer_with(name), loop)(model, rows(), verbose=False)
-            for name, model in (("ring", ours), ("ddp", theirs))
-        )
-        assert found == expected
-        assert found[0]["loss"] > 0
-    trainer = trainer_with("ring")
-    predictions = trainer.predict(ours, rows())
-    assert predictions is not None
-    mine = torch.cat([torch.as_tensor(p) for p in predictions])
-    everyone = torch.cat(gathered(mine))
-    assert len(mine) == 48 // world()
-    assert len(everyone.unique(dim=0)) == 48
-    assert isinstance(trainer.strategy, RingStrategy)
-    assert trainer.strategy.stats == Stats()
-
-
-def _fits_again(name: Any, path: Path) -> list[L.Trainer]:
-    """Fit once and save, go on; then another trainer does, and a third from what was saved."""
-    model, another = Net(), "ddp" if name == "ddp" else several_buckets()
-    trainer = fit(name, model, max_epochs=1)
-    trainer.save_checkpoint(path)
-    trainer.validate(model, rows(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, rows())
-    assert trainer.current_epoch == 2
-    again = fit(another, model, max_epochs=1)
-    resumed = fit("ring" if name != "ddp" else "ddp", Net(), ckpt_path=str(path))
-    assert resumed.global_step == trainer.global_step == 12
-    return [again, resumed]
-
-
-@on(2)
-def test_a_second_fit_a_new_trainer_and_a_resumed_one_go_on_averaging(tmp_path: Path) -> None:
-    path = tmp_path / "by_hand.ckpt"
-    ours = _fits_again(several_buckets(), path)
-    assert list(tmp_path.iterdir()) == [path]
-    for mine, theirs in zip(ours, _fits_again("ddp", path), strict=True):
-        check_equal(mine, theirs)
 
 
 def _find_learning_rate(algorithm: Algorithm) -> float | None:
@@ -453,7 +353,7 @@ class Normed(Net):
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-@on(2)
+@on_ranks(2)
 def test_ranks_train_and_validate_with_rank_0s_buffers_unless_told_otherwise(broadcast: bool) -> None:
     rank = int(os.environ["RANK"])
     trainer = trainer_with(
@@ -466,21 +366,6 @@ def test_ranks_train_and_validate_with_rank_0s_buffers_unless_told_otherwise(bro
     first = model.validated[:: 1 + rank][1:]  # but that before any training
     assert len(first) >= 4
     assert {same_everywhere(value) for value in first} == {broadcast}
-
-
-@pytest.mark.slow
-@on(2)
-def test_compiled_blocks_and_a_compiled_module() -> None:
-    def compiled(layer: nn.Module) -> Any:
-        return torch.compile(layer, backend="aot_eager")
-
-    blocks = Net()
-    blocks.layers[0] = compiled(blocks.layers[0])
-    plain, *others = (fit(several_buckets(), model, max_epochs=1) for model in (Net(), blocks, compiled(Net())))
-    for trainer in others:
-        check_replicas(trainer)
-        pairs = zip(trainer.lightning_module.parameters(), plain.lightning_module.parameters(), strict=True)
-        assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-6) for pair in pairs)
 
 
 # The start and the end
@@ -574,34 +459,3 @@ def test_what_forked_and_spawned_processes_count_and_choose_comes_back(names: li
         if isinstance(algorithm, Auto):
             assert algorithm.chosen.bucket_mb == 25, "all sizes come to the same here"
             assert 0 < stats.probe_bytes_sent < 10_000
-
-
-LAUNCHED = """
-import json, os, sys
-os.chdir(FOLDER)
-sys.path[:0] = [HERE, ROOT]
-import torch.distributed as dist
-from test_strategy import Net, check_replicas, fit
-
-trainer = fit("ring", Net(), devices=2, num_nodes=2)
-check_replicas(trainer)
-record = [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size]
-open(f"rank{trainer.global_rank}.json", "w").write(json.dumps(record))
-dist.barrier()  # gloo's threads may abort a process that ends right after a collective, if nobody disconnects
-"""
-
-
-@pytest.mark.slow
-def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path: Path) -> None:
-    """One command a host; the popen launcher starts the second process there."""
-    from benchmarks import lab  # not above: scripts that import this module from another folder do not find it
-
-    script = tmp_path / "script.py"
-    script.write_text(f"FOLDER, HERE, ROOT = {str(tmp_path)!r}, {str(HERE)!r}, {str(HERE.parent)!r}\n{LAUNCHED}")
-    command = ["env", "-u", "LOCAL_RANK", "-u", "RANK", "-u", "WORLD_SIZE", sys.executable, str(script)]
-    with lab.Lab(2, lab.LOOPBACK if lab.missing() else lab.UNTHROTTLED) as hosts:
-        for node in range(2):
-            hosts.popen(node, command, {"OMP_NUM_THREADS": "1"})
-        assert hosts.wait(grace=10) == [0, 0]
-    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    assert records == [[0, 0, 0, 4], [1, 0, 1, 4], [2, 1, 0, 4], [3, 1, 1, 4]]

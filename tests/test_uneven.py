@@ -25,13 +25,11 @@ from ringstrategy import (
     AllReduce,
     Auto,
     BlockInt,
-    Choco,
     Gossip,
     Identity,
     LocalSGD,
     PeerLostError,
     PowerSGD,
-    PushSum,
     RingStrategy,
 )
 from ringstrategy.algorithms import Algorithm
@@ -283,24 +281,6 @@ def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -
     assert not torch.equal(outcomes[0][0], outcomes[1][0])
 
 
-def _even() -> int:
-    silence = mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a message"))
-    with process_group(), opened(Net(), AllReduce()) as (session, _), silence:
-        return len(list(session.join(loader(dist.get_rank(), 0))))
-
-
-def test_without_joining_no_rank_tells_anything(ranks: Pool) -> None:
-    assert ranks(2, _even) == [5, 3]
-
-
-def test_uneven_is_one_of_two() -> None:
-    for make in (AllReduce, Auto, PowerSGD, Gossip, Choco, PushSum, LocalSGD):
-        assert make().uneven == "error"
-        assert "uneven='join'" in repr(make(uneven="join")) or "uneven=join" in repr(make(uneven="join"))
-        with pytest.raises(ValueError, match=r"'error'.*'join'.*got 'wait'"):
-            make(uneven="wait")
-
-
 # Lightning
 
 EPOCH = 5, 7, 4  # batches, by rank
@@ -426,13 +406,8 @@ def _resumes(folder: str, algorithm: Algorithm) -> None:
     assert rest.lightning_module.idle == 2 * [dist.get_rank() == 0]
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [AllReduce(BlockInt(8), uneven="join"), pytest.param(Choco(uneven="join"), marks=pytest.mark.slow)],
-    ids=["int8", "choco"],
-)
-def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path, algorithm: Algorithm) -> None:
-    ranks(2, _resumes, str(tmp_path), algorithm)
+def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
+    ranks(2, _resumes, str(tmp_path), AllReduce(BlockInt(8), uneven="join"))
 
 
 # What is refused
@@ -452,14 +427,6 @@ def _joins(module: nn.Module, algorithm: Algorithm, *, scaled: bool = False, non
             session.close()
 
 
-def _takes_an_iterator(self: Module, dataloader_iter: Iterator[Batch]) -> None: ...
-
-
-def _fits_iterator() -> None:
-    with mock.patch.object(Module, "training_step", _takes_an_iterator):
-        fitted(JOINS)
-
-
 def _fits_nothing() -> None:
     with mock.patch.dict(globals(), EPOCH=(3, 0)):
         fitted(JOINS, "endless")
@@ -470,7 +437,6 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "SyncBatchNorm": (lambda: _joins(NORMED, JOINS), "nn.GroupNorm"),
     "scaler": (lambda: _joins(Net(), Gossip(uneven="join"), scaled=True), "bf16-mixed"),
     "empty": (lambda: _joins(Net(), JOINS, none_on_rank_1=True), "at least one batch"),
-    "lightning's iterator": (_fits_iterator, "take `batch`"),
     "empty with lightning": (_fits_nothing, "at least one batch"),
     "wrong length with lightning": (lambda: fitted(JOINS, "lying"), "correct its __len__"),
 }
