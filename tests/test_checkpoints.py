@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from ringstrategy import Gossip, PlanMismatchError, RingStrategy
 from ringstrategy.integrations.lightning import files
+from ringstrategy.integrations.lightning.for_lightning import WholeCheckpointIO
 from ringstrategy.session.sealed import seal
 from ringstrategy.topologies import Star
 
@@ -421,3 +423,41 @@ def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp
     first, *others = ranks(3, _one_resumes, str(tmp_path / "run.ckpt"))
     assert "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch " in first
     assert others == [first, first]
+
+
+def test_half_written_files_are_not_counted_as_checkpoints(tmp_path: Path) -> None:
+    path = _CheckpointConnector.hpc_save_path(str(tmp_path))
+    counted = []
+
+    def look(name: str, _: str, operation: Operation) -> Any:
+        counted.append(_CheckpointConnector.hpc_save_path(str(tmp_path)) if name == "write" else path)
+        return operation()
+
+    with watched(look):
+        WholeCheckpointIO().save_checkpoint({"step": 1}, path)
+    assert counted == [path] * len(counted)
+    assert len(counted) > 3
+    assert _CheckpointConnector.hpc_save_path(str(tmp_path)) != path
+
+
+def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    checkpoint_io, link, target = WholeCheckpointIO(), tmp_path / "last.ckpt", tmp_path / "best.ckpt"
+    checkpoint_io.save_checkpoint({"step": 1}, target)
+    link.symlink_to(target.name)
+    checkpoint_io.save_checkpoint({"step": 2}, link)
+    assert [torch.load(path) for path in (target, link)] == [{"step": 1}, {"step": 2}]
+    assert not link.is_symlink()
+
+
+def _named_apart(folder: str) -> list[str]:
+    trainer = fit(lossy(), Net(), max_epochs=1)
+    trainer.save_checkpoint(f"{folder}/of-rank-{trainer.global_rank}.ckpt")
+    trainer.strategy.barrier()
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file())
+
+
+def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
+    first, *others = ranks(3, _named_apart, str(tmp_path))
+    assert others == [first, first]
+    assert [Path(name).name for name in first] == ["of-rank-0.ckpt", *(f"rank_{rank:05d}.pt" for rank in range(3))]
+    assert all(name.startswith("of-rank-0.ckpt") for name in first)

@@ -96,7 +96,7 @@ def test_the_same_arguments_give_the_same_bytes_however_values_are_cut(codec: Co
     assert torch.equal(encoded(codec, values), encoded(codec, values))
     twin = pickle.loads(pickle.dumps(copy.deepcopy(codec)))
     known = {name: getattr(ringstrategy, name) for name in ringstrategy.__all__}
-    assert codec == twin == eval(repr(codec), known | {"torch": torch})
+    assert codec == twin == eval(repr(codec), known | {"torch": torch, type(codec).__name__: type(codec)})
     assert torch.equal(encoded(twin, values), encoded(codec, values))
     cuts = [0, codec.block, 4 * codec.block, 17 * codec.block, values.numel()]
     parts = [round_trip(codec, values[a:b], offset=a) for a, b in pairwise(cuts)]

@@ -180,7 +180,7 @@ def lives(peers: FakePeers, wire: Wire, scaled: bool, dtype: Any) -> list[tuple[
     assert len(run.algorithm._buckets) > 1
     history = []
     for step, chosen in enumerate(fates()):
-        run.scale = torch.tensor(2.0 ** (step * 7 % 17)) if scaled else None
+        run.scale = torch.tensor(2.0 ** (step * 7 % 17)) if scaled and step % 4 != 3 else None
         without = tuple(n for n, f in chosen.items() if f == "unused" or (f == "unused by rank 1" and peers.rank == 1))
         for name, parameter in run.module.items():
             parameter.requires_grad_(chosen[name] != "frozen")

@@ -828,13 +828,14 @@ def test_optimizers_of_a_process_set_average_in_one_backward() -> None:
 # Uneven data
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
 @on_ranks(3)
-def test_ranks_without_data_join_the_others() -> None:
+def test_ranks_without_data_join_the_others(op: hvd.ReduceOp) -> None:
     with horovod() as rank:
         batches = [2, 5, 3]
         model, single = network(), network()
         algorithm = ringstrategy.AllReduce(ringstrategy.BlockInt(8), error_feedback=True, uneven="join")
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
+        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), op=op, algorithm=algorithm)
         its_own = momentum(single)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, its_own)]
         for step in range(batches[rank]):
@@ -849,7 +850,7 @@ def test_ranks_without_data_join_the_others() -> None:
             its_own.zero_grad()
             members = [r for r, count in enumerate(batches) if step < count]
             for r in members:
-                (loss_of(single, r, step) / len(members)).backward()
+                (loss_of(single, r, step) / (len(members) if op is hvd.Average else 1)).backward()
             its_own.step()
             schedulers[1].step()
         check_twin(model, dict(single.named_parameters()), 0.02)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from unittest.mock import Mock
 
 import numba
@@ -206,3 +207,9 @@ def test_a_kernel_on_disk_is_named_by_all_that_it_depends_on(monkeypatch: pytest
     monkeypatch.setattr(codegen, "magic_tuple", lambda self: ("another processor",))
     names.add(name("a format"))
     assert len(names) == 4
+
+
+def test_a_kind_that_no_kernel_knows_names_the_cure() -> None:
+    form = mock.Mock(arithmetic=BlockInt(8).arithmetic._replace(kind="ternary"), spec=["arithmetic"])
+    with pytest.raises(NotImplementedError, match=r"kind 'ternary', only int, .*: derive the codec from Codec"):
+        compiled.block_kernels(form)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import re
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -89,6 +91,20 @@ def gathered(tensors: list[Tensor]) -> list[Tensor]:
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
     return everyone
+
+
+@on_ranks(2)
+def test_what_a_closed_session_held_is_freed_at_once() -> None:
+    """Sockets too, without a garbage collection: nothing refers to itself."""
+    with process_group():
+        gc.disable()
+        with opened(model(), AllReduce(BlockInt(8))) as (session, optimizer):
+            train(session, optimizer, batches(1))
+            held = [weakref.ref(session), weakref.ref(session.link.peers)]
+        del session, optimizer
+        freed = [each() is None for each in held]
+        gc.enable()
+        assert freed == [True, True]
 
 
 @on_ranks(3)

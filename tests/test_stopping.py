@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -170,3 +171,22 @@ def test_ranks_that_meet_do_what_one_was_asked(rank: Stopping) -> None:
     assert rank.agree(_STOP)
     with pytest.raises(SIGTERMException):
         rank.check()
+
+
+class _Handler(Callback):
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.of_this_fit = signal.getsignal(signal.SIGTERM)
+
+
+def _too_late() -> list[bool]:
+    in_the_last_batch = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
+    handler = _Handler()
+    before_lightning_takes_the_handler_away = fit("ring", deep(), callbacks=[handler])
+    assert callable(handler.of_this_fit)
+    if before_lightning_takes_the_handler_away.global_rank == 0:
+        handler.of_this_fit(signal.SIGTERM, None)
+    return [in_the_last_batch.received_sigterm, before_lightning_takes_the_handler_away.received_sigterm]
+
+
+def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
+    assert ranks(2, _too_late) == [[True, True], [False, False]]

@@ -459,3 +459,48 @@ def test_what_forked_and_spawned_processes_count_and_choose_comes_back(names: li
         if isinstance(algorithm, Auto):
             assert algorithm.chosen.bucket_mb == 25, "all sizes come to the same here"
             assert 0 < stats.probe_bytes_sent < 10_000
+
+
+@on_ranks(2)
+def test_validate_test_and_predict_without_fit() -> None:
+    ours, theirs = Net(), Net()
+    for loop in ("validate", "test"):
+        found, expected = (
+            getattr(trainer_with(name), loop)(model, rows(), verbose=False)
+            for name, model in (("ring", ours), ("ddp", theirs))
+        )
+        assert found == expected
+        assert found[0]["loss"] > 0
+    trainer = trainer_with("ring")
+    predictions = trainer.predict(ours, rows())
+    assert predictions is not None
+    mine = torch.cat([torch.as_tensor(p) for p in predictions])
+    everyone = torch.cat(gathered(mine))
+    assert len(mine) == 48 // world()
+    assert len(everyone.unique(dim=0)) == 48
+    assert isinstance(trainer.strategy, RingStrategy)
+    assert trainer.strategy.stats == Stats()
+
+
+def _fits_again(name: Any, path: Path) -> list[L.Trainer]:
+    """Fit once and save, go on; then another trainer does, and a third from what was saved."""
+    model, another = Net(), "ddp" if name == "ddp" else several_buckets()
+    trainer = fit(name, model, max_epochs=1)
+    trainer.save_checkpoint(path)
+    trainer.validate(model, rows(), verbose=False)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, rows())
+    assert trainer.current_epoch == 2
+    again = fit(another, model, max_epochs=1)
+    resumed = fit("ring" if name != "ddp" else "ddp", Net(), ckpt_path=str(path))
+    assert resumed.global_step == trainer.global_step == 12
+    return [again, resumed]
+
+
+@on_ranks(2)
+def test_a_second_fit_a_new_trainer_and_a_resumed_one_go_on_averaging(tmp_path: Path) -> None:
+    path = tmp_path / "by_hand.ckpt"
+    ours = _fits_again(several_buckets(), path)
+    assert list(tmp_path.iterdir()) == [path]
+    for mine, theirs in zip(ours, _fits_again("ddp", path), strict=True):
+        check_equal(mine, theirs)

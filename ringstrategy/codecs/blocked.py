@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 class Blocked(Codec):
     """Each block of `block` values becomes a bfloat16 scale and one code a value.
 
-    A subclass says which `Arithmetic` this is, and writes it down in torch: how blocks are quantized, and what codes
-    stand for. It overrides nothing else: collectives call `hop` and `deliver`, which kernels may do in one pass: on
-    CUDA tensors those of Triton, on a CPU those of Numba where it works.
+    A subclass says which `Arithmetic` this is, of the kinds that kernels know, and writes it down in torch: how blocks
+    are quantized, and what codes stand for. It overrides nothing else: collectives call `hop` and `deliver`, which
+    kernels may do in one pass: on CUDA tensors those of Triton, on a CPU those of Numba where it works.
     """
 
     block: int

@@ -201,6 +201,8 @@ def _compiles(make: Callable[P, R]) -> Callable[P, R | None]:
         begin = time.monotonic()
         try:
             kernels = make(*what, **how)
+        except NotImplementedError:
+            raise
         except Exception as error:  # whatever a compiler may raise
             _warn(f"{type(error).__name__}: {str(error).splitlines()[0]}")
             return None
@@ -297,6 +299,11 @@ def _known(form: BlockFormat) -> cpu.Format:
     from ringstrategy.kernels import cpu
 
     how = form.arithmetic
+    if how.kind not in cpu.KINDS:
+        raise NotImplementedError(
+            f"no kernel knows codes of kind {how.kind!r}, only {', '.join(cpu.KINDS)}: derive the codec from Codec, or "
+            "add the kind to kernels/cpu.py and triton_kernels/formats.py"
+        )
     table: tuple[float, ...] = ()
     if how.kind in ("e4m3", "e5m2"):
         table = tuple(form.numbers(torch.arange(256, dtype=torch.uint8, device="cpu")).tolist())
