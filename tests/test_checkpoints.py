@@ -11,7 +11,7 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
@@ -31,7 +30,6 @@ from torch import Tensor
 
 from ringstrategy import Gossip, PlanMismatchError, RingStrategy
 from ringstrategy.integrations.lightning import files
-from ringstrategy.integrations.lightning.files import RankFiles
 from ringstrategy.integrations.lightning.for_lightning import WholeCheckpointIO
 from ringstrategy.session.sealed import seal
 from ringstrategy.topologies import Star
@@ -349,57 +347,7 @@ def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
     assert not silent
 
 
-def test_no_flipped_bit_goes_unnoticed(tmp_path: Path) -> None:
-    checkpoint_io, state = WholeCheckpointIO(), {"save": "x", "rank": 0, "residuals": {"w": torch.arange(9.0)}}
-    beside = RankFiles(checkpoint_io, tmp_path / "saved.ckpt")
-    beside.save(state, "x", 0)
-    file = Path(beside.name("x", 0))
-    content, draw, unnoticed = file.read_bytes(), random.Random(0), 0
-    for _ in range(300):
-        flipped = bytearray(content)
-        flipped[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        file.write_bytes(flipped)
-        with suppress(ValueError):
-            loaded = beside.load("x", 0)
-            unnoticed += 1
-            assert loaded is not None
-            assert loaded["save"] == "x"
-            assert loaded["rank"] == 0
-            assert torch.equal(loaded["residuals"]["w"], state["residuals"]["w"]), "a bit that says nothing"
-    assert unnoticed < 150
-
-
 # Where checkpoints are
-
-
-def _many(folder: str) -> list[str]:
-    """Two callbacks save into one folder, and one of them links."""
-    ends = []
-    for part, last in (("copied", True), ("linked", "link")):
-        saves = [
-            ModelCheckpoint(f"{folder}/{part}", "{epoch}", save_top_k=1, save_last=last),
-            ModelCheckpoint(f"{folder}/{part}", "first-{step}", save_top_k=2, monitor="step"),
-        ]
-        whole_run = fit(lossy(), Net(), max_epochs=3, callbacks=saves, enable_checkpointing=True)
-        for path in sorted(Path(folder, part).glob("*.ckpt")):
-            end, heard = _goes_on(str(path), lossy)
-            ends.append(f"{part}/{path.name} {torch.equal(end, flat(whole_run))} {heard}")
-    return ends
-
-
-def test_many_checkpoints_in_a_folder_each_have_one_set(ranks: Pool, tmp_path: Path) -> None:
-    expected = [
-        f"{part}/{name} True []"
-        for part in ("copied", "linked")
-        for name in ("epoch=2.ckpt", "first-step=12.ckpt", "first-step=6.ckpt", "last.ckpt")
-    ]
-    for ends in ranks(2, _many, str(tmp_path)):
-        assert ends == expected
-    for part in ("copied", "linked"):
-        named = {path.name for path in (tmp_path / part).glob("*.ckpt") if not path.is_symlink()}
-        folders = [path for path in (tmp_path / part).iterdir() if path.is_dir()]
-        assert {path.name for path in folders} == {f"{name}.ringstrategy" for name in named}
-        assert all(len(list(path.iterdir())) == 1 for path in folders)
 
 
 def _resumes_with(path: str, saved: str) -> tuple[bool, list[str]]:
@@ -443,21 +391,6 @@ def test_addresses_and_writers_behind_training_are_whole_too(ranks: Pool, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_half_written_files_are_not_counted_as_checkpoints(tmp_path: Path) -> None:
-    path = _CheckpointConnector.hpc_save_path(str(tmp_path))
-    counted = []
-
-    def look(name: str, _: str, operation: Operation) -> Any:
-        counted.append(_CheckpointConnector.hpc_save_path(str(tmp_path)) if name == "write" else path)
-        return operation()
-
-    with watched(look):
-        WholeCheckpointIO().save_checkpoint({"step": 1}, path)
-    assert counted == [path] * len(counted)
-    assert len(counted) > 3
-    assert _CheckpointConnector.hpc_save_path(str(tmp_path)) != path
-
-
 def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
     checkpoint_io, link, target = WholeCheckpointIO(), tmp_path / "last.ckpt", tmp_path / "best.ckpt"
     checkpoint_io.save_checkpoint({"step": 1}, target)
@@ -468,20 +401,6 @@ def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
 
 
 # Ranks that do not say the same
-
-
-def _named_apart(folder: str) -> list[str]:
-    trainer = fit(lossy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(f"{folder}/of-rank-{trainer.global_rank}.ckpt")
-    trainer.strategy.barrier()
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file())
-
-
-def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks(3, _named_apart, str(tmp_path))
-    assert others == [first, first]
-    assert [Path(name).name for name in first] == ["of-rank-0.ckpt", *(f"rank_{rank:05d}.pt" for rank in range(3))]
-    assert all(name.startswith("of-rank-0.ckpt") for name in first)
 
 
 def _one_resumes(path: str) -> str:

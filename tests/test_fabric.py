@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import run_script
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from on_ranks import on_ranks
 from pool import Pool
 from test_session import MINUTE, batches, gathered, values
 from test_session import model as net
-from test_strategy import alone, on
+from test_strategy import alone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -123,14 +123,6 @@ def _validates(fabric: Fabric) -> list[Tensor]:
     return [*outputs, *values(model)]
 
 
-def _compiled(fabric: Fabric) -> list[Tensor]:
-    model = net(fabric.global_rank)
-    optimizer = momentum(model)
-    model, optimizer = fabric.setup(torch.compile(model, backend="eager"), optimizer)
-    train(fabric, model, optimizer, batches(4))
-    return values(model)
-
-
 def _by_closure(fabric: Fabric) -> list[Tensor]:
     model = net(fabric.global_rank)
     model, optimizer = fabric.setup(model, momentum(model))
@@ -187,14 +179,11 @@ def scaled(scale: float = 2.0**26) -> dict[str, Any]:
 
 
 PROGRAMS: dict[str, tuple[Callable[[Fabric], list[Tensor]], Callable[[], dict[str, Any]]]] = {
-    "compiled": (_compiled, dict),
     "evaluations": (_validates, dict),
     "closures": (_by_closure, dict),
     "several models": (partial(_adversaries, names_models=False), dict),
     "several models, named": (partial(_adversaries, names_models=True), dict),
     "16-mixed": (_in_precision, scaled),
-    "bf16-mixed": (_in_precision, lambda: {"precision": "bf16-mixed"}),
-    "bf16-true": (_in_precision, lambda: {"precision": "bf16-true"}),
 }
 
 
@@ -206,10 +195,8 @@ def _runs(name: str, strategy: Any) -> tuple[list[Tensor], int]:
         return ended, sent
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "compiled" else []) for name in PROGRAMS]
-)
-@on(2)
+@pytest.mark.parametrize("name", PROGRAMS)
+@on_ranks(2)
 def test_programs_equal_ddp(name: str) -> None:
     (ours, sent), (theirs, _) = _runs(name, "ring"), _runs(name, "ddp")
     assert sent > 0
@@ -218,7 +205,7 @@ def test_programs_equal_ddp(name: str) -> None:
         assert {value.dtype for value in ours} == {torch.bfloat16, torch.int64}
 
 
-@on(2)
+@on_ranks(2)
 def test_programs_with_a_codec_or_parameters_of_their_own() -> None:
     """Through a codec, or with parameters of their own, ranks share what consensus shows."""
     for name, strategy in (("closures", "gossip"), ("closures", LocalSGD(1)), ("16-mixed", "ring_int8")):
@@ -239,7 +226,7 @@ FAMILIES: dict[str, Callable[[], Algorithm]] = {
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@on(2)
+@on_ranks(2)
 def test_several_models_are_saved_as_consensus_shows_them_and_go_on_bit_for_bit(family: str, tmp_path: Path) -> None:
     """And each rank's own beside that; within consensus too."""
     path, part = tmp_path / "run.ckpt", tmp_path / "part.ckpt"
@@ -290,7 +277,7 @@ def test_several_models_are_saved_as_consensus_shows_them_and_go_on_bit_for_bit(
         assert all(map(torch.equal, trained(fabric, state, 3), through))
 
 
-@on(2)
+@on_ranks(2)
 def test_weights_may_be_loaded_until_the_first_step() -> None:
     """Weights are loaded after `setup`, and there may be a forward before or after that. Steps are of length 0."""
     for dry_run in ("never", "before", "within"):
@@ -317,7 +304,7 @@ def test_weights_may_be_loaded_until_the_first_step() -> None:
     [Gossip(), LocalSGD(2, Nesterov(), overlap=1)],
     ids=["gossip", "local_sgd"],
 )
-@on(2)
+@on_ranks(2)
 def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm, tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     weights = net(7).state_dict()
@@ -352,7 +339,7 @@ def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm
     [LocalSGD(4, Nesterov()), LocalSGD(4, Nesterov(), BlockInt(4), Direct(), fragments=2, overlap=1)],
     ids=["plain", "streaming"],
 )
-@on(2)
+@on_ranks(2)
 def test_finish_counts_the_steps_after_the_last_agreement(algorithm: Algorithm) -> None:
     for strategy in ("ring", "gossip", "ddp"):  # where it changes nothing
         with fabric_with(strategy) as fabric:
@@ -430,31 +417,8 @@ def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: st
 # Fabric's other calls, and errors
 
 
-@on(3)
-def test_fabrics_collectives_work_between_steps() -> None:
-    with fabric_with("ring_int4") as fabric:
-        state = started(fabric, 0)
-        model, optimizer = state["model"], state["optimizer"]
-        go_on(fabric, state, 2)
-        rank, size = fabric.global_rank, fabric.world_size
-        assert fabric.all_reduce(torch.tensor([rank + 0.125]), reduce_op="sum").item() == size * (size - 1) / 2 + 0.375
-        assert fabric.all_gather(torch.tensor(rank)).tolist() == list(range(size))
-        assert fabric.broadcast({"rank": rank}, src=1) == {"rank": 1}
-        fabric.barrier()
-        for inputs, targets in batches(2):
-            fabric.backward(F.mse_loss(model(inputs), targets))
-            fabric.clip_gradients(model, optimizer, clip_val=0.001)
-            assert max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None) < 0.0011
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad(), consensus(model):
-            model.eval()
-            (inputs, _) = next(batches(1))
-            everyone = gathered([model(inputs[:1] * 0 + 1)])
-        assert all(torch.equal(each, everyone[0]) for each in everyone)  # buffers too
-
-
-def _refuses() -> None:
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused() -> None:
     with fabric_with("ring") as fabric:
         model = net()
         with pytest.raises(RuntimeError, match=r"fabric\.setup\(model, optimizer\) first"):
@@ -478,7 +442,8 @@ def _refuses() -> None:
             fabric.setup_optimizers(momentum(model, 0.05 * (1 + fabric.global_rank)))
 
 
-def _refuses_steps() -> None:
+@on_ranks(2)
+def test_steps_that_cannot_be_right_are_refused() -> None:
     with fabric_with("ring_int8") as fabric:
         model = net()
         model[3].bias.ring_local = True
@@ -495,11 +460,6 @@ def _refuses_steps() -> None:
         for step in (lambda: (accumulates(), optimizer.step()), lambda: optimizer.step(accumulates)):
             with pytest.raises(RuntimeError, match="no_backward_sync"):
                 step()
-
-
-def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:
-    ranks(2, _refuses)
-    ranks(2, _refuses_steps)
 
 
 def _loses_a_rank(how: str) -> str:
@@ -534,23 +494,6 @@ def test_survivors_hear_why_a_rank_was_lost(ranks: Pool, how: str, said: str) ->
         assert re.search(said, told), told
 
 
-@on(2)
-def test_layers_may_unfreeze_and_join() -> None:
-    with fabric_with(FAMILIES["local_sgd"]()) as fabric:
-        model = net(fabric.global_rank)
-        model[0].requires_grad_(False)
-        ring, optimizer = fabric.setup(model, momentum(model))
-        train(fabric, ring, optimizer, batches(2))
-        model[0].requires_grad_(True)
-        model.append(nn.Linear(3, 3))
-        optimizer.add_param_group({"params": model[4].parameters()})
-        train(fabric, ring, optimizer, batches(3))
-        assert model[0].weight.grad is None
-        with consensus(ring):
-            assert torch.equal(*gathered([parameters(ring)]))
-        assert not torch.equal(model[0].weight, net()[0].weight)
-
-
 # Processes that Fabric starts itself
 
 
@@ -579,18 +522,3 @@ def launched(name: str, how: str = "") -> bool:
 @pytest.mark.usefixtures("ranks")  # its server
 def test_fabric_forks_processes_and_gets_their_result() -> None:
     assert alone(launched, "ring_int8_fork")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arguments", [["ring_int8"], ["gossip_spawn"], ["ring_int8", "fails"]], ids="-".join)
-def test_fabric_starts_the_processes(tmp_path: Path, arguments: list[str]) -> None:
-    script = f"from test_fabric import launched\nif __name__ == '__main__':\n    assert launched(*{arguments})"
-    done = run_script(tmp_path, script)
-    if "fails" not in arguments:
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "trained" in done.stdout
-        return
-    assert done.returncode != 0
-    assert "KeyError: 'no such sample'" in done.stderr
-    assert "lost rank 1" in done.stderr
-    assert "it stopped with KeyError: 'no such sample'" in done.stderr

@@ -69,7 +69,8 @@ def gradient_of(module: nn.Module, step: int) -> torch.Tensor:
     return module.weight.grad.full_tensor()
 
 
-def _conserves() -> None:
+@on_ranks(2, 3)
+def test_what_was_delivered_and_what_is_left_is_all_there_was() -> None:
     """What was delivered over all steps, and the residuals left, are what ranks had to deliver, of a linear model."""
     dist.init_process_group("gloo", timeout=MINUTE)
     size = dist.get_world_size()
@@ -89,11 +90,6 @@ def _conserves() -> None:
             assert (left.abs().max() > 1e-3) == (not codec.lossless), codec
             assert (delivered + left - due).abs().max() < 1e-4, (codec, rows)
             residuals.close()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_what_was_delivered_and_what_is_left_is_all_there_was(ranks: Pool, size: int) -> None:
-    ranks(size, _conserves)
 
 
 @on_ranks(2)

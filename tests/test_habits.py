@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from on_ranks import on_ranks
 from pool import Pool
 from rank_files import rank_state
 from test_strategy import (
@@ -29,7 +30,6 @@ from test_strategy import (
     fit,
     gathered,
     normed,
-    on,
     rows,
     same_everywhere,
     trainer_with,
@@ -43,7 +43,6 @@ from ringstrategy import (
     BlockInt,
     Choco,
     CommunicationMonitor,
-    Direct,
     Gossip,
     Identity,
     LocalSGD,
@@ -208,7 +207,7 @@ HABITS = {  # beside those that tests/campaign.py draws
 
 
 @pytest.mark.parametrize("name", HABITS)
-@on(2)
+@on_ranks(2)
 def test_habits_equal_ddp(name: str) -> None:
     habit = HABITS[name]
     ours = fit(RingStrategy(AllReduce(bucket_mb=habit.bucket_mb)), habit.model(), **habit.options())
@@ -270,7 +269,7 @@ class Ema(Callback):
     [(Gossip(Star(), interval=3), False), (PushSum(), True), (Choco(Star()), False), (LocalSGD(3, Nesterov()), False)],
     ids=["gossip", "push_sum", "choco", "local_sgd"],
 )
-@on(3)
+@on_ranks(3)
 def test_a_moving_average_is_validated_as_the_mean_and_changes_nothing(algorithm: Algorithm, swaps: bool) -> None:
     """Nor does looking change what ranks train on. Of Lightning's own average see below."""
 
@@ -343,7 +342,7 @@ class Distilled(Net):
 
 
 @pytest.mark.parametrize("averages", [False, True])
-@on(3)
+@on_ranks(3)
 def test_validation_and_checkpoints_show_the_mean_and_each_rank_resumes_its_own(averages: bool, tmp_path: Path) -> None:
     """Of what no optimizer steps too, and of Lightning's moving averages."""
     folder = str(tmp_path)
@@ -395,7 +394,7 @@ class Counts(Callback):
         pl_module.layers[1].num_batches_tracked.zero_()
 
 
-@on(3)
+@on_ranks(3)
 def test_what_callbacks_see_and_put_in_at_the_end_is_what_local_sgd_returns() -> None:
     """An exchange is under way when training ends."""
 
@@ -418,25 +417,6 @@ def test_what_callbacks_see_and_put_in_at_the_end_is_what_local_sgd_returns() ->
 
 
 # Gradients in their buckets
-
-
-class WatchesMemory(Callback):
-    """Where gradients live after each backward."""
-
-    def __init__(self) -> None:
-        self.pointers: set[tuple[int, ...]] = set()
-
-    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.pointers.add(tuple(p.grad.data_ptr() for p in pl_module.parameters()))
-
-
-@on(2)
-def test_nobody_keeps_gradients_so_they_stay_in_the_buckets() -> None:
-    feedback = AllReduce(BlockInt(8), Direct(), error_feedback=True)
-    for algorithm in (AllReduce(bucket_mb=1e-4), feedback, PowerSGD()):
-        watch = WatchesMemory()
-        check_replicas(fit(RingStrategy(algorithm), normed(), callbacks=[watch], gradient_clip_val=0.5))
-        assert len(watch.pointers) == 1, algorithm
 
 
 class StayTogether(Callback):
@@ -494,7 +474,7 @@ class Particular(Net):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "own"}}
 
 
-@on(3)
+@on_ranks(3)
 def test_a_checkpoint_may_hold_anything_and_each_rank_resumes_its_own(tmp_path: Path) -> None:
     folder = str(tmp_path)
 
@@ -608,7 +588,7 @@ class Changes(Net):
     ],
     ids=["ring", "int8", "powersgd", "gossip", "choco", "auto"],
 )
-@on(3)
+@on_ranks(3)
 def test_layers_join_with_the_same_values_and_leave_and_nobody_waits_for_them(algorithm: Algorithm) -> None:
     late = set()  # buckets that were not launched while backward went on
     finish = synchronous._Pass.finish
@@ -810,15 +790,12 @@ def _refused(name: str) -> str:
     return f"{caught.typename}: {caught.value}"
 
 
-def _keeps_its_own() -> None:
+@on_ranks(2)
+def test_a_parameter_of_no_module_may_be_a_ranks_own_and_equal_gradients_be_stepped_in_shards() -> None:
     model = Outside()
     model.local = True
     fit("ring", model)
     fit("ring", Zero())
-
-
-def test_a_parameter_of_no_module_may_be_a_ranks_own_and_equal_gradients_be_stepped_in_shards(ranks: Pool) -> None:
-    ranks(2, _keeps_its_own)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -5,14 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
-import io
-import json
 import os
 import re
-import runpy
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -278,22 +273,6 @@ def test_sparse_sums_may_have_other_rows_on_each_rank() -> None:
                 hvd.sparse_allreduce_async(tensor, "rows", op)
 
 
-def _records(folder: str) -> None:
-    with horovod() as rank:
-        for name in ("before", "mean of loss, in all", "after"):
-            if "mean" in name:
-                hvd.start_timeline(f"{folder}/timeline.json")
-            hvd.allreduce(data(rank, 1000), name=name)
-            hvd.stop_timeline()
-        names = [event["name"] for event in json.loads(Path(f"{folder}/timeline.rank{rank}.json").read_text())]
-        assert any(name.startswith("operation 'mean of loss, in all': encode") for name in names), names
-        assert not any("before" in name or "after" in name for name in names)
-
-
-def test_a_timeline_names_the_operations(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _records, str(tmp_path))
-
-
 POSITIONS = {  # of Horovod 0.28.1's arguments
     "tensor name process_set": [hvd.allgather, hvd.allgather_async],
     "tensor average name compression op prescale_factor postscale_factor process_set": [hvd.allreduce],
@@ -467,22 +446,6 @@ def test_ranks_of_nodes(ranks: Pool) -> None:
         [2, 3, 0, 1, 1, 2, False],
     ]
     assert ranks(2, _on_nodes, [0, 1])[1] == [1, 2, 0, 1, 1, 2, True]
-
-
-@on_ranks(3)
-def test_it_begins_and_ends_again_and_again() -> None:
-    for round_ in range(4):
-        with horovod() as rank:
-            assert hvd.allreduce(torch.tensor([rank + round_]), op=hvd.Sum).item() == 3 + 3 * round_
-            assert hvd.broadcast(torch.tensor([rank]), 0).item() == 0  # from rank 0, which may end first
-    dist.init_process_group("gloo", timeout=MINUTE)
-    hvd.init(process_sets="dynamic")  # as Horovod's scripts write it, who add sets later
-    model = network()
-    hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=hvd.add_process_set([0, 1]))
-    hvd.barrier()
-    dist.destroy_process_group()  # which may end before
-    hvd.shutdown()
-    assert not hvd.is_initialized()
 
 
 def test_who_has_the_store_leaves_last() -> None:
@@ -1121,63 +1084,3 @@ def test_a_commit_is_read_from_no_folder_that_others_may_write(tmp_path: Path, m
     path.parent.chmod(0o720)
     with pytest.raises(ValueError, match="is open to others, and what is read from it is executed"):
         elastic._private_file()
-
-
-ELASTIC = """
-import os, signal, torch
-import ringstrategy.horovod as hvd
-hvd.init()
-model = torch.nn.Linear(3, 1)
-optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, epoch=0)
-
-@hvd.elastic.run
-def train(state):
-    print(f"rank {hvd.rank()} begins at {state.epoch}", flush=True)
-    for state.epoch in range(state.epoch, 6):
-        if state.epoch == 3 and hvd.rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-        optimizer.zero_grad()
-        model(torch.full((2, 3), 1.0 + hvd.rank())).sum().backward()
-        optimizer.step()
-        state.commit()
-    print(f"rank {hvd.rank()} ends with {model.bias.item():.4f}, {state._path} is there", flush=True)
-
-torch.manual_seed(0)
-torch.nn.init.zeros_(model.bias)
-train(state)
-"""
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_from_the_last_commit(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(ELASTIC)
-    launcher = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-    command = [sys.executable, "-m", *launcher, "--max-restarts=1", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        assert done.stdout.count(f"rank {rank} begins at 0") == 1
-        assert done.stdout.count(f"rank {rank} begins at 2") == 1  # the epoch of the last commit
-        # steps 0, 1, 2, and again 2 to 5, of -0.2 each
-        ends = re.search(rf"rank {rank} ends with -1.4000, (.*) is there", done.stdout)
-        assert ends is not None
-        assert not Path(ends[1]).exists()
-
-
-def _digits() -> str:
-    script, printed = Path(__file__).parents[1] / "examples" / "horovod_digits.py", io.StringIO()
-    with mock.patch.object(sys, "argv", [str(script)]), contextlib.redirect_stdout(printed):
-        runpy.run_path(str(script), run_name="__main__")
-    hvd.shutdown()
-    return printed.getvalue()
-
-
-@pytest.mark.slow
-def test_a_script_with_another_import_learns(ranks: Pool) -> None:
-    printed, nothing = ranks(2, _digits)
-    right = re.findall(r"^Epoch \d on 2 ranks: loss \S+, accuracy (\S+) %$", printed, re.MULTILINE)
-    assert len(right) == 5
-    assert float(right[-1]) > 80
-    assert nothing == ""

@@ -114,10 +114,6 @@ def test_what_fits_is_not_refused():
     assert words_about("strategy=gossip", "topology@strategy.algorithm.topology=torus", "topology.rows=2") is None
 
 
-def test_the_known_keys_are_those_of_the_configuration():
-    assert set(composed()) == set(KEYS)
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -32,7 +29,6 @@ from ringstrategy import (
     AllReduce,
     BlockInt,
     GroupOptions,
-    Hierarchical,
     Identity,
     Native,
     PlanMismatchError,
@@ -143,49 +139,6 @@ def test_all_else_is_torchs_and_counts_no_bytes() -> None:
     assert (group.stats.exchanges, group.stats.steps, group.stats.exposed_seconds) == (1, None, None)
 
 
-@on_ranks(2)
-def test_a_group_that_is_destroyed_waits_for_a_rank_that_is_late() -> None:
-    rank, _ = begin()
-    group, values = made("ring", pg_options=GroupOptions(AllReduce(), 0)), data(rank)
-    dist.all_reduce(data(rank), group=group)
-    if rank:
-        time.sleep(1.5)
-    work = dist.all_reduce(values, group=group, async_op=True)
-    if rank:
-        work.wait()
-        assert torch.equal(values, data(0) + data(1))
-    dist.destroy_process_group(group)
-
-
-AT_EXIT = """
-import multiprocessing, sys
-from ringstrategy.integrations.encoded import at_exit
-
-def child(ends):
-    at_exit(lambda error: print(ends, repr(error), flush=True))
-    if ends == "raises":
-        raise ValueError("no")
-    if ends == "exits":
-        try:
-            raise ValueError("no")
-        except ValueError:
-            sys.exit(1)
-
-for ends in ("raises", "exits", "returns"):
-    process = multiprocessing.get_context("fork").Process(target=child, args=(ends,))
-    process.start()
-    process.join()
-at_exit(lambda error: print("itself", repr(error), flush=True))
-raise ValueError("no")
-"""
-
-
-def test_the_end_of_a_process_knows_its_error() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False)
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert said == {**dict.fromkeys(["raises", "exits", "itself"], "ValueError('no')"), "returns": "None"}, done.stderr
-
-
 def _kinds() -> list[torch.Tensor]:
     rank, _ = begin()
     found = []
@@ -227,16 +180,6 @@ def test_kinds_and_shapes_of_tensors(ranks: Pool) -> None:
         assert (found - exact * scale).abs().max() < 1e-5, found.shape
     rounded = torch.stack([data(rank, 40_000).bfloat16().double() for rank in range(3)]).sum(0)
     assert 0 < (half.double() - rounded).abs().max() < 0.1
-
-
-@on_ranks(2)
-def test_the_default_group_may_be_ours_for_one_type_of_device() -> None:
-    dist.init_process_group("cpu:ring_int8", timeout=MINUTE)
-    group = dist.group.WORLD
-    assert isinstance(group, RingProcessGroup)
-    assert sent_by(group, lambda: dist.all_reduce(data(dist.get_rank())))
-    with pytest.raises(ValueError, match="has cpu tensors only, got one on 'meta': move it to the CPU"):
-        dist.all_reduce(torch.empty(100_000, device="meta"))
 
 
 @on_ranks(2)
@@ -458,22 +401,6 @@ def test_ranks_that_differ_are_told_how(ranks: Pool) -> None:
         assert "the ranks differ" in lengths
         assert "of process group" in lengths
         assert "exact_below: 1" in exact
-
-
-@on_ranks(2)
-def test_wrong_calls_are_refused_before_anything_is_sent() -> None:
-    rank, size = begin()
-    group, values = made("ring_int8"), data(rank)
-    if rank == 0:  # alone: nothing is sent
-        with pytest.raises(ValueError, match="reduce_scatter_tensor in a group of 2: the longer tensor needs 2 times"):
-            dist.reduce_scatter_tensor(torch.empty(7), data(0), group=group)
-        with pytest.raises(ValueError, match="all_gather_into_tensor in a group of 2"):
-            dist.all_gather_into_tensor(torch.empty(7), data(0), group=group)
-    dist.all_reduce(values, group=group)  # it still works
-    several = made("ring", pg_options=AllReduce(BlockInt(8), Hierarchical()))
-    with pytest.raises(ValueError, match="no reduce-scatter; pass collective=Ring"):
-        dist.reduce_scatter_tensor(torch.empty(NUMEL // size), values, group=several)
-    dist.barrier()
 
 
 @on_ranks(2)

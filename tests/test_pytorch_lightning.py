@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import csv
 import os
-import pickle
 import subprocess
 import sys
-import time
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import lightning.fabric
@@ -22,12 +20,12 @@ import lightning_fabric
 import pytest
 import pytorch_lightning
 import torch
-from test_strategy import on, rows
+from on_ranks import on_ranks
+from test_strategy import rows
 from torch import Tensor, nn
 
 import ringstrategy
-from ringstrategy import AllReduce, BlockInt
-from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin, finish_writing
+from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin
 from ringstrategy.integrations.lightning.register import START_METHODS
 from ringstrategy.names import STRATEGIES
 
@@ -41,7 +39,6 @@ FABRICS: dict[str, tuple[Any, Any]] = {
     "lightning_fabric": (lightning_fabric, ringstrategy.lightning_fabric),
 }
 ALL = PACKAGES | FABRICS
-BOTH, BOTH_FABRICS = list(PACKAGES), list(FABRICS)
 CLASSES = {name: "RingStrategy" if name in PACKAGES else "RingFabricStrategy" for name in ALL}
 
 
@@ -82,7 +79,7 @@ def fitted(name: str, strategy: Any, *, ckpt_path: str | None = None, **options:
     return trainer
 
 
-@on(2)
+@on_ranks(2)
 def test_one_resumes_from_the_others_checkpoint(tmp_path: Path) -> None:
     """As if there had been no break, and no other package: the same bits, and the same lines in the logs."""
     folder = str(tmp_path)
@@ -143,22 +140,6 @@ def test_every_name_is_in_the_registry_of_each_package(package: str) -> None:
             assert strategy.algorithm is not registry.get(name + suffix).algorithm
 
 
-@pytest.mark.parametrize("package", BOTH)
-def test_each_package_finds_its_own_callbacks(package: str) -> None:
-    pl, ours = PACKAGES[package]
-    with pytest.raises(ValueError, match=r"BatchSizeFinder works with one process.*devices=1"):
-        fitted(package, ours.RingStrategy(), devices=1, callbacks=[pl.callbacks.BatchSizeFinder()])
-    for averages in (False, True):  # an average counts as swapped even if it is equal
-        callbacks = [pl.callbacks.EMAWeightAveraging()] if averages else []
-        trainer = made(package, ours.RingStrategy(), devices=1, callbacks=callbacks)
-        session: Any = SimpleNamespace(module=torch.nn.Module())  # no parameters, so none has changed
-        assert ours.RingStrategy.looks(trainer, session, lambda error: None).replaced() is averages
-    for each in (ours.RingStrategy(AllReduce(BlockInt(8))), ours.CommunicationMonitor(7), ours.ReplicaCheck(7)):
-        copy = pickle.loads(pickle.dumps(each))  # as where processes are spawned
-        assert type(copy) is type(each)
-        assert vars(copy).keys() == vars(each).keys()
-
-
 @pytest.mark.parametrize("package", ALL)
 def test_files_are_written_whole(package: str) -> None:
     io = import_module(
@@ -167,21 +148,6 @@ def test_files_are_written_whole(package: str) -> None:
     strategy = made(package, "ring", plugins=[io.plugins.TorchCheckpointIO()]).strategy
     assert isinstance(strategy.checkpoint_io, WholeCheckpointIOMixin)
     assert isinstance(strategy.checkpoint_io, io.plugins.CheckpointIO)
-
-
-@pytest.mark.parametrize("package", BOTH)
-def test_files_that_are_written_later_are_waited_for(package: str, tmp_path: Path) -> None:
-    plugins = import_module(f"{package}.plugins")
-
-    class Slow(plugins.TorchCheckpointIO):  # type: ignore[name-defined, misc]
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            time.sleep(0.2)
-            super().save_checkpoint(checkpoint, path, storage_options)
-
-    later = plugins.AsyncCheckpointIO(Slow())
-    later.save_checkpoint({"step": 1}, tmp_path / "saved.ckpt")
-    finish_writing(later)
-    assert (tmp_path / "saved.ckpt").exists()
 
 
 ABSENT = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 from pool import Pool
-from test_strategy import Net, fit, same_everywhere
+from test_strategy import Net, fit
 from torch import Tensor
 
 from ringstrategy import AllReduce, BlockInt, Gossip, LocalSGD, Nesterov, ReplicaCheck, RingStrategy
@@ -59,17 +59,6 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_named_everywhere(ranks: Po
     # the flipped bit changes this rank's gradients only, whose means all ranks share
     assert first.startswith(f"the replicas differ after step 6: rank {rank} in layers.2.weight (1 in all).")
     assert others == [first, first]
-
-
-def _local_differs() -> None:
-    model = Net()
-    model.layers[0].bias.ring_local = True
-    fit("ring", model, callbacks=[ReplicaCheck(1)])
-    assert not same_everywhere(model.layers[0].bias)
-
-
-def test_local_parameters_are_left_out(ranks: Pool) -> None:
-    ranks(2, _local_differs)
 
 
 class FlipsShared(Flips):

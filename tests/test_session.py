@@ -14,17 +14,16 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, LocalSGD, Nesterov, PlanMismatchError
 from ringstrategy.algorithms import Algorithm
-from ringstrategy.kernels import threads
 from ringstrategy.session import Session
 from ringstrategy.session.optimizers import OptimizerSteps
 from ringstrategy.topologies import Complete
@@ -32,7 +31,6 @@ from ringstrategy.topologies import Complete
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
 Model = nn.Sequential
-CORES = "ringstrategy.session.link.free_cores"
 
 
 def model(seed: int = 0) -> Model:
@@ -93,7 +91,8 @@ def gathered(tensors: list[Tensor]) -> list[Tensor]:
     return everyone
 
 
-def _looks() -> None:
+@on_ranks(3)
+def test_the_mean_is_looked_at_and_each_rank_goes_on_with_its_own() -> None:
     """Gossip's ranks differ, the mean is exact, and looking changes nothing; who looks twice ends nothing."""
     with process_group(), opened(module := model(), Gossip(interval=2)) as (session, optimizer):
         train(session, optimizer, batches(3))
@@ -114,10 +113,6 @@ def _looks() -> None:
         assert all(map(torch.equal, values(module), own))
         assert all(map(torch.equal, means.means.values(), mean))
         assert all(map(torch.equal, means.own.values(), own))
-
-
-def test_the_mean_is_looked_at_and_each_rank_goes_on_with_its_own(ranks: Pool) -> None:
-    ranks(3, _looks)
 
 
 def _trained_with_views(algorithm: Algorithm, views: bool) -> list[Tensor]:
@@ -144,7 +139,9 @@ def test_buffers_in_the_memory_of_parameters_change_nothing(ranks: Pool, algorit
         assert all(map(torch.equal, with_views, without))
 
 
-def _sees_buffers(algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, overlap=1)], ids=str)
+@on_ranks(3)
+def test_buffers_without_a_mean_are_rank_0s(algorithm: Algorithm) -> None:
     """Statistics of batches have a mean, and masks, scales and counters are rank 0's: after training, and once seen."""
     with process_group():
         module, rank = model(), dist.get_rank()
@@ -178,27 +175,6 @@ def _sees_buffers(algorithm: Algorithm) -> None:
             assert all(torch.equal(buffer, own[name]) for name, buffer in module.named_buffers())
 
 
-@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, overlap=1)], ids=str)
-def test_buffers_without_a_mean_are_rank_0s(ranks: Pool, algorithm: Algorithm) -> None:
-    ranks(3, _sees_buffers, algorithm)
-
-
-def _cores(algorithm: Algorithm) -> int:
-    threads.use_threads(99)  # what an earlier training left
-    with process_group(), mock.patch(CORES, lambda ranks: 10 * ranks), opened(model(), algorithm):
-        count = threads._threads
-        values, wire = torch.randn(1 << 18), torch.empty(BlockInt(8).nbytes(1 << 18, torch.float32), dtype=torch.uint8)
-        BlockInt(8).encode(values, wire)
-        assert any(thread.name.startswith("ringstrategy-codec") for thread in threading.enumerate())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ringstrategy")]
-    return count
-
-
-def test_each_session_says_on_how_many_cores_codecs_run(ranks: Pool) -> None:
-    for algorithm, cores in ((AllReduce(BlockInt(8)), 20), (Auto(), 20), (AllReduce(codec_threads=3), 3)):
-        assert ranks(2, _cores, algorithm) == [cores] * 2
-
-
 def _odd(odd: Tensor, words: str) -> None:
     module = model()
     module.register_parameter("odd", odd) if isinstance(odd, nn.Parameter) else module.register_buffer("odd", odd)
@@ -211,7 +187,8 @@ def _odd(odd: Tensor, words: str) -> None:
         session.close()
 
 
-def _refuses_tensors() -> None:
+@on_ranks(2)
+def test_tensors_that_cannot_be_exchanged_are_named() -> None:
     with process_group():
         _odd(nn.Parameter(torch.eye(3).to_sparse()), "parameter odd is sparse .*to_dense")
         _odd(torch.eye(3).to_sparse_csr(), "buffer odd is sparse .*to_dense")
@@ -222,11 +199,8 @@ def _refuses_tensors() -> None:
         _odd(nn.Parameter(torch.ones(3, dtype=torch.complex64)), r"parameter odd: BlockInt.*pass codec=Identity\(\)")
 
 
-def test_tensors_that_cannot_be_exchanged_are_named(ranks: Pool) -> None:
-    ranks(2, _refuses_tensors)
-
-
-def _refuses() -> None:
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         Session(model(), AllReduce()).open(CPU)
     with process_group():
@@ -252,16 +226,13 @@ def _refuses() -> None:
         session.close()
 
 
-def test_what_cannot_be_right_is_refused(ranks: Pool) -> None:
-    ranks(2, _refuses)
-
-
 def _backward(session: Session, optimizers: Sequence[torch.optim.Optimizer]) -> None:
     session.begin_batch("in batch 0", optimizers, first=True, later_epoch=False)
     session.backward(session.module(next(batches())[0]).square().mean())
 
 
-def _drops_steps() -> None:
+@on_ranks(2)
+def test_a_step_that_one_rank_drops_is_a_step_unless_nobody_knows_whose() -> None:
     with process_group():
         with opened(module := model(), AllReduce()) as (session, _):
             optimizers = [torch.optim.SGD(module[part].parameters(), 0.05) for part in (0, 3)]
@@ -278,10 +249,6 @@ def _drops_steps() -> None:
             assert session.stats.exchanges == 1, "mixing goes on"
             [one, other] = gathered(list(session.module.parameters()))
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
-
-
-def test_a_step_that_one_rank_drops_is_a_step_unless_nobody_knows_whose(ranks: Pool) -> None:
-    ranks(2, _drops_steps)
 
 
 def _announces(scales: list[float]) -> tuple[float, bool]:
@@ -381,7 +348,8 @@ def test_a_step_of_another_thread_hides_none() -> None:
     assert [what for what, optimizer in calls if optimizer is mine] == ["before", "after"]
 
 
-def _other_modules() -> None:
+@on_ranks(2)
+def test_what_is_not_averaged_is_left_alone() -> None:
     """What is not averaged: local parts with rates of their own, what DDP ignores, and what another session steps."""
     with process_group():
         module = model(seed=dist.get_rank())
@@ -413,11 +381,8 @@ def _other_modules() -> None:
             assert (one.stats.exchanges, one.stats.steps, other.stats.steps) == (2, 4, 0)
 
 
-def test_what_is_not_averaged_is_left_alone(ranks: Pool) -> None:
-    ranks(2, _other_modules)
-
-
-def _sends_buffers() -> None:
+@on_ranks(2)
+def test_buffers_are_sent_when_ddp_would() -> None:
     with process_group(), opened(module := model(), AllReduce()) as (session, optimizer):
         session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
         buffers, moved = module[1], []
@@ -429,16 +394,13 @@ def _sends_buffers() -> None:
         assert moved == [1.0, 1.0, 1.0 + dist.get_rank(), 1.0], "not after a forward that only accumulated"
 
 
-def test_buffers_are_sent_when_ddp_would(ranks: Pool) -> None:
-    ranks(2, _sends_buffers)
-
-
 class BindsNobody(Gossip):
     def bind(self, parameters: Any) -> None:
         pytest.fail("with one rank there was no setup")
 
 
-def _alone() -> None:
+@on_ranks(1)
+def test_one_rank_meets_nobody() -> None:
     with process_group(), opened(module := model(), BindsNobody()) as (session, optimizer):
         train(session, optimizer, batches())
         own = values(module)
@@ -446,10 +408,6 @@ def _alone() -> None:
             assert all(map(torch.equal, values(module), own))
         session.finish()
         assert (session.stats.steps, session.stats.bytes_sent) == (6, 0)
-
-
-def test_one_rank_meets_nobody(ranks: Pool) -> None:
-    ranks(1, _alone)
 
 
 @pytest.mark.slow

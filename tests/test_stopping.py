@@ -11,7 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from pool import Pool
@@ -82,51 +81,6 @@ def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
     assert every_rank == [(stopped, end)] * 2
     assert 6 <= stopped <= 8, "at the next batch that rank 0 begins after it was told"
     assert (tmp_path / "last.ckpt").read_bytes() == b"another run's"
-
-
-class _Handler(Callback):
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.of_this_fit = signal.getsignal(signal.SIGTERM)
-
-
-def _too_late() -> list[bool]:
-    in_the_last_batch = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
-    handler = _Handler()
-    before_lightning_takes_the_handler_away = fit("ring", deep(), callbacks=[handler])
-    assert callable(handler.of_this_fit)
-    if before_lightning_takes_the_handler_away.global_rank == 0:
-        handler.of_this_fit(signal.SIGTERM, None)
-    return [in_the_last_batch.received_sigterm, before_lightning_takes_the_handler_away.received_sigterm]
-
-
-def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
-    assert ranks(2, _too_late) == [[True, True], [False, False]]
-
-
-def _requeue() -> tuple[int, int]:
-    """As under Slurm, whose handler is called by all ranks at one batch; training goes on until Slurm ends it."""
-    called: list[int] = []
-    stopping._LOOK_SECONDS = 0.0
-
-    class Slurm(Callback):
-        def setup(self, trainer: Any, *_: Any, stage: str) -> None:
-            trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: called.append(trainer.global_step)
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if (trainer.global_rank, trainer.global_step) == (1, 4):
-                trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-
-    trainer = fit("ring", deep(), callbacks=[Slurm()])
-    [step] = called
-    return step, trainer.global_step
-
-
-def test_slurm_requeues_all_ranks_at_one_batch(ranks: Pool) -> None:
-    every_rank = ranks(2, _requeue)
-    step, end = every_rank[0]
-    assert every_rank == [(step, end)] * 2
-    assert 4 <= step <= 6
-    assert end == STEPS
 
 
 # What a rank does, without the others

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import csv
-import functools
-import inspect
 import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import HERE
-from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from listening import listening
+from on_ranks import on_ranks
 from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ringstrategy
 from ringstrategy import (
     AllReduce,
     Auto,
@@ -158,24 +154,6 @@ def said(output: str) -> list[Any]:
     return [json.loads(line) for line in lines if line.startswith(("{", "["))]
 
 
-def on(size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The test runs on so many ranks; what pytest gives it, as a fixture or a parameter, each rank gets."""
-
-    def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(body)
-        def test(ranks: Pool, **given: Any) -> None:
-            ranks(size, body, *(given[name] for name in own.parameters))
-
-        own = inspect.signature(body)
-        kinds = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own.parameters.values()]
-        ours = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        vars(test).update(__signature__=own.replace(parameters=[ours, *kinds]), on_rank=body)
-        body.__qualname__ += ".on_rank"  # where a rank finds it
-        return test
-
-    return decorate
-
-
 # One training
 
 
@@ -224,21 +202,6 @@ def test_hooks_see_means_and_the_monitor_logs_them(ranks: Pool, tmp_path: Path) 
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
 
 
-def _without_a_trainer() -> tuple[float, float]:
-    """As Lightning's own tests of strategies do."""
-    cpus = [torch.device("cpu")] * 2
-    strategy = RingStrategy(
-        accelerator=CPUAccelerator(), parallel_devices=cpus, cluster_environment=LightningEnvironment()
-    )
-    strategy.setup_environment()
-    mine = torch.tensor([1.0 + strategy.global_rank])
-    return float(strategy.reduce(mine.clone(), reduce_op="sum")), float(strategy.all_gather(mine).prod())
-
-
-def test_a_strategy_without_a_trainer_has_collectives(ranks: Pool) -> None:
-    assert ranks(2, _without_a_trainer) == [(3.0, 2.0)] * 2
-
-
 # Names and objects
 
 
@@ -261,7 +224,7 @@ def test_trainers_share_no_algorithm_and_a_strategy_serves_one_trainer() -> None
         L.Trainer(strategy=RingStrategy(accelerator=CPUAccelerator()), accelerator="cpu", **options)
 
 
-@on(2)
+@on_ranks(2)
 def test_lightning_cli_builds_the_strategy_from_class_paths() -> None:
     algorithm = "strategy.init_args.algorithm"
     arguments = {
@@ -281,10 +244,6 @@ def test_lightning_cli_builds_the_strategy_from_class_paths() -> None:
     assert not strategy._broadcast_buffers
     cli.trainer.fit(cli.model, rows())
     check_replicas(cli.trainer)
-
-
-def test_the_package_under_test_is_the_checkout() -> None:
-    assert Path(ringstrategy.__file__).parent == HERE.parent / "ringstrategy"
 
 
 # Manual optimization
@@ -315,24 +274,6 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=1)
 
 
-def _counts_steps() -> dict[str, Stats]:
-    kinds = {"ring": Net(), "gossip": Net(), "accumulating": Net(), "manual": Manual()}
-    found = {}
-    for kind, model in kinds.items():
-        options: dict[str, Any] = {"accumulate_grad_batches": 4} if kind == "accumulating" else {}
-        strategy = "gossip" if kind == "gossip" else "ring"
-        found[kind] = fit(strategy, model, data=rows(32 * world()), max_epochs=1, **options).strategy.stats
-    return found
-
-
-def test_one_process_counts_the_steps_that_several_count_and_sends_nothing(ranks: Pool) -> None:
-    steps = {"ring": 8, "gossip": 8, "accumulating": 2, "manual": 4}  # of optimizers
-    for found in ranks(2, _counts_steps):
-        assert {kind: stats.steps for kind, stats in found.items()} == steps
-    [alone] = ranks(1, _counts_steps)
-    assert alone == {kind: Stats(steps=count) for kind, count in steps.items()}
-
-
 def _tells_of_one_process() -> list[list[str]]:
     trainer, model = trainer_with("ring"), Lbfgs() if world() == 1 else Net()
     heard = []
@@ -355,7 +296,7 @@ def test_one_process_is_told_how_to_get_more(ranks: Pool) -> None:
 # Loops other than one fit
 
 
-@on(2)
+@on_ranks(2)
 def test_validate_test_and_predict_without_fit() -> None:
     ours, theirs = Net(), Net()
     for loop in ("validate", "test"):
@@ -374,30 +315,6 @@ def test_validate_test_and_predict_without_fit() -> None:
     assert len(everyone.unique(dim=0)) == 48
     assert isinstance(trainer.strategy, RingStrategy)
     assert trainer.strategy.stats == Stats()
-
-
-def _fits_again(name: Any, path: Path) -> list[L.Trainer]:
-    """Fit once and save, go on; then another trainer does, and a third from what was saved."""
-    model, another = Net(), "ddp" if name == "ddp" else several_buckets()
-    trainer = fit(name, model, max_epochs=1)
-    trainer.save_checkpoint(path)
-    trainer.validate(model, rows(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, rows())
-    assert trainer.current_epoch == 2
-    again = fit(another, model, max_epochs=1)
-    resumed = fit("ring" if name != "ddp" else "ddp", Net(), ckpt_path=str(path))
-    assert resumed.global_step == trainer.global_step == 12
-    return [again, resumed]
-
-
-@on(2)
-def test_a_second_fit_a_new_trainer_and_a_resumed_one_go_on_averaging(tmp_path: Path) -> None:
-    path = tmp_path / "by_hand.ckpt"
-    ours = _fits_again(several_buckets(), path)
-    assert list(tmp_path.iterdir()) == [path]
-    for mine, theirs in zip(ours, _fits_again("ddp", path), strict=True):
-        check_equal(mine, theirs)
 
 
 def _find_learning_rate(algorithm: Algorithm) -> float | None:
@@ -453,7 +370,7 @@ class Normed(Net):
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-@on(2)
+@on_ranks(2)
 def test_ranks_train_and_validate_with_rank_0s_buffers_unless_told_otherwise(broadcast: bool) -> None:
     rank = int(os.environ["RANK"])
     trainer = trainer_with(
@@ -469,7 +386,7 @@ def test_ranks_train_and_validate_with_rank_0s_buffers_unless_told_otherwise(bro
 
 
 @pytest.mark.slow
-@on(2)
+@on_ranks(2)
 def test_compiled_blocks_and_a_compiled_module() -> None:
     def compiled(layer: nn.Module) -> Any:
         return torch.compile(layer, backend="aot_eager")
@@ -491,7 +408,8 @@ class Failing(Net):
         raise ValueError("no")
 
 
-def _starts_and_exits() -> None:
+@on_ranks(1)
+def test_ranks_disconnect_at_exit() -> None:
     """A process disconnects at its exit, unless its last fit failed: then it would wait for others there."""
     at_exit: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -506,7 +424,8 @@ def _starts_and_exits() -> None:
         assert at_exit == [meeting.disconnect]
 
 
-def _starts_late() -> None:
+@on_ranks(2)
+def test_ranks_start_late() -> None:
     """Ranks may come later than `timeout`, which counts from when all are there."""
     waits, timeout = [], timedelta(seconds=50)
     make = meeting.guarded_store
@@ -520,11 +439,6 @@ def _starts_late() -> None:
         check_replicas(fit(RingStrategy(timeout=timeout), Net(), max_epochs=1))
     assert waits == [default_pg_timeout]
     assert dist.distributed_c10d._get_default_store().timeout == timeout
-
-
-def test_ranks_start_late_and_disconnect_at_exit(ranks: Pool) -> None:
-    ranks(1, _starts_and_exits)
-    ranks(2, _starts_late)
 
 
 # Launchers

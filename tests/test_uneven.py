@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint
 from pool import Pool
 from test_session import CPU, MINUTE, gathered, opened, process_group
 from test_strategy import check_replicas, trainer_with
@@ -25,13 +23,11 @@ from ringstrategy import (
     AllReduce,
     Auto,
     BlockInt,
-    Choco,
     Gossip,
     Identity,
     LocalSGD,
     PeerLostError,
     PowerSGD,
-    PushSum,
     RingStrategy,
 )
 from ringstrategy.algorithms import Algorithm
@@ -173,39 +169,6 @@ def test_the_mean_is_over_the_batches_that_there_are(
     assert 0 < error < most
 
 
-def _conserved() -> tuple[Tensor, Tensor]:
-    """What was stepped and the residuals of all ranks; what a lossless exchange would have had stepped."""
-    torch.manual_seed(0)
-    module, algorithm = nn.Linear(40, 9), AllReduce(BlockInt(4), error_feedback=True, uneven="join")
-    begin = flat(module.parameters())
-    lossless = torch.zeros_like(begin)
-    with process_group():
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        data = [torch.randn(8, 40, generator=generator) for _ in range(COUNTS[dist.get_rank()])]
-        with opened(module, algorithm, torch.optim.SGD(module.parameters(), 0.5)) as (session, optimizer):
-            for place, inputs in enumerate(session.join(data)):
-                session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
-                loss = (module(inputs) - inputs[:, :9]).square().mean()
-                if not session.uneven.idle:
-                    gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-                    lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
-                optimizer.zero_grad()
-                session.backward(loss)
-                optimizer.step()
-                session.end_batch(1)
-            residuals = session.state_dict()["residuals"]
-        kept = flat(residuals[name] for name, _ in module.named_parameters())
-        dist.all_reduce(lossless)
-        dist.all_reduce(kept)
-    assert kept.abs().max() > 1e-4
-    return (begin - flat(module.parameters())) / 0.5 + kept, lossless
-
-
-def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
-    for delivered, lossless in ranks(3, _conserved):
-        assert torch.allclose(delivered, lossless, rtol=0, atol=2e-6), (delivered - lossless).abs().max()
-
-
 def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, list[Tensor]]]:
     """At each batch's end: was it a repeated one, and the buffers."""
     module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
@@ -281,24 +244,6 @@ def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -
         assert size == 3
         assert torch.allclose(values, expected, rtol=0, atol=1e-5)
     assert not torch.equal(outcomes[0][0], outcomes[1][0])
-
-
-def _even() -> int:
-    silence = mock.patch.object(dist, "all_reduce", side_effect=AssertionError("a message"))
-    with process_group(), opened(Net(), AllReduce()) as (session, _), silence:
-        return len(list(session.join(loader(dist.get_rank(), 0))))
-
-
-def test_without_joining_no_rank_tells_anything(ranks: Pool) -> None:
-    assert ranks(2, _even) == [5, 3]
-
-
-def test_uneven_is_one_of_two() -> None:
-    for make in (AllReduce, Auto, PowerSGD, Gossip, Choco, PushSum, LocalSGD):
-        assert make().uneven == "error"
-        assert "uneven='join'" in repr(make(uneven="join")) or "uneven=join" in repr(make(uneven="join"))
-        with pytest.raises(ValueError, match=r"'error'.*'join'.*got 'wait'"):
-            make(uneven="wait")
 
 
 # Lightning
@@ -409,30 +354,6 @@ def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size
         assert torch.allclose(outcome["values"], expected, rtol=0, atol=1e-5)
     # statistics are rank 0's, and stay while it repeats a batch
     assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
-
-
-def _resumes(folder: str, algorithm: Algorithm) -> None:
-    saving: dict[str, Any] = {"dirpath": folder, "filename": "{step}", "save_top_k": -1}
-    callbacks = [ModelCheckpoint(every_n_epochs=1, **saving), ModelCheckpoint(every_n_train_steps=5, **saving)]
-    whole = fitted(algorithm, enable_checkpointing=True, callbacks=callbacks)
-    resumed = fitted(algorithm, ckpt_path=f"{folder}/step=7.ckpt")
-    for one, other in zip(whole.lightning_module.parameters(), resumed.lightning_module.parameters(), strict=True):
-        assert torch.equal(one, other)
-    assert whole.global_step == resumed.global_step == 14
-    # within an epoch, after rank 0 had run out; Lightning begins this loader anew
-    rest = fitted(algorithm, max_epochs=1, ckpt_path=f"{folder}/step=5.ckpt")
-    assert rest.global_step == 7
-    assert isinstance(rest.lightning_module, Module)
-    assert rest.lightning_module.idle == 2 * [dist.get_rank() == 0]
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [AllReduce(BlockInt(8), uneven="join"), pytest.param(Choco(uneven="join"), marks=pytest.mark.slow)],
-    ids=["int8", "choco"],
-)
-def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path, algorithm: Algorithm) -> None:
-    ranks(2, _resumes, str(tmp_path), algorithm)
 
 
 # What is refused
