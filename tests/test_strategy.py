@@ -6,7 +6,6 @@ import csv
 import json
 import multiprocessing
 import os
-import sys
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import HERE
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -488,34 +486,3 @@ def test_what_forked_and_spawned_processes_count_and_choose_comes_back(names: li
         if isinstance(algorithm, Auto):
             assert algorithm.chosen.bucket_mb == 25, "all sizes come to the same here"
             assert 0 < stats.probe_bytes_sent < 10_000
-
-
-LAUNCHED = """
-import json, os, sys
-os.chdir(FOLDER)
-sys.path[:0] = [HERE, ROOT]
-import torch.distributed as dist
-from test_strategy import Net, check_replicas, fit
-
-trainer = fit("ring", Net(), devices=2, num_nodes=2)
-check_replicas(trainer)
-record = [trainer.global_rank, trainer.node_rank, trainer.local_rank, trainer.world_size]
-open(f"rank{trainer.global_rank}.json", "w").write(json.dumps(record))
-dist.barrier()  # gloo's threads may abort a process that ends right after a collective, if nobody disconnects
-"""
-
-
-@pytest.mark.slow
-def test_two_nodes_each_a_network_namespace_where_the_machine_allows_it(tmp_path: Path) -> None:
-    """One command a host; the popen launcher starts the second process there."""
-    from benchmarks import lab  # not above: scripts that import this module from another folder do not find it
-
-    script = tmp_path / "script.py"
-    script.write_text(f"FOLDER, HERE, ROOT = {str(tmp_path)!r}, {str(HERE)!r}, {str(HERE.parent)!r}\n{LAUNCHED}")
-    command = ["env", "-u", "LOCAL_RANK", "-u", "RANK", "-u", "WORLD_SIZE", sys.executable, str(script)]
-    with lab.Lab(2, lab.LOOPBACK if lab.missing() else lab.UNTHROTTLED) as hosts:
-        for node in range(2):
-            hosts.popen(node, command, {"OMP_NUM_THREADS": "1"})
-        assert hosts.wait(grace=10) == [0, 0]
-    records = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("rank*.json"))]
-    assert records == [[0, 0, 0, 4], [1, 0, 1, 4], [2, 1, 0, 4], [3, 1, 1, 4]]
