@@ -1007,7 +1007,8 @@ def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -
 # Elastic training
 
 
-def _commits(folder: Path) -> None:
+@on_ranks(2)
+def test_a_restart_goes_on_from_the_newest_commit(tmp_path: Path) -> None:
     with horovod() as rank:
         size = hvd.size()
         sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
@@ -1016,7 +1017,7 @@ def _commits(folder: Path) -> None:
         assert {len(part) for part in shared} == {len(sampler)} == {-(-11 // size)}
         model = network(seed=rank)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-        path = folder / f"node{rank}"  # as on a disk of its own
+        path = tmp_path / f"node{rank}"  # as on a disk of its own
         state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], path=path)
 
         @hvd.elastic.run
@@ -1045,9 +1046,9 @@ def _commits(folder: Path) -> None:
             assert set().union(*hvd.allgather_object(list(sampler))) == set(range(11)) - done
 
     # all processes start again, on other nodes: the file is that of rank 1 now
-    assert not (folder / "node1").exists()  # only the first process of a node writes
+    assert not (tmp_path / "node1").exists()  # only the first process of a node writes
     with horovod() as rank:
-        path = folder / f"node{1 - rank}"
+        path = tmp_path / f"node{1 - rank}"
         sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
         model = network(seed=5)
         optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
@@ -1064,10 +1065,6 @@ def _commits(folder: Path) -> None:
             with pytest.raises(ValueError, match=r"node0 is damaged: .* Delete it"):
                 state.resume()
         hvd.barrier()
-
-
-def test_a_restart_goes_on_from_the_newest_commit(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _commits, tmp_path)
 
 
 def test_a_commit_is_read_from_no_folder_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

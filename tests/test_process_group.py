@@ -456,11 +456,8 @@ class Net(BoringModel):
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, partial(ModelParallelStrategy, 2, 1)], ids=["ddp", "fsdp2"])
-def test_lightnings_own_strategies(ranks: Pool, tmp_path: Path, strategy: Any) -> None:
-    ranks(2, _lightning, str(tmp_path), strategy)
-
-
-def _lightning(folder: str, strategy: Any) -> None:
+@on_ranks(2)
+def test_lightnings_own_strategies(tmp_path: Path, strategy: Any) -> None:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=2,
@@ -468,7 +465,7 @@ def _lightning(folder: str, strategy: Any) -> None:
         fast_dev_run=2,
         enable_progress_bar=False,
         enable_model_summary=False,
-        default_root_dir=folder,
+        default_root_dir=tmp_path,
         plugins=[TorchElasticEnvironment()],
     )
     trainer.fit(model := Net())
