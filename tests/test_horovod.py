@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
 import re
 import signal
@@ -254,6 +255,30 @@ def test_sparse_sums_may_have_other_rows_on_each_rank() -> None:
         for tensor, op in ((mine[rank], hvd.Sum), (rows, hvd.Max), (whole, hvd.Average)):
             with pytest.raises(ValueError, match=r"takes a sparse tensor|averages floating-point"):
                 hvd.sparse_allreduce_async(tensor, "rows", op)
+
+
+POSITIONS = {  # of Horovod 0.28.1's arguments
+    "tensor name process_set": [hvd.allgather, hvd.allgather_async],
+    "tensor average name compression op prescale_factor postscale_factor process_set": [hvd.allreduce],
+    "tensor average name op prescale_factor postscale_factor process_set": [hvd.allreduce_, hvd.allreduce_async],
+    "tensor splits name process_set": [hvd.alltoall],
+    "tensor root_rank name process_set": [hvd.broadcast, hvd.broadcast_],
+    "tensors name process_set": [hvd.grouped_allgather],
+    "tensors average name compression op prescale_factor postscale_factor process_set": [hvd.grouped_allreduce],
+    "tensors average name op prescale_factor postscale_factor process_set": [hvd.grouped_allreduce_],
+    "tensors name compression op process_set prescale_factor postscale_factor": [hvd.grouped_reducescatter],
+    "tensor name compression op process_set prescale_factor postscale_factor": [hvd.reducescatter],
+    "tensor name op process_set prescale_factor postscale_factor": [hvd.reducescatter_async],
+    "tensor name op process_set": [hvd.sparse_allreduce_async],
+    "file_path mark_cycles": [hvd.start_timeline],
+}
+
+
+def test_arguments_have_horovods_places() -> None:
+    for theirs, functions in POSITIONS.items():
+        for function in functions:
+            names = list(inspect.signature(function).parameters)
+            assert " ".join(names).startswith(theirs), function
 
 
 @on_ranks(2)

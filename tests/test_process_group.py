@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -134,49 +131,6 @@ def test_all_else_is_torchs_and_counts_no_bytes() -> None:
     dist.all_reduce(data(rank, 1 << 14), group=group)  # of as many bytes as travel encoded
     assert group.stats.bytes_sent
     assert (group.stats.exchanges, group.stats.steps, group.stats.exposed_seconds) == (1, None, None)
-
-
-@on_ranks(2)
-def test_a_group_that_is_destroyed_waits_for_a_rank_that_is_late() -> None:
-    rank, _ = begin()
-    group, values = made("ring", pg_options=GroupOptions(AllReduce(), 0)), data(rank)
-    dist.all_reduce(data(rank), group=group)
-    if rank:
-        time.sleep(1.5)
-    work = dist.all_reduce(values, group=group, async_op=True)
-    if rank:
-        work.wait()
-        assert torch.equal(values, data(0) + data(1))
-    dist.destroy_process_group(group)
-
-
-AT_EXIT = """
-import multiprocessing, sys
-from ringstrategy.integrations.encoded import at_exit
-
-def child(ends):
-    at_exit(lambda error: print(ends, repr(error), flush=True))
-    if ends == "raises":
-        raise ValueError("no")
-    if ends == "exits":
-        try:
-            raise ValueError("no")
-        except ValueError:
-            sys.exit(1)
-
-for ends in ("raises", "exits", "returns"):
-    process = multiprocessing.get_context("fork").Process(target=child, args=(ends,))
-    process.start()
-    process.join()
-at_exit(lambda error: print("itself", repr(error), flush=True))
-raise ValueError("no")
-"""
-
-
-def test_the_end_of_a_process_knows_its_error() -> None:
-    done = subprocess.run([sys.executable, "-c", AT_EXIT], capture_output=True, text=True, check=False)
-    said = dict(line.split(" ", 1) for line in done.stdout.splitlines())
-    assert said == {**dict.fromkeys(["raises", "exits", "itself"], "ValueError('no')"), "returns": "None"}, done.stderr
 
 
 def _kinds() -> list[torch.Tensor]:

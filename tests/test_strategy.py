@@ -15,7 +15,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import HERE
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
@@ -28,7 +27,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import ringstrategy
 from ringstrategy import (
     AllReduce,
     Auto,
@@ -44,6 +42,7 @@ from ringstrategy import (
 )
 from ringstrategy.algorithms import Algorithm
 from ringstrategy.integrations.lightning import meeting
+from ringstrategy.names import STRATEGIES
 
 
 class Net(L.LightningModule):
@@ -246,10 +245,6 @@ def test_lightning_cli_builds_the_strategy_from_class_paths() -> None:
     check_replicas(cli.trainer)
 
 
-def test_the_package_under_test_is_the_checkout() -> None:
-    assert Path(ringstrategy.__file__).parent == HERE.parent / "ringstrategy"
-
-
 # Manual optimization
 
 
@@ -376,7 +371,8 @@ class Failing(Net):
         raise ValueError("no")
 
 
-def _starts_and_exits() -> None:
+@on_ranks(1)
+def test_ranks_disconnect_at_exit() -> None:
     """A process disconnects at its exit, unless its last fit failed: then it would wait for others there."""
     at_exit: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -391,7 +387,8 @@ def _starts_and_exits() -> None:
         assert at_exit == [meeting.disconnect]
 
 
-def _starts_late() -> None:
+@on_ranks(2)
+def test_ranks_start_late() -> None:
     """Ranks may come later than `timeout`, which counts from when all are there."""
     waits, timeout = [], timedelta(seconds=50)
     make = meeting.guarded_store
@@ -405,11 +402,6 @@ def _starts_late() -> None:
         check_replicas(fit(RingStrategy(timeout=timeout), Net(), max_epochs=1))
     assert waits == [default_pg_timeout]
     assert dist.distributed_c10d._get_default_store().timeout == timeout
-
-
-def test_ranks_start_late_and_disconnect_at_exit(ranks: Pool) -> None:
-    ranks(1, _starts_and_exits)
-    ranks(2, _starts_late)
 
 
 # Launchers
@@ -504,3 +496,31 @@ def test_a_second_fit_a_new_trainer_and_a_resumed_one_go_on_averaging(tmp_path: 
     assert list(tmp_path.iterdir()) == [path]
     for mine, theirs in zip(ours, _fits_again("ddp", path), strict=True):
         check_equal(mine, theirs)
+
+
+def _train_all(size: int) -> dict[str, int]:
+    sent = {}
+    every = next(iter(rows(240 * size, batch_size=240 * size)))
+    for name in STRATEGIES:
+        model = net(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 3))
+        before = float(model.loss(every))
+        trainer = fit(name, model, data=rows(240 * size), max_epochs=1)
+        check_replicas(trainer)
+        assert float(model.loss(every)) < 0.9 * before, name
+        stats, algorithm = trainer.strategy.stats, trainer.strategy.algorithm
+        is_local_sgd = isinstance(algorithm, LocalSGD)
+        interval, parts = (algorithm.interval, algorithm.fragments) if is_local_sgd else (1, 1)
+        assert stats.steps == trainer.global_step == 60
+        assert 60 // interval <= stats.exchanges <= -(-60 // interval) * parts
+        sent[name] = stats.bytes_sent
+    return sent
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.nightly)])
+def test_every_name_trains_identical_replicas_and_sends_what_it_says(ranks: Pool, size: int) -> None:
+    sent = ranks(size, _train_all, size)[0]
+    exact = sent["ring"]
+    fewer = {"ring_fp16": 1.9, "ring_bf16": 1.9, "ring_int8": 3.5, "ring_fp8": 3.5, "ring_int4": 6, "ring_int2": 9}
+    for name, factor in {**fewer, "ring_sign": 12, "ring_topk": 14, "ring_powersgd": 4}.items():
+        assert sent[name] < exact / factor, (name, exact / sent[name])
+    assert set(sent) == set(STRATEGIES)

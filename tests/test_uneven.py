@@ -171,39 +171,6 @@ def test_the_mean_is_over_the_batches_that_there_are(
     assert 0 < error < most
 
 
-def _conserved() -> tuple[Tensor, Tensor]:
-    """What was stepped and the residuals of all ranks; what a lossless exchange would have had stepped."""
-    torch.manual_seed(0)
-    module, algorithm = nn.Linear(40, 9), AllReduce(BlockInt(4), error_feedback=True, uneven="join")
-    begin = flat(module.parameters())
-    lossless = torch.zeros_like(begin)
-    with process_group():
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        data = [torch.randn(8, 40, generator=generator) for _ in range(COUNTS[dist.get_rank()])]
-        with opened(module, algorithm, torch.optim.SGD(module.parameters(), 0.5)) as (session, optimizer):
-            for place, inputs in enumerate(session.join(data)):
-                session.begin_batch(f"batch {place}", [optimizer], first=place == 0, later_epoch=False)
-                loss = (module(inputs) - inputs[:, :9]).square().mean()
-                if not session.uneven.idle:
-                    gradients = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
-                    lossless += flat(iter(gradients)) / sum(place < count for count in COUNTS)
-                optimizer.zero_grad()
-                session.backward(loss)
-                optimizer.step()
-                session.end_batch(1)
-            residuals = session.state_dict()["residuals"]
-        kept = flat(residuals[name] for name, _ in module.named_parameters())
-        dist.all_reduce(lossless)
-        dist.all_reduce(kept)
-    assert kept.abs().max() > 1e-4
-    return (begin - flat(module.parameters())) / 0.5 + kept, lossless
-
-
-def test_no_residual_is_lost_or_delivered_twice(ranks: Pool) -> None:
-    for delivered, lossless in ranks(3, _conserved):
-        assert torch.allclose(delivered, lossless, rtol=0, atol=2e-6), (delivered - lossless).abs().max()
-
-
 def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, list[Tensor]]]:
     """At each batch's end: was it a repeated one, and the buffers."""
     module = nn.Sequential(nn.Linear(6, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
