@@ -34,7 +34,7 @@ from torch.nn import Parameter
 
 from benchmarks import harness
 from benchmarks.rows import Row
-from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated

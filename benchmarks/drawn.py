@@ -29,7 +29,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.topologies import Complete, Exponential, OnePeerExponential, RandomMatching, RingGraph, Star
 
 BOUNDS: dict[Codec, float] = {  # of a mean's worst element, in the largest element of all that went in

@@ -14,8 +14,11 @@ from pathlib import Path
 import torch
 
 from benchmarks.topologies import SHOWN
-from ringstrategy.algorithms import Choco, Gossip, LocalSGD, PushSum
+from ringstrategy.algorithms.parameters.choco import Choco
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
+from ringstrategy.algorithms.parameters.gossip import Gossip
+from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.app.outputs import make_writable
 from ringstrategy.app.text import text_table
 from ringstrategy.codecs import BlockInt, Gaussian, Rotated

@@ -43,7 +43,7 @@ from benchmarks import drawn, harness
 from benchmarks.ranks import results_of
 from benchmarks.rows import Row
 from ringstrategy import AllReduce, BlockInt, PushSum, SmallExact
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.names import STRATEGIES
 from ringstrategy.session import Session
 

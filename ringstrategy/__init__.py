@@ -13,18 +13,16 @@ from ringstrategy.integrations import backends
 from ringstrategy.integrations.lightning.register import register
 
 if TYPE_CHECKING:
-    from ringstrategy.algorithms import (
-        Algorithm,
-        AllReduce,
-        Auto,
-        Choco,
-        Gossip,
-        LocalSGD,
-        Nesterov,
-        PowerSGD,
-        PushSum,
-        SmallExact,
-    )
+    from ringstrategy.algorithms.auto import Auto
+    from ringstrategy.algorithms.base import Algorithm
+    from ringstrategy.algorithms.gradients.allreduce import AllReduce
+    from ringstrategy.algorithms.gradients.powersgd import PowerSGD
+    from ringstrategy.algorithms.parameters.choco import Choco
+    from ringstrategy.algorithms.parameters.gossip import Gossip
+    from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+    from ringstrategy.algorithms.parameters.outer import Nesterov
+    from ringstrategy.algorithms.parameters.push_sum import PushSum
+    from ringstrategy.algorithms.policy import SmallExact
     from ringstrategy.codecs import (
         BlockFloat8,
         BlockInt,
@@ -50,10 +48,16 @@ if TYPE_CHECKING:
     from ringstrategy.transport.trace import timeline
 
 _HOMES = {
-    "algorithms": (
-        "Algorithm",
-        *("AllReduce", "Auto", "Choco", "Gossip", "LocalSGD", "Nesterov", "PowerSGD", "PushSum", "SmallExact"),
-    ),
+    "algorithms.base": ("Algorithm",),
+    "algorithms.gradients.allreduce": ("AllReduce",),
+    "algorithms.auto": ("Auto",),
+    "algorithms.parameters.choco": ("Choco",),
+    "algorithms.parameters.gossip": ("Gossip",),
+    "algorithms.parameters.local_sgd": ("LocalSGD",),
+    "algorithms.parameters.outer": ("Nesterov",),
+    "algorithms.gradients.powersgd": ("PowerSGD",),
+    "algorithms.parameters.push_sum": ("PushSum",),
+    "algorithms.policy": ("SmallExact",),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "Rotated", "Sign", "TopK"),

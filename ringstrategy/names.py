@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ringstrategy.algorithms import (
-    Algorithm,
-    AllReduce,
-    Auto,
-    Choco,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    PowerSGD,
-    PushSum,
-    SmallExact,
-)
+from ringstrategy.algorithms.auto import Auto
+from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
+from ringstrategy.algorithms.gradients.powersgd import PowerSGD
+from ringstrategy.algorithms.parameters.choco import Choco
+from ringstrategy.algorithms.parameters.gossip import Gossip
+from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.parameters.outer import Nesterov
+from ringstrategy.algorithms.parameters.push_sum import PushSum
+from ringstrategy.algorithms.policy import SmallExact
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.topologies import OnePeerExponential

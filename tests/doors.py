@@ -35,7 +35,7 @@ import ringstrategy as ring
 import ringstrategy.horovod as hvd
 from benchmarks.shared_gpu import TWO_HOSTS
 from ringstrategy import AllReduce, BlockInt
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.transport.stats import Stats
 

@@ -36,7 +36,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.app.refusals import check_arguments
 from ringstrategy.names import STRATEGIES
 from ringstrategy.topologies import Exponential, FromGraph, FromMatrix, OnePeerExponential, RingGraph

@@ -37,7 +37,7 @@ from ringstrategy import (
     consensus,
     finish,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 
 
 def momentum(module: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:

@@ -39,7 +39,7 @@ from ringstrategy import (
     SmallExact,
     TopK,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 from ringstrategy.kernels import feedback
 

@@ -48,7 +48,7 @@ from ringstrategy import (
     PushSum,
     RingStrategy,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.session import state
 from ringstrategy.topologies import Complete, Star

@@ -25,7 +25,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, BlockInt, Choco, Gossip, LocalSGD, Nesterov, PlanMismatchError
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.session.optimizers import OptimizerSteps
 from ringstrategy.topologies import Complete

@@ -40,7 +40,7 @@ from ringstrategy import (
     RingStrategy,
     Stats,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import meeting
 from ringstrategy.names import STRATEGIES
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import ringstrategy
 from ringstrategy import AllReduce, BlockInt, Direct, Gossip, Ring
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import trace

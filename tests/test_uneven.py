@@ -32,7 +32,7 @@ from ringstrategy import (
     PowerSGD,
     RingStrategy,
 )
-from ringstrategy.algorithms import Algorithm
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.topologies import RingGraph
 

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from ringstrategy.algorithms import SmallExact
+from ringstrategy.algorithms.policy import SmallExact
 from ringstrategy.codecs import BlockInt, Codec, Sign
 from ringstrategy.codecs.rotated import signs
 from ringstrategy.kernels import operations

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceCoales
 from torch.futures import Future
 from typing_extensions import override
 
-from ringstrategy.algorithms import AllReduce
+from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.memory import check_memory, check_width
 from ringstrategy.algorithms.parameters.rows import in_flats
 from ringstrategy.codecs import Codec, TopK, derive_seed
