@@ -24,12 +24,9 @@ from typing import Any
 
 from benchmarks.ranks import Patience, reserve_port
 
-LARGEST = 8
 _GRACE = 60.0  # seconds, for other ranks after one has failed, which may wait for it: the test is red already
 _IMPORTED = ["ringstrategy.integrations.lightning.for_lightning", "ringstrategy.names", "pytest"]
-_IMPORTED += [
-    f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_cast", "cpu_mix", "cpu_nesterov", "cpu_sparse")
-]  # with Numba
+_IMPORTED += [f"ringstrategy.kernels.{name}" for name in ("compiled", "cpu", "cpu_elementwise", "cpu_sparse")]  # Numba
 multiprocessing.get_context("forkserver").set_forkserver_preload(_IMPORTED)
 
 

@@ -400,7 +400,7 @@ def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
         for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
             module(X, [0, 1]).backward()
             refuses("manual_backward")
-            algorithm.before_step({module.branches[2].weight}), "another optimizer's"
+            algorithm.before_step({module.branches[2].weight})  # another optimizer's
             drop()
             algorithm.before_step(everything)
         backward(algorithm, module(X, [0, 1]), sync=False)
@@ -409,3 +409,38 @@ def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
         algorithm.before_step(everything)
 
     on_all_ranks(2, unmanaged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> None:
+    """Autograd gives `a` and `b` one memory for their gradients, if nothing else does with it."""
+
+    def shared(peers: FakePeers) -> list[Tensor]:
+        a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
+        generator = torch.Generator().manual_seed(peers.rank)
+        algorithm = _setup(peers, AllReduce(BlockInt(4, block=24), Direct()), {"a": a, "b": b})
+        loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
+        algorithm.before_backward(loss)
+        loss.backward()
+        assert a.grad.data_ptr() == b.grad.data_ptr(), "or this tests nothing"  # type: ignore[union-attr]
+        algorithm.after_backward()
+        slots = [slot for bucket in algorithm._buckets for slot in bucket.slots]
+        assert all(torch.equal(slot.view.to(dtype), slot.parameter.grad) for slot in slots)  # type: ignore[arg-type]
+        return [slot.parameter.grad.view(-1) for slot in slots]  # type: ignore[union-attr]
+
+    every_rank = on_all_ranks(3, shared)
+    for first, second in every_rank:
+        assert not torch.equal(first, second), "blocks lie elsewhere in each, so the means differ"
+        assert torch.equal(first, every_rank[0][0])
+        assert torch.equal(second, every_rank[0][1])
+
+
+def test_a_backward_after_one_that_failed_is_an_error() -> None:
+    def swallowed(peers: FakePeers) -> None:
+        weight = nn.Parameter(torch.zeros(3))
+        algorithm = _setup(peers, AllReduce(), {"weight": weight})
+        algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
+        with pytest.raises(RuntimeError, match="half-way"):
+            backward(algorithm, weight.sum())
+
+    _though_messages_are_left(2, swallowed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,22 @@ def test_one_process_trains_as_without_a_strategy() -> None:
         assert isinstance(trainer.strategy, RingStrategy)
         assert trainer.strategy.stats.bytes_sent == 0
         assert all(map(torch.equal, trainer.lightning_module.parameters(), plain.parameters())), name
+
+
+class Marks:
+    """A function that is an object: its `repr` holds an address."""
+
+    def __call__(self, *_: Any) -> bool:
+        return False
+
+
+def test_functions_and_sets_that_print_differently_are_the_same() -> None:
+    """Each process has a hash seed of its own, and addresses of its own."""
+    names = ("a*", "b*", "c*", "d*", "e*")
+    functions = [AllReduce(local=partial(print, set(names))), AllReduce(partial(print, set(names)))]
+    functions += [make(local=Marks()) for make in (AllReduce, PowerSGD, Gossip, Auto)]
+    for algorithm in functions:
+        assert not re.search(r"0x|\*", repr(algorithm)), algorithm
+    shown = repr(AllReduce(SmallExact(BlockInt(8), names=set(names))))
+    places = [shown.index(name) for name in names]
+    assert places == sorted(places)

@@ -473,7 +473,18 @@ class Saves(Callback):
 # The judge
 
 AT_ONCE = 10
-QUICK = {2, 4, 6, 7, 11, 18, 10, 26}  # a raw optimizer, and two that are toggled late, are among them
+QUICK = {
+    3,
+    4,
+    86,
+    89,
+    97,
+    6,
+    11,
+    18,
+    10,
+    26,
+}  # of ddp: untoggled, raw, toggled late, manual, surgery that keeps gradients
 DDP = "ddp_find_unused_parameters_true"
 
 

@@ -39,7 +39,12 @@ COMMANDS = [
     for path in sorted(EXAMPLES.glob("*.py"))
     for command in re.findall(r"^ *python (examples/.*?)(?: +#.*)?$", path.read_text(), re.M)
 ]
-LAUNCHERS = ("ray_", "spark_", "slurm_", "horovod_")  # of these see test_launchers.py and test_horovod.py
+LAUNCHERS = (
+    "ray_",
+    "spark_",
+    "slurm_",
+    "horovod_",
+)  # of clusters: see test_launchers.py; Horovod's is docs/horovod.md's
 SPAWN = ("ddp_hook", "timeline")  # these start `train` by torch's spawn
 
 

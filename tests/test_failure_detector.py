@@ -10,18 +10,20 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from clocks import Clock
+from pairs import pairs
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.failure import watchdog
 from ringstrategy.failure.board import GRACE_SECONDS, Board
 from ringstrategy.failure.detector import FailureDetector
-from ringstrategy.failure.progress import DOUBT_SECONDS
+from ringstrategy.failure.progress import DOUBT_SECONDS, Progress
 from ringstrategy.failure.store import BoundedStore
 from ringstrategy.failure.watchdog import Wait
 from ringstrategy.membership import rendezvous
@@ -373,3 +375,101 @@ def test_the_watch_ends_a_collective_that_waits_in_vain(monkeypatch: pytest.Monk
     assert ended.wait(HARD_END)
     watching.close()
     assert events == ["listen"] * 5 + ["look"]
+
+
+class Interleaved:
+    """Calls `step`, and somewhere within it `other` in a thread; `again` while there are further places.
+
+    The thread has ended when the step goes on, unless it waits for a lock that the step holds.
+    """
+
+    def __init__(self) -> None:
+        self.places = 0
+        self.again = True
+
+    def run(self, step: Callable[[], object], other: Callable[[], object], *, opcodes: bool) -> None:
+        left, errors, threads = self.places, list[BaseException](), list[threading.Thread]()
+
+        def beside() -> None:
+            try:
+                other()
+            except BaseException as error:
+                errors.append(error)
+
+        def at(frame: FrameType, event: str, _: Any) -> Any:
+            nonlocal left
+            if not isinstance(frame.f_locals.get("self"), FailureDetector | Progress):
+                return None
+            frame.f_trace_opcodes = opcodes
+            if event == ("opcode" if opcodes else "line"):
+                if not left and not threads:
+                    threads.append(threading.Thread(target=beside))
+                    threads[0].start()
+                    threads[0].join(BLOCKED)
+                left -= 1
+            return at
+
+        tracing = sys.gettrace()
+        sys.settrace(at)
+        try:
+            step()
+        finally:
+            sys.settrace(tracing)
+        self.again = bool(threads)
+        self.places += self.again
+        for thread in threads:
+            thread.join(HARD_END)
+            assert not thread.is_alive()
+        for error in errors:
+            raise error
+
+
+def begins(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+
+
+def exchanges(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+    rank.progress.begin_exchange()
+
+
+def trains(rank: FailureDetector) -> None:
+    rank.progress.begin_batch()
+    rank.progress.begin_exchange()
+    rank.progress.end_batch()
+
+
+MOVES = [begins, exchanges, trains, lambda rank: rank.progress.leave_training("its validation")]
+
+
+@pairs(move=MOVES, other_first=[False, True], looks_within=[False, True])
+def test_ranks_that_do_the_same_are_never_accused(
+    move: Callable[[FailureDetector], None], other_first: bool, looks_within: bool
+) -> None:
+    """A look within a move, or a move within a look, at each of its lines."""
+    interleaved = Interleaved()
+    while interleaved.again:
+        store, (mine, theirs) = lines_of(2)
+        for rank in (mine, theirs):
+            trains(rank)
+            rank.progress.leave_training("its validation")
+            trains(rank)
+        if other_first:
+            move(theirs)
+            assert theirs.check("here") is None
+        found: list[object] = []
+
+        def look(rank: FailureDetector = mine, found: list[object] = found) -> None:
+            found.append(rank.check("here"))
+
+        def go_on(rank: FailureDetector = mine) -> None:
+            move(rank)
+
+        step, other = (look, go_on) if looks_within else (go_on, look)
+        interleaved.run(step, other, opcodes=not looks_within)
+        if not other_first:
+            move(theirs)
+        found += [rank.check("here") for rank in (theirs, mine, theirs)]
+        assert found.count(None) == len(found), found
+        assert not store.check(["lost"])
+    assert interleaved.places > 8

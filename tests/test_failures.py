@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -30,11 +30,12 @@ from pairs import all_pairs
 from pool import Pool
 from test_strategy import Net, fit, rows, trainer_with
 from torch import Tensor
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from benchmarks import faults
 from benchmarks.faulted import STEPS, Plan, be_a_rank
 from benchmarks.ranks import Job, note, noted
+from ringstrategy import AllReduce, RingStrategy
 from ringstrategy.failure import progress
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.elastic import Rest
@@ -435,3 +436,21 @@ def test_processes_that_were_let_go_end_nobody() -> None:
     watched.return_value.start.assert_called_once_with()
     launcher.let_go()
     assert watched.return_value._child_processes == []
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield from iter(rows())
+
+
+def _on_one_rank(data: Any) -> str:
+    try:
+        fit(RingStrategy(AllReduce(), on_peer_loss="shrink"), Net(), data=data)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("data", [DataLoader(Endless(), batch_size=4), {"a": rows(), "b": rows()}], ids=type)
+def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(ranks: Pool, data: Any) -> None:
+    assert all("one DataLoader over a data set with a length" in said for said in ranks(2, _on_one_rank, data))

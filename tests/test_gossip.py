@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from fakes import FakePeers, on_all_ranks
+from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
+from pool import Pool
+from rank_files import rank_state
+from test_strategy import Net, fit
 from torch import Tensor, nn
 
 from ringstrategy import (
@@ -24,7 +29,9 @@ from ringstrategy import (
     Identity,
     LocalSGD,
     Nesterov,
+    PeerLostError,
     PushSum,
+    RingStrategy,
     Rotated,
     SmallExact,
 )
@@ -463,3 +470,37 @@ def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so() -> Non
         return [torn["torn"], whole["torn"]]
 
     assert on_all_ranks(2, work) == [[True, False]] * 2
+
+
+class Fails(Net):
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and self.global_step == 3:
+            raise ArithmeticError("no more")
+        return super().training_step(batch, batch_idx)
+
+
+def _torn(folder: str) -> None:
+    saver = OnExceptionCheckpoint(folder, "left")
+    with pytest.raises((ArithmeticError, PeerLostError)):
+        fit(RingStrategy(Choco(Star())), Fails(), callbacks=[saver], enable_checkpointing=True)
+
+
+def _first_value(path: str) -> float:
+    """With which a run begins that goes on from this checkpoint."""
+    seen: list[float] = []
+
+    class Begins(Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.append(pl_module.layers[0].weight[0, 0].item())
+
+    once = {"max_epochs": 4, "limit_train_batches": 1, "callbacks": [Begins()]}
+    fit(RingStrategy(Choco(Star())), Net(), ckpt_path=path, **once)
+    return seen[0]
+
+
+@pytest.mark.slow
+def test_copies_that_an_exception_has_torn_are_not_taken_back(ranks: Pool, tmp_path: Path) -> None:
+    ranks(3, _torn, str(tmp_path))
+    own = rank_state(tmp_path / "left.ckpt", 1)["own"]
+    assert own["algorithm"]["torn"]
+    assert len(set(ranks(3, _first_value, str(tmp_path / "left.ckpt")))) == 1

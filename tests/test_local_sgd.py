@@ -34,9 +34,11 @@ from ringstrategy import (
     LocalSGD,
     Nesterov,
     Peers,
+    PlanMismatchError,
     RingStrategy,
     Rotated,
     Sign,
+    SmallExact,
 )
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.algorithms.parameters.schedule import cut_fragments
@@ -434,3 +436,36 @@ def test_a_checkpoint_holds_what_ranks_share_for_any_number_of_them(
     for epochs, size in ((1, 3), (2, 2), (3, 1), (4, 2)):
         ranks(size, _goes_on, algorithm, str(tmp_path), epochs)
     assert len(list(tmp_path.glob("*.ckpt"))) == 4
+
+
+def test_ranks_with_other_outer_optimizers_or_codecs_are_told() -> None:
+    def told(peers: FakePeers) -> list[str]:
+        policies = SmallExact(BlockInt(8)), SmallExact(BlockInt(4))
+        by_policy = LocalSGD(codec=lambda *named: policies[peers.rank](*named), collective=Direct())
+        messages = []
+        for algorithm in (LocalSGD(outer=Nesterov((0.7, 0.5)[peers.rank])), by_policy):
+            with pytest.raises(PlanMismatchError) as raised:
+                algorithm.setup({"weight": nn.Parameter(torch.zeros(64, 64))}, peers)
+            messages.append(str(raised.value))
+        return messages
+
+    for outer, codec in on_all_ranks(2, told):
+        assert all(each in outer for each in ("lr=0.7", "lr=0.5"))
+        assert all(each in codec for each in ("bits=4", "bits=8"))
+
+
+def test_directions_agree_from_minus_one_to_one() -> None:
+    def told(peers: FakePeers, sign: float) -> dict[str, float]:
+        named = _weight(64)
+        algorithm = begun(peers, LocalSGD(1), named)
+        named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
+        algorithm.after_step(named.values())
+        metrics = algorithm.metrics()
+        assert algorithm.metrics() == {}
+        return metrics
+
+    norm = torch.linspace(0, 1, 64).norm()
+    for sign in (1.0, -1.0):
+        for metrics in on_all_ranks(2, lambda peers, sign=sign: told(peers, sign)):
+            assert metrics["direction_agreement"] == pytest.approx(sign)
+            assert metrics["outer_gradient_norm"] == pytest.approx(norm if sign > 0 else 0.0)
