@@ -251,7 +251,7 @@ def fuzz(seed: int, payloads: int) -> dict[str, Counter[str]]:
     seeds = range(seed, seed + math.ceil(payloads / _ROUND))
     results, wrong = results_of(1, _check_seed, seeds, end=math.inf)
     if wrong:
-        again = f"python -m benchmarks fuzz --seed {seeds[len(results)]} --payloads 1"
+        again = f"python -m benchmarks fuzz --seed {seeds[min(len(results), len(seeds) - 1)]} --payloads 1"
         sys.exit(f"{wrong[0]}; repeat it with {again}")
     counts: dict[str, Counter[str]] = {}
     for one, [found] in zip(seeds, results, strict=True):

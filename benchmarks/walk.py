@@ -88,6 +88,7 @@ def _be_a_rank(what: str) -> None:
     for number in range(_STEPS):
         walk.counts = number == _STEPS - 1
         step()
+    walk.counts = False
     if dist.get_rank() == 0:
         files, returns = walk.found()
         note("walk.jsonl", files=files, returns=returns)

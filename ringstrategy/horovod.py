@@ -9,7 +9,6 @@ from typing import Any
 from ringstrategy.errors import PeerLostError as HorovodInternalError
 from ringstrategy.integrations.horovod import elastic
 from ringstrategy.integrations.horovod.batch_norm import SyncBatchNorm
-from ringstrategy.integrations.horovod.callbacks import LearningRateWarmup
 from ringstrategy.integrations.horovod.compression import Compression
 from ringstrategy.integrations.horovod.joining import join
 from ringstrategy.integrations.horovod.operations import (
@@ -43,6 +42,7 @@ from ringstrategy.integrations.horovod.operations import (
 from ringstrategy.integrations.horovod.optimizer import DistributedOptimizer
 from ringstrategy.integrations.horovod.process_sets import ProcessSet, global_process_set
 from ringstrategy.integrations.horovod.reduction import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ringstrategy.integrations.horovod.schedules import LearningRateWarmup
 from ringstrategy.integrations.horovod.values import (
     allgather_object,
     average_gradients,

@@ -484,7 +484,7 @@ QUICK = {
     18,
     10,
     26,
-}  # of ddp: untoggled, raw, toggled late, manual, surgery that keeps gradients
+}  # of ddp: untoggled, raw, toggled late, manual, keeps
 DDP = "ddp_find_unused_parameters_true"
 
 

@@ -44,7 +44,7 @@ LAUNCHERS = (
     "spark_",
     "slurm_",
     "horovod_",
-)  # of clusters: see test_launchers.py; Horovod's is docs/horovod.md's
+)  # of clusters: see test_launchers.py
 SPAWN = ("ddp_hook", "timeline")  # these start `train` by torch's spawn
 
 

@@ -211,5 +211,5 @@ def test_a_kernel_on_disk_is_named_by_all_that_it_depends_on(monkeypatch: pytest
 
 def test_a_kind_that_no_kernel_knows_names_the_cure() -> None:
     form = mock.Mock(arithmetic=BlockInt(8).arithmetic._replace(kind="ternary"), spec=["arithmetic"])
-    with pytest.raises(NotImplementedError, match=r"kind 'ternary', only int, .*: derive the codec from Codec"):
+    with pytest.raises(compiled.UnknownKindError, match=r"kind 'ternary', only int, .*: derive the codec from Codec"):
         compiled.block_kernels(form)

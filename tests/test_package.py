@@ -82,7 +82,7 @@ FLOORS = [  # from the ground; a room is a package or a module of the top level
     {"app"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_FRAMEWORKS = [room for rooms in FLOORS[:-2] for room in sorted(rooms)]
+WITHOUT_FRAMEWORKS = [*(room for rooms in FLOORS[:-2] for room in sorted(rooms)), "horovod"]
 
 
 def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[str]:

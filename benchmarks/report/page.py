@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jinja2
 import pandas as pd
 
-from benchmarks.cells import Cell, seconds, shown, times, told
+from benchmarks.cells import seconds, shown, times
 from benchmarks.report.frame import SETTING, losses, races
 
 Line: TypeAlias = Any  # of a table: a row with its columns as attributes
@@ -49,11 +49,6 @@ def _table(headings: Sequence[str], body: Iterable[Sequence[str]]) -> str:
     """In Markdown; without a line, nothing."""
     lines = [f"| {' | '.join(cells)} |" for cells in (headings, ["---"] * len(headings), *body)]
     return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def _of_lines(found: pd.DataFrame, columns: Mapping[str, Cell]) -> str:
-    """A row a line; a column that says nothing of any line is left out."""
-    return _table(*told((line for _, line in found.iterrows()), columns))
 
 
 def _by_case(found: pd.DataFrame, cases: Iterable[str], heading: str, cell: Callable[[Line], str]) -> str:

@@ -34,6 +34,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class UnknownKindError(ValueError):
+    """A codec's `Arithmetic` is of a kind that no kernel knows."""
+
+
 def encode(
     values: Tensor,
     wires: Sequence[Tensor],
@@ -201,7 +205,7 @@ def _compiles(make: Callable[P, R]) -> Callable[P, R | None]:
         begin = time.monotonic()
         try:
             kernels = make(*what, **how)
-        except NotImplementedError:
+        except UnknownKindError:
             raise
         except Exception as error:  # whatever a compiler may raise
             _warn(f"{type(error).__name__}: {str(error).splitlines()[0]}")
@@ -300,7 +304,7 @@ def _known(form: BlockFormat) -> cpu.Format:
 
     how = form.arithmetic
     if how.kind not in cpu.KINDS:
-        raise NotImplementedError(
+        raise UnknownKindError(
             f"no kernel knows codes of kind {how.kind!r}, only {', '.join(cpu.KINDS)}: derive the codec from Codec, or "
             "add the kind to kernels/cpu.py and triton_kernels/formats.py"
         )

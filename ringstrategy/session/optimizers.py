@@ -174,7 +174,7 @@ class OptimizerSteps:
 
 def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether the step computes its own gradients."""
-    return len(args) > 1 or kwargs.get("closure") is not None
+    return (len(args) > 1 and args[1] is not None) or kwargs.get("closure") is not None
 
 
 def is_within_backward() -> bool:

@@ -177,6 +177,8 @@ class Session:  # noqa: PLR0904
     def close(self) -> None:
         """Join the communication thread, and remove the hooks. No collective. State for a checkpoint stays."""
         host, self._host = self._host, None
+        watching = [each for each in (self._new_parts, self._steps) if each is not None]
+        self._new_parts = self._steps = None
         self.uneven = UnevenInputs(self.module, self.link)
         with ExitStack() as ends:  # each of them, last first, whatever the others raise
             ends.callback(self.link.close)
@@ -184,10 +186,8 @@ class Session:  # noqa: PLR0904
             if host is not None:
                 ends.callback(host.close)
                 self._gradients = self.algorithm
-            for watching in (self._new_parts, self._steps):
-                if watching is not None:
-                    ends.callback(watching.close)
-        self._new_parts = self._steps = None
+            for each in watching:
+                ends.callback(each.close)
 
     # Ranks with different numbers of batches
 
