@@ -326,6 +326,17 @@ def test_a_step_that_calls_its_base_is_one_step() -> None:
     assert calls == [("before", optimizer), ("after", optimizer)] * 2
 
 
+@pytest.mark.parametrize(("args", "seen"), [((), 1.0), ((None,), 1.0), ((lambda: 0.0,), 0.9)], ids=str)
+def test_before_comes_before_a_step_unless_a_closure_makes_its_gradients(args: Any, seen: float) -> None:
+    """As Accelerate does, which passes the closure that it has, or None."""
+    stepped, values = parameter(), []
+    optimizer = torch.optim.SGD([stepped], 0.1)
+    watching = OptimizerSteps(lambda _: values.append(stepped[0].item()), lambda _: None, lambda _: None)
+    optimizer.step(*args)
+    watching.close()
+    assert values == [pytest.approx(seen)]
+
+
 def test_a_step_of_another_thread_hides_none() -> None:
     inside, leave = threading.Event(), threading.Event()
 
