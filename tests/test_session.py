@@ -326,7 +326,9 @@ def test_a_step_that_calls_its_base_is_one_step() -> None:
     assert calls == [("before", optimizer), ("after", optimizer)] * 2
 
 
-@pytest.mark.parametrize(("args", "seen"), [((), 1.0), ((None,), 1.0), ((lambda: 0.0,), 0.9)], ids=str)
+@pytest.mark.parametrize(
+    ("args", "seen"), [((), 1.0), ((None,), 1.0), ((lambda: 0.0,), 0.9)], ids=["none", "None", "a closure"]
+)
 def test_before_comes_before_a_step_unless_a_closure_makes_its_gradients(args: Any, seen: float) -> None:
     """As Accelerate does, which passes the closure that it has, or None."""
     stepped, values = parameter(), []
