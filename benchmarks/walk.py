@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import Job, note, noted
+from benchmarks.ranks import results_of
 from ringstrategy import AllReduce, BlockInt, Choco, Direct, Gaussian, LocalSGD, Nesterov, Rotated
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
@@ -70,6 +69,7 @@ def _train(algorithm: Algorithm) -> Callable[[], None]:
         session.backward(module(torch.randn(8, 64)).square().mean())
         optimizer.step()
         session.end_batch(1)
+        session.algorithm.settle()  # else an exchange beside the step would be watched in part
 
     return step
 
@@ -80,7 +80,7 @@ def _reduce() -> Callable[[], None]:
     return lambda: dist.all_reduce(torch.randn(100_000), group=group)
 
 
-def _be_a_rank(what: str) -> None:
+def _walk(what: str) -> tuple[list[str], int]:
     dist.init_process_group("gloo")
     walk = Walk()
     algorithm = WALKS[what]
@@ -89,22 +89,17 @@ def _be_a_rank(what: str) -> None:
         walk.counts = number == _STEPS - 1
         step()
     walk.counts = False
-    if dist.get_rank() == 0:
-        files, returns = walk.found()
-        note("walk.jsonl", files=files, returns=returns)
     dist.barrier()
+    return walk.found()
 
 
-def walked(what: str, folder: Path) -> tuple[list[str], int]:
+def walked(what: str) -> tuple[list[str], int]:
     """The files on rank 0 of two, and the returns; `what` of `WALKS`."""
-    job = Job(folder, 2, _be_a_rank, what)
-    try:
-        codes = job.wait()
-        assert codes == [0, 0], job.output(0) + job.output(1)
-    finally:
-        job.close()
-    [row] = noted(folder / "walk.jsonl")
-    return row["files"], row["returns"]
+    results, wrong = results_of(2, _walk, [what])
+    if wrong:
+        sys.exit(wrong[0])
+    [[(files, returns), _]] = results
+    return files, returns
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,8 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--files", action="store_true", help="name them")
     asked = parser.parse_args(arguments)
     for what in WALKS:
-        with tempfile.TemporaryDirectory() as folder:
-            files, returns = walked(what, Path(folder))
+        files, returns = walked(what)
         print(f"{what}: {len(files)} files, {returns} calls into one that was left before")
         if asked.files:
             print(*(f"    {file}" for file in files), sep="\n")
