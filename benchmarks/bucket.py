@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +133,7 @@ class LonelyPeers(nccl.NcclPeers):
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         control: Any = _Echo(ranks)
-        super().__init__(mock.sentinel.group, control, device)
+        super().__init__(mock.sentinel.group, control, device, timedelta(minutes=1))
 
 
 class _InStream(LonelyPeers):
@@ -279,7 +280,7 @@ def _measured(algorithm: Synchronous, dtype: torch.dtype, ranks: int, options: a
         "graph_seconds": graph,
         "launches": launches,
         "waits": sorted(set(waits)),
-        **harness.made_with(torch.cuda.get_device_name(device)),
+        **harness.made_with(harness.name_of(device)),
     }
 
 

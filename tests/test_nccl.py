@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, LocalSGD,
 from ringstrategy.algorithms.parameters.periodic import Periodic
 from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Direct
+from ringstrategy.errors import PeerLostError
 from ringstrategy.topologies import OnePeerExponential
 from ringstrategy.transport import held, nccl
 from ringstrategy.transport.base import Handle, Waitable
@@ -150,6 +152,9 @@ class Control(FakePeers):
     def look_around(self, where: str) -> None:
         return
 
+    def look_closely(self, where: str) -> None:
+        return
+
     def abort(self, cause: str | None) -> None:
         return
 
@@ -169,7 +174,7 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | No
 
 
 def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"))  # type: ignore[arg-type]
+    return NcclPeers(group, control, torch.device("cpu"), timedelta(minutes=1))  # type: ignore[arg-type]
 
 
 THREAD = "ringstrategy-communication"
@@ -299,6 +304,56 @@ def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
     with pytest.raises(RuntimeError, match="these peers are closed"):
         ticket.wait()
     assert not calls.threads
+
+
+def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would wait for the device without end, in a call that is not ours."""
+    monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(Event, "done", False)
+    broken_off, network, looks = threading.Event(), Network(1), []
+    control, group = Control(network, 0), FakePeers(network, 0)
+
+    def end() -> None:
+        Event.done = True
+        broken_off.set()
+
+    def look_closely(where: str) -> None:
+        looks.append(where)
+        if len(looks) == 3:
+            raise PeerLostError(1, "there", where, "gone")
+
+    monkeypatch.setattr(control, "look_closely", look_closely)
+    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=end), raising=False)
+    peers = nccl_peers(group, control)
+    ticket = peers.submit(lambda: None, "bucket 2")
+    ticket.wait()
+    assert broken_off.wait(LIMIT)
+    for call in (lambda: peers.submit(lambda: None, "later"), lambda: peers.finish([ticket])):
+        with pytest.raises(PeerLostError, match="bucket 2"):
+            call()
+    peers.close()
+    assert looks == ["bucket 2"] * 3
+
+
+def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(Event, "done", False)
+    said = queue.SimpleQueue[str]()
+    control, group = Control(Network(1), 0), FakePeers(Network(1), 0)
+
+    def explain(error: RuntimeError, where: str) -> RuntimeError:
+        said.put(f"{where}: {error}")
+        Event.done = True
+        return PeerLostError(1, "there", where, str(error))
+
+    monkeypatch.setattr(control, "explain", explain)
+    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=lambda: None), raising=False)
+    peers = NcclPeers(group, control, torch.device("cpu"), timedelta(milliseconds=50))  # type: ignore[arg-type]
+    peers.submit(lambda: None, "bucket 2").wait()
+    assert "bucket 2: timed out" in said.get(timeout=LIMIT)
+    peers.close()
 
 
 # Warm-up

@@ -89,7 +89,7 @@ def connect(
             return StagedPeers(host_group, detector, stats, hosts, device, owned=owned)
         device_group = nccl_group(device, timeout, ranks, beside_steps=beside_steps)
         control = GlooPeers(host_group, detector, stats, hosts, timed=False, owned=owned)
-        return NcclPeers(device_group, control, device)
+        return NcclPeers(device_group, control, device, timeout)
     except BaseException as error:  # no peers yet who could tell the others
         try:
             if is_of_a_connection(error):

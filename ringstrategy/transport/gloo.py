@@ -207,6 +207,14 @@ class GlooPeers(Peers):
                 break_off_default()
             raise lost
 
+    def look_closely(self, where: str) -> None:
+        """`look_around` where no message is waited for: raise also if a rank has closed its connection to this one."""
+        self.look_around(where)
+        with self._breaking:
+            closed = self._closed()
+        if closed:
+            raise self.explain(TransportError(closed[0], RuntimeError("a closed connection")), where)
+
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """Say that we noticed, disconnect so that all others notice too, then find the culprit.
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_process_group_store
 from typing_extensions import override
 
 from ringstrategy.failure.detector import FailureDetector
@@ -19,6 +20,7 @@ from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
+_LOOK_SECONDS = 1.0  # between two looks at exchanges that last
 _FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
 
 
@@ -32,11 +34,12 @@ class _NcclHandle:
 
 
 class _StreamTicket:
-    def __init__(self, queued: Ticket, done: torch.cuda.Event, device: torch.device) -> None:
-        self._queued, self._done, self._device = queued, done, device
+    def __init__(self, queued: Ticket, done: torch.cuda.Event, device: torch.device, check: Callable[[], None]) -> None:
+        self._queued, self._done, self._device, self._check = queued, done, device, check
 
     def wait(self) -> None:
         self._queued.wait()  # an event that is not recorded yet would hold up nothing
+        self._check()
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
@@ -46,11 +49,21 @@ class NcclPeers(Peers):
     One thread makes all calls of NCCL and launches all kernels of an exchange, in the order of `submit`, so they come
     in the same order on all ranks. The training thread only records an event. It waits for the other one to have queued
     all, and then lets its stream wait, at the end of a backward.
+
+    A kernel of NCCL's waits for a lost rank without end, and so would the host, in whatever call of CUDA it makes next.
+    So another thread looks at the gloo connections while an exchange lasts, and breaks NCCL off. What waits then goes
+    on, with whatever had arrived, and the next call of these peers raises the error.
+
+    Args:
+        group: of NCCL's.
+        control: the same ranks over gloo.
+        device: of this rank.
+        timeout: how long an exchange may last before a rank counts as lost.
     """
 
     queues = True
 
-    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, control: GlooPeers, device: torch.device, timeout: timedelta) -> None:
         super().__init__(control.rank, control.size, control.stats, control.hosts)
         self._group: dist.ProcessGroup | None = group
         self._control = control
@@ -63,6 +76,11 @@ class NcclPeers(Peers):
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
+        self._where, self._timeout = "", timeout.total_seconds()
+        self._lost: RuntimeError | None = None
+        self._closing = threading.Event()
+        self._watch = threading.Thread(target=self._look_out, name="ringstrategy-look-out", daemon=True)
+        self._watch.start()
 
     @property
     def control(self) -> Peers:
@@ -102,7 +120,8 @@ class NcclPeers(Peers):
         """Hand to the thread, which queues on its stream, after all work that the current stream has queued so far."""
         if self._worker is None:
             raise RuntimeError("these peers are closed")
-        self._submitted += 1
+        self._check()
+        self._submitted, self._where = self._submitted + 1, where
         ready = torch.cuda.current_stream(self._device).record_event()
         begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -120,7 +139,8 @@ class NcclPeers(Peers):
                     self._held.until(done, task)
             self._count_spans(("communication_seconds", begin, done))
 
-        return _StreamTicket(self._worker.submit(queue, partial(self._control.look_around, where)), done, self._device)
+        queued = self._worker.submit(queue, partial(self._control.look_around, where))
+        return _StreamTicket(queued, done, self._device, self._check)
 
     def finish(self, tickets: Sequence[Waitable]) -> None:
         """Let the device's current stream wait. How long it waited is known later."""
@@ -141,6 +161,27 @@ class NcclPeers(Peers):
             if not self.stats.probing:
                 self._spans.extend(new)
 
+    def _look_out(self) -> None:
+        """Until `close`: whenever no exchange has ended for a while, see whether all ranks are there."""
+        before, waited = -1, 0.0
+        while not self._closing.wait(_LOOK_SECONDS):
+            done = self._held.done()
+            waited = waited + _LOOK_SECONDS if before == done < self._submitted else 0.0
+            before = done
+            if waited == 0 or self._aborted:
+                continue
+            try:
+                self._control.look_closely(self._where)
+                if waited > self._timeout:
+                    raise self.explain(RuntimeError(f"timed out after {waited:.0f} s"), self._where)
+            except RuntimeError as error:
+                self._lost = error
+                self._break_off()
+
+    def _check(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
         """As gloo's."""
         return self._control.explain(error, where)
@@ -148,6 +189,9 @@ class NcclPeers(Peers):
     def abort(self, cause: str | None) -> None:
         """Last words, then NCCL's abort."""
         self._control.abort(cause)
+        self._break_off()
+
+    def _break_off(self) -> None:
         if self._group is not None and not self._aborted:
             self._aborted = True
             self._group._get_backend(self._device).abort()
@@ -157,6 +201,8 @@ class NcclPeers(Peers):
 
         Tasks under way keep their tensors until they are done; after an `abort`, until NCCL has broken them off.
         """
+        self._closing.set()
+        self._watch.join()
         worker, self._worker = self._worker, None
         limit = CLOSE_SECONDS_AFTER_ERROR if self._aborted else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
@@ -182,10 +228,11 @@ def nccl_group(
 
     Args:
         device: of this rank.
-        timeout: of its calls.
+        timeout: of its calls; they get a second one, since after the first these peers say whom they miss.
         ranks: of the default group; None: all.
         beside_steps: its kernels wait for slower ranks through whole steps: few cores of the GPU for them.
     """
+    timeout = 2 * timeout
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout  # torch warns if it is not what `new_group` is given
     if beside_steps:
@@ -195,6 +242,9 @@ def nccl_group(
     )
     # all ranks must take part in a group's first call; a ring's first messages may leave some out
     dist.all_reduce(torch.zeros(1, device=device), group=group)
+    if ranks is not None and dist.get_rank(group) == 0:
+        # up to torch 2.13 a later group of the same ranks has the same name, and would read this one's address
+        _get_process_group_store(group).delete_key("0")
     size = dist.get_world_size(group)
     if size <= FEW:  # NCCL connects a pair at its first message: now rather than in a step
         ones = list(torch.ones(size, device=device).split(1))
