@@ -10,7 +10,7 @@ from ringstrategy.kernels.layout import BlockFormat, Signs
 
 from .decode import decode_parts
 from .encode import encode_parts
-from .formats import GATHERS
+from .formats import GATHERS, of
 
 
 class Launches(NamedTuple):
@@ -19,7 +19,8 @@ class Launches(NamedTuple):
     Attributes:
         encode: `encode_parts` in this format.
         decode: `decode_parts` in this format.
-        gathers: can `encode` have a source?
+        gathers: can `encode` have a source? Not with tiles that are wider than the runs of a block: on an H200 messages
+            of `BlockInt(7, block=24)` with a residual were wrong, compiled by Triton 3.6.
     """
 
     encode: Callable[..., None]
@@ -30,4 +31,5 @@ class Launches(NamedTuple):
 def launches(form: BlockFormat, signs: Signs | None) -> Launches:
     """In this format, rotated by these signs."""
     encode, decode = (partial(function, form=form, signs=signs) for function in (encode_parts, decode_parts))
-    return Launches(encode, decode, GATHERS)
+    fmt = of(form.arithmetic)
+    return Launches(encode, decode, GATHERS and fmt.width * fmt.tiles == fmt.block)
