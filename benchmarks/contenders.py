@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -266,19 +267,24 @@ class TorchDDP(Training):
 
 
 class PowerSGDHook(Training):
-    """Torch DDP with PowerSGD."""
+    """Torch DDP with PowerSGD: over NCCL torch's own hook."""
 
     def __init__(self, model: nn.Module, batches: Batches, rank: int, **how: Any) -> None:
         wrapped = DistributedDataParallel(model)
         super().__init__(wrapped, batches, **how)
-        self._power_sgd = PowerSGDOnOneThread(dist.new_group(timeout=harness.TIMEOUT), rank)
-        wrapped.register_comm_hook(None, self._power_sgd.hook)
+        self._rank = rank
+        self._peer = PowerSGDOnOneThread(dist.new_group(timeout=harness.TIMEOUT), rank)
+        if "nccl" in dist.get_backend_config():
+            state = PowerSGDState(None, rank, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook)
+        else:
+            wrapped.register_comm_hook(None, self._peer.hook)
 
     def must_send(self, hosts: int) -> float | None:
-        return reduced(4 * sum(factors(self.shapes, self._power_sgd.rank)), hosts)
+        return reduced(4 * sum(factors(self.shapes, self._rank)), hosts)
 
     def close(self) -> None:
-        self._power_sgd.close()
+        self._peer.close()
 
 
 class Waiting(Training):
@@ -343,7 +349,7 @@ class Ours(Training):
         self.algorithm = algorithm
         # a case may mix at another place than after the step, and each notices only its own steps
         self._session = Session(model, algorithm, timeout=harness.TIMEOUT, notice_steps=False)
-        self._session.open(torch.device("cpu"))
+        self._session.open(next(model.parameters()).device)
         self._session.bind([self.optimizer])
 
     def must_send(self, hosts: int) -> float | None:

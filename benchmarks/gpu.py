@@ -25,10 +25,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import harness
+from benchmarks import harness, lab
 
 _SECONDS = 1200  # for all parts together
 _LEAST = 20  # a part with less than this left does not begin
+_TRAINED = "ddp fp16 hook,ddp powersgd rank 1,=ring,=ring_int8,=ring_int4,=ring_sign,=ring_powersgd,=gossip_int8"
 _GRACE = 5  # for a part to end in good order
 _ROOT = Path(__file__).parents[1]
 
@@ -57,14 +58,17 @@ def _parts(out: Path) -> list[Part]:
     at_once = ("-n", str(min(8, os.cpu_count() or 1))) if find_spec("xdist") else ()  # each compiles for itself
     measured = partial(_measured, out)
 
+    rate = "1gbit" if lab.missing() is None else lab.LOOPBACK
+
     def doors(backend: str) -> Part:
         return Part(f"doors over {backend}", 300, _tests(["test_conformance"]), {"RINGSTRATEGY_TEST_BACKEND": backend})
 
     found = [
         measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15"),
         measured("bucket", 150, "bucket"),
-        measured("streams over nccl", 90, "shared_gpu", "--backend", "nccl"),
-        measured("streams over gloo", 90, "shared_gpu", "--backend", "gloo"),
+        measured("training over nccl", 150, "training", "--gpu", "nccl", "--rate", rate, "--cases", _TRAINED),
+        measured("streams over nccl", 90, "shared_gpu", "--gpu", "nccl"),
+        measured("streams over gloo", 90, "shared_gpu", "--gpu", "gloo"),
         Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once)),
         doors("nccl"),
         doors("gloo"),
@@ -87,7 +91,7 @@ def _dry_parts(out: Path) -> list[Part]:
     return [
         Part("tests of the kernels", 120, _tests(["test_kernels_cuda"], "-k", "pack_and_unpack"), interpreted),
         _measured(out, "kernels", 120, "kernels", "--dry", "--cases", "int8,rotate,pack"),
-        _measured(out, "streams over gloo", 120, "shared_gpu", "--dry"),
+        _measured(out, "streams over gloo", 120, "shared_gpu"),
     ]
 
 

@@ -35,6 +35,14 @@ T = TypeVar("T")
 COMMIT = "RINGSTRATEGY_BENCH_COMMIT"  # as it was when the driver started
 TIMEOUT = timedelta(minutes=10)  # then a collective gives up
 _THROUGHPUT = "RINGSTRATEGY_BENCH_THROUGHPUT"  # bytes a second of the raw TCP stream, handed from driver to workers
+# By these NCCL takes its ranks on one GPU for ranks of several hosts, if each has an NCCL_HOSTID of its own too.
+TWO_HOSTS = {
+    "NCCL_NET": "Socket",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
+    **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 _NO_CASES = "none"  # only those that nobody can leave out
 _WRITTEN = r"(?<=<!-- python -m benchmarks {} -->\n).*?(?=<!-- end -->)"
 _TRIES = 3  # a second in which the machine was busy with something else is no reason to give up
@@ -106,6 +114,12 @@ def _counts(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+def add_gpu(parser: argparse.ArgumentParser) -> None:
+    """What `device_of` and `over` read."""
+    shared = "compute on this machine's GPU, which all ranks share, and exchange over this backend; default: CPUs, gloo"
+    parser.add_argument("--gpu", choices=["gloo", "nccl"], help=shared)
+
+
 def run(
     parser: argparse.ArgumentParser,
     given: Sequence[str],
@@ -119,6 +133,8 @@ def run(
     options = parser.parse_args(given)
     with refusing(parser):
         check(options)
+    if getattr(options, "gpu", None) is not None and not torch.cuda.is_available():
+        sys.exit("--gpu needs a GPU, and torch sees none here")
     if "RANK" in os.environ:
         _work(options, worker)
         return
@@ -142,11 +158,11 @@ def refusing(parser: argparse.ArgumentParser) -> Iterator[None]:
 def _in_lab(made: Lab, command: Sequence[str]) -> None:
     """See that the lab's throttle holds, and run a benchmark with its arguments on each rank of it."""
     with made as lab:
-        told = {COMMIT: commit(), "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        told = {COMMIT: commit(), **TWO_HOSTS, "NCCL_SOCKET_IFNAME": lab.interface}
         if lab.bits_per_second is not None and lab.hosts > 1:
             told[_THROUGHPUT] = repr(check_throttle(lambda: next(lab.links())))
         for rank in range(lab.world_size):
-            lab.popen(rank, [sys.executable, "-m", "benchmarks", *command], told)
+            lab.popen(rank, [sys.executable, "-m", "benchmarks", *command], {**told, "NCCL_HOSTID": f"host{rank}"})
         codes = lab.wait()
     if any(codes):
         sys.exit("; ".join(f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code != 0))
@@ -168,12 +184,29 @@ def _work(options: argparse.Namespace, worker: Callable[[argparse.Namespace], No
     ranks, options.processes = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     options.hosts = ranks // options.processes
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    dist.init_process_group("gloo", timeout=TIMEOUT)
+    if device_of(options).type == "cuda":
+        torch.cuda.set_device(device_of(options))
+    dist.init_process_group(over(options), timeout=TIMEOUT)
     try:
         worker(options)
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def over(options: argparse.Namespace) -> str:
+    """The backend of torch.distributed: gloo, on GPUs (`--gpu`) also NCCL."""
+    return "cpu:gloo,cuda:nccl" if getattr(options, "gpu", None) == "nccl" else "gloo"
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Where a rank computes: on the CPU, with `--gpu` on the one GPU that all share."""
+    return torch.device("cpu" if getattr(options, "gpu", None) is None else "cuda:0")
+
+
+def name_of(device: torch.device) -> str:
+    """As a row says it."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def throughput() -> float | None:
@@ -218,8 +251,10 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> None:
         case.prepare()
         before = case.bytes_sent(), case.waited(), interface_bytes()
         dist.barrier()
+        _idle()
         start = time.perf_counter()
         case.run()
+        _idle()
         slowest = max_over_ranks(time.perf_counter() - start)  # and by now nothing is left in any queue
         after = case.bytes_sent(), case.waited(), interface_bytes()
         sent, waited, counted = map(_more, after, before)
@@ -229,6 +264,12 @@ def interleave(cases: Sequence[Case], rounds: int, warmup: int) -> None:
             case.at_interface = None if counted is None else round(counted / case.steps)
             if waited is not None:
                 case.waits.append(waited / case.steps)
+
+
+def _idle() -> None:
+    """Wait for what is queued on the GPU, if one is used."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 def _more(after: float | None, before: float | None) -> float | None:
@@ -260,7 +301,7 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
     """Of all their bits: 32 bytes."""
     hashed = hashlib.blake2b(digest_size=32)
     for tensor in tensors:
-        hashed.update(tensor.detach().contiguous().view(torch.uint8).numpy().data)
+        hashed.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return torch.frombuffer(bytearray(hashed.digest()), dtype=torch.uint8)
 
 
@@ -278,7 +319,7 @@ def facts(options: argparse.Namespace) -> dict[str, Any]:
         "throughput": throughput(),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        **made_with(),
+        **made_with(name_of(device_of(options))),
     }
 
 
@@ -368,7 +409,9 @@ def network(options: argparse.Namespace) -> str:
     carried, bits = throughput(), bits_per_second(options.rate)
     link = "" if carried is None else f", a raw TCP stream carries {carried / 1e6:.1f} MB/s"
     link += "" if carried is None or bits is None else f" ({800 * carried / bits:.1f} % of the rate)"
-    return f"{ranks} at {options.rate}{link}; {torch.get_num_threads()} thread(s) a rank on {os.cpu_count()} cores"
+    where = "" if getattr(options, "gpu", None) is None else f", all on one GPU over {options.gpu}"
+    cores = f"{torch.get_num_threads()} thread(s) a rank on {os.cpu_count()} cores"
+    return f"{ranks} at {options.rate}{link}{where}; {cores}"
 
 
 def interface_bytes() -> int | None:

@@ -154,7 +154,7 @@ def _measure(n: int, options: argparse.Namespace) -> None:
         seconds: list[list[float]] = [[] for _ in cases]
     else:
         seconds = _seconds(cases, reset, options)
-    name = "Triton's interpreter" if options.dry else torch.cuda.get_device_name(device)
+    name = "Triton's interpreter" if options.dry else harness.name_of(device)
     rows = [_row(case, n, times, name) for case, times in zip(cases, seconds, strict=True)]
     for row in rows:
         row.fraction_of_copy = row.gigabytes_per_second / rows[0].gigabytes_per_second

@@ -72,7 +72,9 @@ class PowerSGDOnOneThread:
             self._shapes[index] = shapes
             self._errors[index] = torch.zeros_like(flat)
             generator = torch.Generator().manual_seed(index)  # the same on all ranks
-            self._queries[index] = [torch.randn(self.rank, matrix.shape[1], generator=generator) for matrix in matrices]
+            self._queries[index] = [
+                torch.randn(self.rank, matrix.shape[1], generator=generator).to(flat.device) for matrix in matrices
+            ]
         error, queries = self._errors[index], self._queries[index]
 
         flat.add_(error)

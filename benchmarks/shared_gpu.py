@@ -1,7 +1,7 @@
 """Two processes on one GPU, as ranks of two hosts, exchange while the GPU sleeps at random.
 
-python -m benchmarks shared_gpu --backend gloo
-python -m benchmarks shared_gpu --dry  # small, on the CPU over gloo
+python -m benchmarks shared_gpu --gpu nccl
+python -m benchmarks shared_gpu             # small, on the CPU over gloo
 
 The device sleeps before, within and behind exchanges. What arrives must have the bits of the same exchange on the CPU.
 NCCL takes the two processes for hosts joined by sockets. NVIDIA does not support this: a failure of NCCL itself proves
@@ -11,7 +11,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 import time
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks import harness
-from benchmarks.lab import LOOPBACK, Lab, exit_on_sigterm
+from benchmarks.lab import LOOPBACK
 from benchmarks.rows import Row
 from ringstrategy import BlockInt, Codec, Collective, Direct, Identity, Ring, Rotated
 from ringstrategy.collectives.base import mean_
@@ -33,14 +32,6 @@ from ringstrategy.transport.base import Peers
 
 _RANKS = 2
 _LIMIT = timedelta(seconds=60)  # a peer is silent: kernels may be compiled meanwhile
-# By these NCCL takes its ranks on one GPU for ranks of several hosts, if each has an NCCL_HOSTID of its own too.
-TWO_HOSTS = {
-    "NCCL_NET": "Socket",
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    **dict.fromkeys(("NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE"), "1"),
-    **dict.fromkeys(("NCCL_NVLS_ENABLE", "NCCL_MNNVL_ENABLE"), "0"),
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
 
 
 def _exchanges() -> list[tuple[Codec, Collective]]:
@@ -77,10 +68,11 @@ class _Exchanges:
         return result.cpu()
 
 
-def _delayed(device: torch.device, options: argparse.Namespace) -> list[str]:
-    """What went wrong."""
-    rounds, numel = (2, 5000) if options.dry else (8, (1 << 20) + 300)
+def _delayed(options: argparse.Namespace) -> None:
+    """What runs in each process."""
+    rounds, numel = (2, 5000) if options.gpu is None else (8, (1 << 20) + 300)
     rank, delays, cpu = dist.get_rank(), random.Random(dist.get_rank()), torch.device("cpu")
+    device = harness.device_of(options)
     peers, twins = connect(device, _LIMIT), connect(cpu, _LIMIT)
 
     def sleep() -> None:
@@ -109,54 +101,25 @@ def _delayed(device: torch.device, options: argparse.Namespace) -> list[str]:
             Row(
                 benchmark="shared_gpu",
                 case=case,
-                rate=options.backend,
+                rate=options.gpu or "gloo",
                 hosts=_RANKS,
                 error=max(gaps),
                 ranks_identical=all(same),
                 elements=numel,
-                **harness.made_with("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)),
+                **harness.made_with(harness.name_of(device)),
             )
         )
     peers.close()
     twins.close()
     if rank == 0:
-        where = "the CPU" if options.dry else "one GPU"
-        harness.publish(f"two processes on {where}, over {options.backend}", rows, options.out)
-    return wrong
-
-
-def _be_a_rank(options: argparse.Namespace) -> None:
-    device = torch.device("cpu" if options.dry else "cuda:0")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    over = "cpu:gloo,cuda:nccl" if options.backend == "nccl" else "gloo"
-    dist.init_process_group(over, timeout=_LIMIT)
-    wrong = _delayed(device, options)
-    harness.max_over_ranks(0.0)  # a barrier may be NCCL's
-    dist.destroy_process_group()
+        harness.publish(f"exchanges among delays, {harness.network(options)}", rows, options.out)
     if wrong:
-        sys.exit(f"rank {os.environ['RANK']}: {'; '.join(wrong)}")
+        sys.exit(f"rank {rank}: {'; '.join(wrong)}")
 
 
 def main(given: Sequence[str]) -> None:
     """Start two ranks of this command, or be one of them."""
     parser = harness.arguments("shared_gpu", __doc__, rounds=None, cases=False)
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
-    parser.add_argument("--dry", action="store_true", help="small, and on the CPU")
-    options = parser.parse_args(given)
-    if options.dry and options.backend == "nccl":
-        parser.error("NCCL needs a GPU: --dry goes with --backend gloo")
-    if not (options.dry or torch.cuda.is_available()):
-        sys.exit("this needs a GPU, and torch sees none here: --dry runs it small on the CPU")
-    if "RANK" in os.environ:
-        _be_a_rank(options)
-        return
-    exit_on_sigterm()
-    with harness.refusing(parser), Lab(_RANKS, LOOPBACK) as lab:
-        told = {harness.COMMIT: harness.commit(), **TWO_HOSTS, "NCCL_SOCKET_IFNAME": lab.interface}
-        for rank in range(_RANKS):
-            command = [sys.executable, "-m", "benchmarks", "shared_gpu", *given]
-            lab.popen(rank, command, {**told, "NCCL_HOSTID": f"host{rank}"})
-        codes = lab.wait()
-    if any(codes):
-        sys.exit("; ".join(f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code))
+    harness.add_gpu(parser)
+    parser.set_defaults(hosts=[_RANKS], processes=1, rate=LOOPBACK)
+    harness.run(parser, given, _delayed)

@@ -4,6 +4,7 @@ python -m benchmarks training --hosts 4 --rate 1gbit --steps 2 --rounds 9 --out 
 python -m benchmarks training --model gpt                                            # or cnn; default: mlp, 24 M
 python -m benchmarks training --cases every --overlap-of gossip,gossip_exponential  # at intervals that hide the wire
 python -m benchmarks training --cases "=ring_int8,fabric,horovod,process group,comm hook,fsdp2" --steps 1   # all doors
+python -m benchmarks training --gpu nccl --cases "ddp fp16 hook,=ring,=ring_int8"    # on one GPU, which ranks share
 python -m benchmarks training --predict                            # beside what `ringstrategy-plan` says of it
 
 What chooses by itself (`ring_auto`) has chosen before anything is timed, and starts again from the first weights. All
@@ -83,9 +84,10 @@ class _Steps:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.task = tasks.asked(options)
-        self.initial = self.task.model(0)
-        self.batches = self.task.batches(options.steps, 0)
+        self.task, device = tasks.asked(options), harness.device_of(options)
+        self.initial = self.task.model(0).to(device)
+        batches = self.task.batches(options.steps, 0)
+        self.batches = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
         self.trainings: dict[str, Training] = {}
         self.how: dict[str, Any] = {"loss": self.task.loss, "optimizer": _OPTIMIZERS[options.optimizer]}
 
@@ -128,7 +130,8 @@ class _Steps:
         """All cases, and what each takes beside computing and beside its limit."""
         options, trainings = self.options, self.trainings
         known = contenders(self.initial, self.batches, **self.how)
-        known |= {name: partial(self.door, make) for name, make in DOORS.items()}
+        if options.gpu is None:  # Fabric and Horovod choose a device by themselves
+            known |= {name: partial(self.door, make) for name, make in DOORS.items()}
         planned = candidates(options.processes > 1) if options.predict else {}
         known = {name: make for name, make in known.items() if name in planned or not options.predict}
         self.add(DDP, known.pop(DDP)())
@@ -237,6 +240,8 @@ def _check(options: argparse.Namespace) -> None:
     tasks.asked(options)
     if options.predict:
         _rate(options)
+        if options.gpu is not None:
+            raise ValueError("--predict is of CPUs: leave --gpu out")
 
 
 def _names(text: str) -> list[str]:
@@ -258,5 +263,6 @@ def main(given: Sequence[str]) -> None:
     add("--overlap-of", type=_names, default=[], metavar="NAMES", help=hidden)
     margin = "with --overlap-of: how many times as long as an exchange the compute of an interval is to take"
     add("--margin", type=float, default=1.25, help=margin)
+    harness.add_gpu(parser)
     add("--predict", action="store_true", help="beside each case what `ringstrategy-plan` says of it")
     harness.run(parser, given, worker, check=_check)

@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 import ringstrategy.horovod as hvd
-from benchmarks.shared_gpu import TWO_HOSTS
+from benchmarks.harness import TWO_HOSTS
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
@@ -211,7 +211,7 @@ class Loop(ABC):
         return self.module.no_sync()
 
     def scale(self) -> Tensor | None:
-        return None if self.scaler is None else self.scaler.scale(torch.ones(()))
+        return None if self.scaler is None else self.scaler.scale(torch.ones((), device=DEVICE))
 
     def backward(self, loss: Tensor) -> None:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()

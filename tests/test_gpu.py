@@ -38,9 +38,7 @@ def test_a_part_that_fails_or_hangs_does_not_stop_the_others(tmp_path: Path) -> 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they would run")
 def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
-    for part in [*gpu._parts(tmp_path), *gpu._dry_parts(tmp_path)]:
-        if "--dry" in part.command:
-            continue
+    for part in gpu._parts(tmp_path):
         if "benchmarks" in part.command:
             arguments = list(part.command[part.command.index("benchmarks") + 1 :])
             with pytest.raises(SystemExit, match="torch sees none here"):
@@ -55,6 +53,6 @@ def test_each_command_is_one_that_exists(tmp_path: Path) -> None:
 
 
 def test_what_comes_through_delayed_streams_has_the_bits_of_the_cpu(ranks: Pool, tmp_path: Path) -> None:
-    rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl", "--dry")
+    rows, _ = on_ranks(ranks, 2, "shared_gpu", tmp_path / "rows.jsonl")
     assert len(rows) == 6
     assert all(row["ranks_identical"] and row["error"] == 0 for row in rows)
