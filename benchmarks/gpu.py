@@ -66,7 +66,9 @@ def _parts(out: Path) -> list[Part]:
     found = [
         measured("kernels", 120, "kernels", "--sizes", "64", "0.4", "--rounds", "15"),
         measured("bucket", 150, "bucket"),
-        measured("training over nccl", 150, "training", "--gpu", "nccl", "--rate", rate, "--cases", _TRAINED),
+        measured(
+            "training over gloo", 300, "training", "--gpu", "gloo", "--rounds", "3", "--rate", rate, "--cases", _TRAINED
+        ),
         measured("streams over nccl", 90, "shared_gpu", "--gpu", "nccl"),
         measured("streams over gloo", 90, "shared_gpu", "--gpu", "gloo"),
         Part("tests of the kernels", 400, _tests(["test_kernels", "test_kernels_cuda"], *at_once)),

@@ -26,6 +26,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from ringstrategy.kernels.triton import add, buckets, decode, encode, feedback, orthonormal, rotate
 from ringstrategy.kernels.triton.formats import GATHERS, LARGEST_BLOCK, LAUNCH, of
+from ringstrategy.kernels.triton.launches import launches
 from triton.backends.compiler import GPUTarget
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Gaussian, Sign
@@ -210,3 +211,9 @@ def test_they_compute_in_the_interpreter(which: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_gradients_are_read_where_they_lie_only_by_blocks_that_fill_their_tiles() -> None:
+    """Compiled by Triton 3.6, one of the others encoded wrongly on an H200."""
+    assert launches(BlockInt(8), None).gathers == GATHERS
+    assert not launches(BlockInt(7, block=24), None).gathers

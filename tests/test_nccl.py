@@ -13,6 +13,7 @@ from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Direct
 from ringstrategy.errors import PeerLostError
 from ringstrategy.topologies import OnePeerExponential
-from ringstrategy.transport import held, nccl
+from ringstrategy.transport import gloo, held, nccl
 from ringstrategy.transport.base import Handle, Waitable
 from ringstrategy.transport.nccl import NcclPeers
 
@@ -354,6 +355,16 @@ def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monke
     peers.submit(lambda: None, "bucket 2").wait()
     assert "bucket 2: timed out" in said.get(timeout=LIMIT)
     peers.close()
+
+
+def test_nccl_of_the_default_group_is_broken_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = mock.Mock()
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
+    gloo.break_off_default()
+    group._get_backend.assert_called_once_with(torch.device("cuda"))
+    group._get_backend.return_value.abort.assert_called_once_with()
 
 
 # Warm-up

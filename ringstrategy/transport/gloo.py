@@ -335,6 +335,13 @@ def break_off(group: dist.ProcessGroup | None) -> None:
 
 
 def break_off_default() -> None:
-    """`break_off` of the default group, if it is gloo's: other ranks may wait there for one that is lost."""
-    if dist.is_initialized() and backend_of("cpu") == "gloo":
+    """End what waits in the default group for a rank that is lost, here and on other ranks.
+
+    NCCL would wait even in `destroy_process_group`, or take the process down there.
+    """
+    if not dist.is_initialized():
+        return
+    if backend_of("cpu") == "gloo":
         break_off(dist.group.WORLD)
+    if backend_of("cuda") == "nccl":
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()
