@@ -240,7 +240,7 @@ EXCHANGES = [
     # codec, residual, dtypes, gap, ranks, collective
     (BlockInt(8), None, [torch.float32], "none", 2, Direct()),
     (BlockInt(8), torch.float32, [torch.float32], "unused here", 3, Direct()),
-    (BlockInt(7, block=24), torch.bfloat16, [torch.bfloat16], "held", 3, Direct()),
+    (BlockInt(7, block=64), torch.bfloat16, [torch.bfloat16], "held", 3, Direct()),
     (BlockInt(8), torch.float32, [torch.float32], "held", 3, BySize()),
     (BlockFloat8("e4m3"), None, [torch.float32, torch.bfloat16, torch.float16], "frozen", 3, Direct()),
     (Rotated(Gaussian(4)), torch.float32, [torch.float16, torch.float32], "unused here", 8, Direct()),
