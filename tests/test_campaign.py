@@ -12,9 +12,11 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -31,6 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import drawn
 from ringstrategy import RingStrategy
+from ringstrategy.failure import progress
 
 LAYERS = ("linear", "tanh", "norm", "layer norm", "dropout", "turned", "tied", "residual")
 EXTRAS = ("embedding", "sparse", "unused", "used by turns", "used by some", "frozen", "scalar", "double", "skewed")
@@ -38,6 +41,10 @@ SHARES = ("one memory", "view", "row")  # two parameters, or a parameter and a b
 LOOPS = ("automatic", "manual", "raw", "closure", "accumulating", "by turns", "surgery", "skipping", "freezing")
 GANS = ("toggled", "toggled late", "untoggled")
 HABITS = ("noise", "halves", "centers", "keeps", "hooks", "scales", "decays", "attacks")
+MISTAKES = {  # which ddp forgives, or waits for; and what each rank is told
+    "steps within backward": "within backward, where its gradient is this rank's alone",
+    "a collective on one rank": r"lost rank 1 .*it waits in all_reduce\(\) at .*test_campaign",
+}
 OPTIMIZERS = (*drawn.OPTIMIZERS, "groups")
 EPOCHS, BATCHES = 2, 6
 
@@ -63,9 +70,20 @@ class Case:
     swaps: bool  # what is looked at is Lightning's average of the parameters
     validates: int  # every so many batches; 0: never
     saves: tuple[str, int] | None = None  # in which hook, at which of its calls
+    mistake: str = ""
 
     @staticmethod
     def draw(seed: int) -> Case:
+        case, rng = Case._draw(seed), random.Random(f"scripts and mistakes {seed}")
+        if rng.random() < 0.1:
+            case = replace(case, extras=case.extras | {"scripted"})
+        if rng.random() < 0.04 and case.loop == "automatic" and case.kind != "gossip":
+            mistake = rng.choices(list(MISTAKES), (3, 1))[0]
+            case = replace(case, mistake=mistake, accumulate=1, drops="", saves=None)
+        return case
+
+    @staticmethod
+    def _draw(seed: int) -> Case:
         rng = random.Random(seed)
 
         def some(names: tuple[str, ...]) -> set[str]:
@@ -199,6 +217,8 @@ class Model(L.LightningModule):
         self.parts = nn.ModuleDict()
         for extra in sorted(case.extras & {"unused", "used by turns", "used by some", "frozen"}):
             self.parts[extra] = nn.Linear(5, 3)
+        if "scripted" in case.extras:
+            self.parts["scripted"] = torch.jit.script(nn.Sequential(nn.Linear(5, 3), nn.Tanh()))
         for extra in sorted(case.extras & {"embedding", "sparse"}):
             self.parts[extra] = nn.Embedding(7, 3, sparse=extra == "sparse")
         if "frozen" in case.extras:
@@ -235,7 +255,7 @@ class Model(L.LightningModule):
         for name, part in self.parts.items():
             if name in ("embedding", "sparse"):
                 y = y + part(which)
-            elif name in ("frozen", "one memory") or (name == "used by turns" and self.count % 2):
+            elif name in ("frozen", "one memory", "scripted") or (name == "used by turns" and self.count % 2):
                 y = y + part(x)
             elif name == "used by some" and (int(self.count) + self.rank) % 3 == 0:
                 y = y * part(x).sigmoid()
@@ -272,7 +292,19 @@ class Model(L.LightningModule):
             x = rows[0].clone().requires_grad_()
             self.loss((x, *rows[1:])).backward()
             rows = ((x + 0.1 * x.grad.sign()).detach(), *rows[1:])
+        if self.case.mistake and self.count == BATCHES - 1:
+            getattr(self, self.case.mistake.replace(" ", "_"))()
         return self.loss(rows)
+
+    def steps_within_backward(self) -> None:
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                early = torch.optim.SGD([parameter], 0.1)
+                parameter.register_post_accumulate_grad_hook(lambda _, early=early: early.step())
+
+    def a_collective_on_one_rank(self) -> None:
+        if self.rank == 1:
+            dist.all_reduce(torch.zeros(1))
 
     def manual(self, rows: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -491,17 +523,19 @@ DDP = "ddp_find_unused_parameters_true"
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "seeds" in metafunc.fixturenames:
         first, count = metafunc.config.getoption("--first-case"), metafunc.config.getoption("--cases")
-        by_size: dict[int, list[int]] = {}
+        worlds: dict[tuple[int, int | None], list[int]] = {}
         for seed in range(first, first + count):
-            by_size.setdefault(Case.draw(seed).size, []).append(seed)
+            case = Case.draw(seed)
+            alone = seed if case.mistake == "a collective on one rank" else None  # it ends torch's default group
+            worlds.setdefault((case.size, alone), []).append(seed)
         chunks = []
-        for size, seeds in by_size.items():
+        for (size, alone), seeds in worlds.items():
             seeds.sort(key=lambda seed: seed not in QUICK)
             cuts = sorted({0, *range(len(QUICK.intersection(seeds)), len(seeds), AT_ONCE), len(seeds)})
             for begin, end in itertools.pairwise(cuts):
                 name = f"{seeds[begin]} to {seeds[end - 1]} on {size} ranks"
                 chunks.append(
-                    pytest.param(size, seeds[begin:end], id=name, marks=[pytest.mark.nightly] if begin else [])
+                    pytest.param(size, seeds[begin:end], id=name, marks=[pytest.mark.nightly] if begin or alone else [])
                 )
         metafunc.parametrize(("size", "seeds"), chunks)
 
@@ -521,6 +555,11 @@ def _run(folder: str, seeds: list[int]) -> None:
 
 
 def run(case: Case, folder: str) -> None:
+    if case.mistake:
+        with mock.patch.object(progress, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
+            fit(case, case.strategy(), folder=folder)
+        check(re.search(MISTAKES[case.mistake], str(caught.value)), f"all that is said is {caught.value}")
+        return
     saves = Saves(case, f"{folder}/saved.ckpt")
     whole, looks = fit(case, case.strategy(), saves, folder=folder)
     model = whole.lightning_module
