@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,7 @@ from ringstrategy import (
     Sign,
     TopK,
 )
-from ringstrategy.collectives import mean_
+from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Work, exchange_cost
 from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import connect
@@ -179,7 +178,7 @@ class Sums:
         collective, codec = way.collective, way.codec
         if collective is not None:
             peers = self._native if isinstance(collective, Native) else self._peers
-            return partial(mean_, peers=peers, collective=collective, codec=codec, seed=0)
+            return lambda values: mean_(Summand(values, codec), peers, collective)
         if isinstance(codec, Identity) or not way.casts:
             return dist.all_reduce
         half = torch.empty_like(self.values, dtype=torch.float16)

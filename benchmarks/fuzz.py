@@ -2,12 +2,12 @@
 
 python -m benchmarks fuzz --payloads 1000000 --out outputs/fuzz.jsonl
 
-A payload is one message. It goes through `decode`, `add`, `reduce` and `deliver`. Each of them must refuse a message
+A payload is one message. It goes through `decode`, `add`, `hop` and `deliver`. Each of them must refuse a message
 of a wrong length, or at an address at which its format cannot be read. The laws:
 
 - Only `out` is written: what lies before and behind it stays, and so does the message. A refusal writes nothing.
 - The same bytes decode to the same values, wherever they lie, through Numba as through torch.
-- `add` adds what `decode` writes. `deliver` writes what `decode` and `restore_` give. `reduce` sends a block that is
+- `add` adds what `decode` writes. `deliver` writes what `decode` and `restore_` give. `hop` sends a block that is
   finite if the sum is, and one that is not if the sum is not.
 - An unbroken message of finite values decodes to finite values.
 
@@ -187,17 +187,17 @@ class _Round:
     def _calls(self, wire: Tensor) -> dict[str, Callable[[Tensor], None]]:
         codec = self.codec
 
-        def reduce(out: Tensor) -> None:
+        def hop(out: Tensor) -> None:
             sent = Guarded(codec.nbytes(self.numel, self.dtype), torch.uint8, -_GUARD % 16)
-            codec.reduce([wire], out, sent.values, seed=_SEED)
-            _law(sent.intact(), "`reduce` wrote outside of what it sends")
+            codec.hop([wire], out, sent.values, seed=_SEED, own_seed=_SEED)
+            _law(sent.intact(), "`hop` wrote outside of what it sends")
             codec.decode(sent.values, out)  # to be looked at
 
         return {
             "decode": lambda out: codec.decode(wire, out),
             "add": lambda out: codec.add([wire], out),
             "deliver": lambda out: codec.deliver(wire, out, seed=_SEED),
-            "reduce": reduce,
+            "hop": hop,
         }
 
     def _check_values(self, payload: _Payload, bytes_: Tensor, results: dict[str, Tensor]) -> None:
@@ -214,7 +214,9 @@ class _Round:
         self.codec.restore_(turned, _SEED)
         _law(_same(results["deliver"], turned), "`deliver` gives other values than `decode` and `restore_`")
         _law(_same(results["add"], total), "`add` adds other values than `decode` writes")
-        self._check_sent(total, results["reduce"])
+        own = results["begun"].clone()
+        self.codec.prepare_(own, _SEED)
+        self._check_sent(own + decoded, results["hop"])
 
     def _check_sent(self, total: Tensor, sent: Tensor) -> None:
         step = self.codec.block if self.codec.block > 1 else max(self.numel, 1)

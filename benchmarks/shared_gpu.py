@@ -26,7 +26,7 @@ from benchmarks import harness
 from benchmarks.lab import LOOPBACK
 from benchmarks.rows import Row
 from ringstrategy import BlockInt, Codec, Collective, Direct, Identity, Ring, Rotated
-from ringstrategy.collectives.base import mean_
+from ringstrategy.collectives.base import Summand, mean_
 from ringstrategy.transport import connect
 from ringstrategy.transport.base import Peers
 
@@ -56,7 +56,7 @@ class _Exchanges:
 
         def exchange() -> None:
             sleep()
-            mean_(ours, self.peers, self.collective, self.codec, residual=self.residual, seed=seed)
+            mean_(Summand(ours, self.codec, self.residual, seed=seed), self.peers, self.collective)
             sleep()
 
         sleep()

@@ -146,7 +146,6 @@ def test_a_message_that_does_not_fit_is_refused_before_it_is_read(codec: Codec) 
         for call in (
             partial(codec.hop, [bad], given.clone(), wire, seed=0, own_seed=0),
             partial(codec.hop, [], given.clone(), bad, seed=0, own_seed=0),
-            partial(codec.reduce, [bad], given.clone(), wire),
             partial(codec.decode, bad, given.clone(), add=True),
             partial(codec.deliver, bad, given.clone(), seed=0),
         ):

@@ -77,7 +77,7 @@ def residual_of(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> Te
 def plainly(peers: FakePeers, numel: int, collective: Collective, codec: Codec, dtype: torch.dtype) -> list[Tensor]:
     """The mean, and what takes the place of the residual."""
     values, residual = data(peers.rank, numel) / peers.size, residual_of(peers.rank, numel, dtype)
-    mean_(values, peers, collective, codec, residual=residual, seed=3)
+    mean_(Summand(values, codec, residual, seed=3), peers, collective)
     assert (peers.stats.bytes_sent is None) == (collective == Native() and peers.size > 1 and numel > 0), (
         "nobody can count those"
     )
@@ -95,7 +95,7 @@ def otherwise(peers: FakePeers, numel: int, collective: Collective, codec: Codec
     peers.queues = hierarchical or isinstance(collective, Direct)
     values, residual = data(peers.rank, numel) / peers.size, residual_of(peers.rank, numel, dtype)
     before, lost = residual.clone(), torch.full_like(residual, 77.0)
-    mean_(values, peers, collective, codec, residual=residual, lost=lost, seed=3, flags=flags)
+    mean_(Summand(values, codec, residual, lost, seed=3), peers, collective, flags=flags)
     assert torch.equal(residual, before)
     if flags is not None:
         everyone = sum({0x10 << rank % 4 for rank in range(peers.size)})
@@ -153,7 +153,7 @@ def test_a_non_finite_value_of_one_rank_is_non_finite_on_all(codec: Codec) -> No
         values, residual = data(peers.rank, numel) / 3, torch.full((numel,), 0.25)
         if peers.rank == culprit:
             values[at] = poison
-        mean_(values, peers, collective, codec, residual=residual, seed=0)
+        mean_(Summand(values, codec, residual), peers, collective)
         return values, residual
 
     poisons, worlds = [float("nan"), float("inf"), -float("inf")], ["abc", "aabb", "aaaa", "abbcabb"]
@@ -175,7 +175,7 @@ def test_a_non_finite_value_of_one_rank_is_non_finite_on_all(codec: Codec) -> No
 def test_each_rank_rounds_by_noise_of_its_own() -> None:
     def lost(peers: FakePeers) -> Tensor:
         values, residual = data(0, 3 * 512), torch.zeros(3 * 512)  # the same values on all
-        mean_(values, peers, Direct(), BlockInt(4, 64, rounding="stochastic"), residual=residual, seed=1)
+        mean_(Summand(values, BlockInt(4, 64, rounding="stochastic"), residual, seed=1), peers, Direct())
         return residual[-512:]  # both of the others encode it
 
     first, second, _ = on_all_ranks(3, lost)
@@ -197,18 +197,16 @@ def test_riders_are_summed_as_if_each_went_alone_but_in_the_same_messages(
             nbytes = sum(one.codec.nbytes(one.values.numel(), one.values.dtype) for one in every)
             collective = collective.chosen(nbytes, peers)
         mean_(
-            first.values,
+            first,
             peers,
             collective,
-            first.codec,
-            residual=first.residual,
             flags=torch.zeros(9, dtype=torch.uint8),  # else nothing is sent of no values
             riders=others if together else (),
         )
         posts = len(peers.network.posts[rank])
         for one in () if together else others:  # in one piece
             alone = replace(collective, segments=1)  # type: ignore[type-var]
-            mean_(one.values, peers, alone, one.codec, residual=one.residual, seed=one.seed)
+            mean_(one, peers, alone)
         return [*(one.values for one in every), *(one.residual for one in every if one.residual is not None)], posts
 
     ways = [Ring(), Direct(), Direct(3), BySize(below=3000)]
@@ -360,7 +358,7 @@ def test_columns_and_pieces_draw_noise_of_their_own() -> None:
 
 def _mean(peers: Peers) -> Tensor:
     values = data(peers.rank, 1001) / peers.size
-    task = partial(mean_, values, peers, Hierarchical(), BlockInt(8), seed=1)
+    task = partial(mean_, Summand(values, BlockInt(8), seed=1), peers, Hierarchical())
     peers.submit(task, "here").wait()
     return values
 

@@ -35,7 +35,7 @@ from ringstrategy import (
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import MATERIAL, Row, beaten, recommended, tempting
 from ringstrategy.app.plan import candidates, main, parse, plan
-from ringstrategy.collectives import mean_
+from ringstrategy.collectives import Summand, mean_
 from ringstrategy.cost import CodecCost, Link, Machines, Prediction, Profile, Work, exchange_cost, predict
 from ringstrategy.names import STRATEGIES
 
@@ -184,7 +184,7 @@ def test_the_model_sends_the_bytes_that_the_collective_sends(monkeypatch: pytest
     numel = 1000 * 256
 
     def sent(peers: FakePeers, collective: Collective, codec: Codec) -> int | None:
-        mean_(torch.randn(numel), peers, collective, codec)
+        mean_(Summand(torch.randn(numel), codec), peers, collective)
         return peers.stats.bytes_sent
 
     flat = all_pairs([Ring(), Ring(1), Direct(), BySize()], CODECS, ["ab", "abc", "abcd", "abcdefg"])

@@ -182,12 +182,14 @@ def test_a_rank_that_failed_is_named(monkeypatch):
     started = []
 
     def popen(rank, command, told):
-        started.append((rank, command[1:], told[harness.COMMIT]))
+        started.append((rank, command[1:], told[harness.COMMIT], told["NCCL_HOSTID"]))
 
-    made = SimpleNamespace(bits_per_second=None, hosts=2, world_size=2, popen=popen, wait=lambda: [0, 3])
+    how = {"bits_per_second": None, "hosts": 2, "world_size": 2, "interface": "eth0"}
+    made = SimpleNamespace(**how, popen=popen, wait=lambda: [0, 3])
     with pytest.raises(SystemExit, match=r"^rank 1 ended with 3$"):
         harness._in_lab(contextlib.nullcontext(made), ["training", "--steps=2"])
-    assert started == [(rank, ["-m", "benchmarks", "training", "--steps=2"], "abc") for rank in (0, 1)]
+    ours = ["-m", "benchmarks", "training", "--steps=2"]
+    assert started == [(rank, ours, "abc", f"host{rank}") for rank in (0, 1)]
 
 
 def link(part: float) -> lab.Link:

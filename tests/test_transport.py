@@ -20,7 +20,7 @@ from pool import Pool
 from torch import Tensor
 
 from ringstrategy import Identity, PlanMismatchError, Ring
-from ringstrategy.collectives import mean_
+from ringstrategy.collectives import Summand, mean_
 from ringstrategy.errors import PeerLostError
 from ringstrategy.transport.backend import claim_gpu
 from ringstrategy.transport.base import Handle, Word
@@ -49,7 +49,7 @@ def _exchange() -> tuple[str, bool]:
             values = torch.arange(NUMEL, dtype=torch.float32) * (peers.rank + 1 + step) / 3
             if (peers.rank, step) == (ODD, 1):
                 peers.post = longer  # type: ignore[method-assign, assignment]
-            task = partial(mean_, values, peers, Ring(), Identity())
+            task = partial(mean_, Summand(values, Identity()), peers, Ring())
             peers.finish([peers.submit(task, f"at step {step}, in bucket 0 of 1")])
             right = right and torch.allclose(values, torch.arange(NUMEL, dtype=torch.float32) * (2 + step))
     except PlanMismatchError as mismatch:

@@ -272,18 +272,8 @@ class DenseBucket(Bucket):
             if in_place:
                 assert places is not None
                 source = places.source(sources, addresses, scale)
-            mean_(
-                self.buffer,
-                peers,
-                collective,
-                self.codec,
-                residual=residual,
-                lost=lost,
-                seed=seed,
-                flags=flags,
-                riders=riders,
-                source=source,
-            )
+            summand = Summand(self.buffer, self.codec, residual, lost, seed, source)
+            mean_(summand, peers, collective, flags=flags, riders=riders)
 
         return exchange
 

@@ -141,12 +141,12 @@ class LowRankBucket(Bucket):
         orthonormalise_ = operations.orthonormalise_.on(self._lefts.flat.device)
         for matrix, query, left in zip(matrices, self._queries.each, self._lefts.each, strict=True):
             torch.mm(query, matrix.T, out=left)
-        mean_(self._lefts.flat, peers, collective, self._codec, seed=derive_seed(seed, 0))
+        mean_(Summand(self._lefts.flat, self._codec, seed=derive_seed(seed, 0)), peers, collective)
         for columns in self._lefts.groups:
             orthonormalise_(columns)
         for matrix, left, right in zip(matrices, self._lefts.each, self._rights.each, strict=True):
             torch.mm(left, matrix, out=right)
-        mean_(self._rights.flat, peers, collective, self._codec, seed=derive_seed(seed, 1))
+        mean_(Summand(self._rights.flat, self._codec, seed=derive_seed(seed, 1)), peers, collective)
 
         for rights, queries in zip(self._rights.groups, self._queries.groups, strict=True):
             # A NaN or an infinity has spread to p and q; the sum of largest bounds every element of p q^T.

@@ -63,23 +63,6 @@ class Codec(ABC):
         for wire in wires:
             self.decode(wire, out, add=True)
 
-    def reduce(
-        self,
-        wires: Sequence[Tensor],
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """Add what arrived and send it on: encode the sum of `values` and then `wires`, in that order of addition.
-
-        `values` may be used as scratch; `wire_out` shares no memory with `wires`.
-        """
-        self.add(wires, values)
-        self.encode(values, wire_out, lost=lost, seed=seed, offset=offset)
-
     def hop(
         self,
         arrived: Sequence[Tensor],
@@ -107,6 +90,8 @@ class Codec(ABC):
             own_seed: of this rank's encode.
             offset: place of the first value in its bucket.
         """
+        for message in (*arrived, wire):
+            self.check_wire(message, values)  # before anything is written
         if residual is not None:
             values.add_(residual)
         self.prepare_(values, seed)
@@ -119,10 +104,8 @@ class Codec(ABC):
                 lost.copy_(before)
         if rest is not None:
             self.prepare_(rest, seed)
-        if arrived:
-            self.reduce(arrived, values, wire, lost=rest, seed=own_seed, offset=offset)
-        else:
-            self.encode(values, wire, lost=rest, seed=own_seed, offset=offset)
+        self.add(arrived, values)
+        self.encode(values, wire, lost=rest, seed=own_seed, offset=offset)
         if lost is not None and rest is not None:
             self.restore_(rest, seed)
             if rest is not lost:

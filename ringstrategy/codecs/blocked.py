@@ -73,21 +73,6 @@ class Blocked(Codec):
         self.check_wire(wire, out)
         operations.decode.on(out.device)(wire, out, self, add=add)
 
-    @override
-    def reduce(
-        self,
-        wires: Sequence[Tensor],
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        for wire in (*wires, wire_out):
-            self.check_wire(wire, values)
-        operations.encode.on(values.device)(values, wires, wire_out, self, lost=lost, seed=seed, offset=offset)
-
     def hop(  # noqa: PLR0913
         self,
         arrived: Sequence[Tensor],

@@ -75,19 +75,6 @@ class Rotated(Codec):
         """The inner codec's."""
         self.codec.decode(wire, out, add=add)
 
-    def reduce(
-        self,
-        wires: Sequence[Tensor],
-        values: Tensor,
-        wire_out: Tensor,
-        *,
-        lost: Tensor | None = None,
-        seed: int = 0,
-        offset: int = 0,
-    ) -> None:
-        """The inner codec's."""
-        self.codec.reduce(wires, values, wire_out, lost=lost, seed=seed, offset=offset)
-
     @override
     def hop(
         self,

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ class Summand:
         residual: same shape, any float dtype: counts as part of `values`; it is added piece by piece, where the wire is
             busy with others.
         lost: same shape, any float dtype, perhaps the residual itself: receives, at each element that this rank
-            encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks.
+            encodes, what encoding lost, and 0 elsewhere: the sum of all ranks' `lost` is what the result lacks. In a
+            narrower dtype than the values it is rounded to nearest even.
             Elements where an encode met a non-finite block get the residual, or without one keep theirs.
-        seed: the same on all ranks.
+        seed: the same on all ranks, another for each step and bucket.
         source: where the values lie, if `values` only receives the sum; for a codec that has `launches`.
     """
 
@@ -53,12 +54,13 @@ class Summand:
 
 
 class Collective(ABC):
-    """A frozen dataclass of its options. Each rank encodes each element at most once."""
+    """A frozen dataclass of its options. Each rank encodes each element at most once.
 
-    @property
-    def tagged(self) -> bool:
-        """Do all its messages go through `Peers.post`? Then ranks that differ are found without further messages."""
-        return False
+    Attributes:
+        tagged: all its messages go through `Peers.post`, so ranks that differ are found without further messages.
+    """
+
+    tagged: ClassVar[bool] = False
 
     @abstractmethod
     def sum_(
@@ -95,38 +97,32 @@ class Collective(ABC):
     def carries_extras(self, peers: Peers) -> bool:
         """Whether flags and riders can travel with the values, which may lie where a `Summand.source` says."""
         del peers
-        return False
+        return self.tagged  # in messages of its own
 
     def check(self, codec: Codec) -> None:
         """Raise a ValueError with the cure if `codec` cannot travel this way."""
 
 
-def mean_(  # noqa: PLR0913
-    values: Tensor,
+def mean_(
+    summand: Summand,
     peers: Peers,
     collective: Collective,
-    codec: Codec,
     *,
-    residual: Tensor | None = None,
-    lost: Tensor | None = None,
-    seed: int = 0,
     flags: Tensor | None = None,
     riders: Sequence[Summand] = (),
-    source: Source | None = None,
 ) -> None:
     """Average over all peers, with error feedback (Seide et al. 2014; Karimireddy et al. 2019) at every encode.
 
     Args:
-        values: flat, already scaled by 1/size at the source; replaced by the mean, same bits on all ranks.
-        residual: what earlier rounds lost on this rank, in the scale of `values` and in parameter space: added first.
-        lost: like the residual: receives what this round loses; None: the residual is replaced by it. In a narrower
-            dtype than `values` it is rounded to nearest even.
-        seed: the same on all ranks, another for each step and bucket.
+        summand: values scaled by 1/size, which become the mean, with the same bits on all ranks. Its residual is what
+            earlier rounds lost on this rank, in the scale of the values and in parameter space; without a `lost` of its
+            own it is replaced by what this round loses.
+        peers: all ranks.
+        collective: how the values travel.
         flags: see `Collective.sum_`.
         riders: see `Collective.sum_`; their residuals are treated in the same way.
-        source: see `Summand`.
     """
-    given = [_with_feedback(one) for one in (Summand(values, codec, residual, lost, seed, source), *riders)]
+    given = [_with_feedback(one) for one in (summand, *riders)]
     if peers.size == 1:  # nothing is encoded
         for one in given:
             if one.residual is not None and one.lost is not None and one.lost is not one.residual:

@@ -35,6 +35,7 @@ class BySize(Collective):
             messages at once at each rank. 256 kB take 2 ms at 1 Gbit/s and 80 us at 25 Gbit/s: a few latencies.
     """
 
+    tagged = True
     segments: int = 4
     below: int = 1 << 18
 
@@ -42,16 +43,6 @@ class BySize(Collective):
         check_segments(self.segments)
         if not isinstance(self.below, int) or isinstance(self.below, bool) or self.below < 0:
             raise ValueError(f"below is a number of encoded bytes >= 0, got {self.below!r}")
-
-    @property
-    @override
-    def tagged(self) -> bool:
-        return True
-
-    @override
-    def carries_extras(self, peers: Peers) -> bool:
-        del peers
-        return True
 
     @override
     def check(self, codec: Codec) -> None:

@@ -34,20 +34,11 @@ class Direct(Collective):
         segments: most pieces of a chunk in flight at once; more than two have at least 2 MB of values each.
     """
 
+    tagged = True
     segments: int = 4
 
     def __post_init__(self) -> None:
         check_segments(self.segments)
-
-    @property
-    @override
-    def tagged(self) -> bool:
-        return True
-
-    @override
-    def carries_extras(self, peers: Peers) -> bool:
-        del peers
-        return True
 
     @override
     def sum_(

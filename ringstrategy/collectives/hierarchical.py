@@ -60,8 +60,8 @@ class Hierarchical(Collective):
         return len(ranks_of_hosts(peers.hosts)) == peers.size and self.between.carries_extras(peers)
 
     @property
-    @override
-    def tagged(self) -> bool:
+    def tagged(self) -> bool:  # type: ignore[override]
+        """As between hosts."""
         return self.between.tagged
 
     def check(self, codec: Codec) -> None:

@@ -31,25 +31,16 @@ class Ring(Collective):
             More hide more work, in smaller messages; more than two have at least 2 MB of values each.
     """
 
+    tagged = True
     segments: int = 4
 
     def __post_init__(self) -> None:
         check_segments(self.segments)
 
-    @property
-    @override
-    def tagged(self) -> bool:
-        return True
-
     def check(self, codec: Codec) -> None:
         """Partial sums are encoded again at each hop."""
         if not codec.hop_by_hop:
             raise ValueError(f"{codec} cannot be added hop by hop; pass collective=Direct()")
-
-    @override
-    def carries_extras(self, peers: Peers) -> bool:
-        del peers
-        return True
 
     @override
     def sum_(

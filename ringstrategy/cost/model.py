@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ringstrategy.codecs.base import Codec
-from ringstrategy.collectives.base import Collective, mean_
+from ringstrategy.collectives.base import Collective, Summand, mean_
 from ringstrategy.collectives.by_size import BySize
 from ringstrategy.collectives.hierarchical import Hierarchical, ranks_of_hosts
 from ringstrategy.transport.base import Handle, Peers, Waitable
@@ -275,7 +275,7 @@ def exchange_cost(
         # to add within a host takes about as long as to copy
         clock.work((len(host) - 1) * machines.pack.seconds(numel // width))
     timed = _Timed(codec, machines.codecs[codec, feedback].slower(slowed), clock)
-    mean_(values, peers, collective, timed, residual=residual)
+    mean_(Summand(values, timed, residual), peers, collective)
     return Cost(clock.now, clock.busy / slowed, peers.stats.bytes_sent or 0, round(shared_by * peers.bytes_across))
 
 
@@ -294,7 +294,7 @@ def _sends_most(hosts: tuple[str, ...], queues: bool, collective: Collective, co
         clock = _Clock(0.0)
         peers = _Clocked(rank, nowhere, clock, 1.0)
         timed = _Timed(codec, CodecCost(_NOTHING, _NOTHING, _NOTHING, _NOTHING), clock)
-        mean_(torch.empty(_SAMPLE, device="meta"), peers, collective, timed)
+        mean_(Summand(torch.empty(_SAMPLE, device="meta"), timed), peers, collective)
         sent[rank] = peers.bytes_across
     most = max(sent, key=lambda rank: sent[rank])
     return most, sum(sent.values()) / sent[most] if sent[most] else 1.0

@@ -21,7 +21,7 @@ from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.policy import Policy
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.cast import wire_of
-from ringstrategy.collectives.base import Collective, mean_, sums_dtype
+from ringstrategy.collectives.base import Collective, Summand, mean_, sums_dtype
 from ringstrategy.integrations.encoded import Channel
 from ringstrategy.session.optimizers import is_within_backward, stepped_by, stepped_within_backward
 from ringstrategy.session.state import check_is_of
@@ -360,7 +360,7 @@ class _Group:
         values.div_(peers.size)
         if self._residual is not None:
             self._residual[self._numel :].zero_()  # belongs to no parameter
-        mean_(values, peers, collective, self._codec, residual=self._residual, seed=seed)
+        mean_(Summand(values, self._codec, self._residual, seed=seed), peers, collective)
         for copy, gradient in zip(copies, gradients, strict=bool(copies)):
             gradient.copy_(copy)
 

@@ -301,7 +301,7 @@ class _Lane:
         def sum_(values: Tensor) -> None:
             if mean:
                 values.mul_(1 / self.peers.size)
-            mean_(values, self.peers, self._collective, wire_of(self._codec, first.dtype), seed=seed)
+            mean_(Summand(values, wire_of(self._codec, first.dtype), seed=seed), self.peers, self._collective)
 
         if len(tensors) == 1 and first.is_contiguous() and sums_dtype(first.dtype) == first.dtype:
             sum_(first.view(-1))

@@ -139,7 +139,7 @@ class Exchange:
         if not collective.carries_extras(peers):
             calls = [(each, []) for each in summands]
         for one, riders in calls:
-            mean_(one.values, peers, collective, one.codec, residual=one.residual, seed=one.seed, riders=riders)
+            mean_(one, peers, collective, riders=riders)
 
     def common(self, tensors: Sequence[Tensor], peers: Peers, where: str) -> Tensor:
         """All their values in a row, in the dtype of sums: their mean over all ranks, if any differs between ranks.
@@ -154,7 +154,7 @@ class Exchange:
     def average_(self, flat: Tensor, peers: Peers, where: str) -> None:
         """Replace by the mean over all ranks, with the same bits on all of them; the training thread waits."""
         flat /= peers.size
-        peers.finish([peers.submit(lambda: mean_(flat, peers, BySize(), Identity()), where)])
+        peers.finish([peers.submit(lambda: mean_(Summand(flat, Identity()), peers, BySize()), where)])
 
     def from_rank_0(self, row: Tensor, peers: Peers) -> Tensor:
         """Whole numbers of which the mean over ranks is what rank 0 gives for them, exactly."""
