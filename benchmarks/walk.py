@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -48,13 +49,20 @@ class Walk:
         if not files or files[-1] != file:
             files.append(file)
 
+    def end(self) -> None:
+        """Watch nothing any more."""
+        self.counts = False
+        threading.setprofile(None)
+        sys.setprofile(None)
+
     def found(self) -> tuple[list[str], int]:
         """The files, and how often a call leads into one that was left before."""
         seen = {Path(file).relative_to(_LIBRARY).as_posix() for files in self._files.values() for file in files}
         return sorted(seen), sum(len(files) - len(set(files)) for files in self._files.values())
 
 
-def _train(algorithm: Algorithm) -> Callable[[], None]:
+@contextmanager
+def _training(algorithm: Algorithm) -> Iterator[Callable[[], None]]:
     """A step of a small model."""
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
     session = Session(module, algorithm)
@@ -71,31 +79,35 @@ def _train(algorithm: Algorithm) -> Callable[[], None]:
         session.end_batch(1)
         session.algorithm.settle()  # else an exchange beside the step would be watched in part
 
-    return step
+    yield step
+    session.close()
 
 
-def _reduce() -> Callable[[], None]:
+@contextmanager
+def _reducing() -> Iterator[Callable[[], None]]:
     """An all-reduce of a group whose backend is ours."""
     group = dist.new_group(backend="ring_int8")
-    return lambda: dist.all_reduce(torch.randn(100_000), group=group)
+    yield lambda: dist.all_reduce(torch.randn(100_000), group=group)
+    dist.destroy_process_group(group)
 
 
-def _walk(what: str) -> tuple[list[str], int]:
+def walk_on_a_rank(what: str) -> tuple[list[str], int]:
+    """`walked` of one rank; a launcher's environment is set."""
     dist.init_process_group("gloo")
     walk = Walk()
     algorithm = WALKS[what]
-    step = _reduce() if algorithm is None else _train(algorithm)
-    for number in range(_STEPS):
-        walk.counts = number == _STEPS - 1
-        step()
-    walk.counts = False
-    dist.barrier()
+    with _reducing() if algorithm is None else _training(algorithm) as step:
+        for number in range(_STEPS):
+            walk.counts = number == _STEPS - 1
+            step()
+        walk.end()
+        dist.barrier()
     return walk.found()
 
 
 def walked(what: str) -> tuple[list[str], int]:
     """The files on rank 0 of two, and the returns; `what` of `WALKS`."""
-    results, wrong = results_of(2, _walk, [what])
+    results, wrong = results_of(2, walk_on_a_rank, [what])
     if wrong:
         sys.exit(wrong[0])
     [[(files, returns), _]] = results

@@ -16,9 +16,11 @@ from pathlib import Path
 
 import networkx
 import pytest
+from pool import Pool
 from scripts import ROOT
 
 import ringstrategy
+from benchmarks import walk
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -152,6 +154,7 @@ def state():
 
 before, loaded = state(), set(sys.modules)
 import ringstrategy
+from benchmarks import walk
 after = state()
 print(json.dumps([[key for key in before if before[key] != after[key]], sorted(set(sys.modules) - loaded)]))
 """
@@ -222,3 +225,10 @@ def test_without_the_extra_what_draws_nothing_works_and_the_rest_says_so_in_one_
     assert ended.keys() == {"ringstrategy.app.sweep_report", "ringstrategy.app.train"}
     for module, words in ended.items():
         assert re.fullmatch(cure, words), module
+
+
+@pytest.mark.parametrize(("what", "most"), list(zip(walk.WALKS, (34, 34, 39, 24), strict=True)))
+def test_no_way_gets_longer(ranks: Pool, what: str, most: int) -> None:
+    """If a file must be added to one of these, join two others."""
+    files, _ = ranks(2, walk.walk_on_a_rank, what)[0]
+    assert 10 < len(files) <= most, files
