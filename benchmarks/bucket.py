@@ -121,6 +121,8 @@ class _Echo(Peers):
     def look_around(self, where: str) -> None:
         """Nobody gets lost."""
 
+    look_closely = look_around
+
     def abort(self, cause: str | None) -> None:
         """Nothing is under way."""
 

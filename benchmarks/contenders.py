@@ -273,18 +273,20 @@ class PowerSGDHook(Training):
         wrapped = DistributedDataParallel(model)
         super().__init__(wrapped, batches, **how)
         self._rank = rank
-        self._peer = PowerSGDOnOneThread(dist.new_group(timeout=harness.TIMEOUT), rank)
+        self._peer: PowerSGDOnOneThread | None = None
         if "nccl" in dist.get_backend_config():
             state = PowerSGDState(None, rank, start_powerSGD_iter=2)
             wrapped.register_comm_hook(state, powerSGD_hook)
         else:
+            self._peer = PowerSGDOnOneThread(dist.new_group(timeout=harness.TIMEOUT), rank)
             wrapped.register_comm_hook(None, self._peer.hook)
 
     def must_send(self, hosts: int) -> float | None:
         return reduced(4 * sum(factors(self.shapes, self._rank)), hosts)
 
     def close(self) -> None:
-        self._peer.close()
+        if self._peer is not None:
+            self._peer.close()
 
 
 class Waiting(Training):

@@ -113,6 +113,7 @@ def _delayed(options: argparse.Namespace) -> None:
     twins.close()
     if rank == 0:
         harness.publish(f"exchanges among delays, {harness.network(options)}", rows, options.out)
+    harness.max_over_ranks(0.0)  # all are done
     if wrong:
         sys.exit(f"rank {rank}: {'; '.join(wrong)}")
 

@@ -177,6 +177,8 @@ class _Steps:
 
     def limit(self, case: Case, training: Training, alone: Sequence[Phases]) -> float | None:
         """Seconds a step that no run can beat, from those of ranks that only compute; None where nothing throttles."""
+        if self.options.gpu is not None:
+            return None  # phases are those of the host, which only launches
         nbytes = training.must_send(self.options.hosts)
         if nbytes is None and self.options.processes == 1:  # else what a rank sent stayed within its host in part
             nbytes = case.sent

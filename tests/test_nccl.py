@@ -27,7 +27,7 @@ from ringstrategy.codecs import Gaussian, Rotated
 from ringstrategy.collectives import Direct
 from ringstrategy.errors import PeerLostError
 from ringstrategy.topologies import OnePeerExponential
-from ringstrategy.transport import gloo, held, nccl
+from ringstrategy.transport import held, nccl
 from ringstrategy.transport.base import Handle, Waitable
 from ringstrategy.transport.nccl import NcclPeers
 
@@ -313,11 +313,15 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
     """The host would wait for the device without end, in a call that is not ours."""
     monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Event, "done", False)
-    broken_off, network, looks = threading.Event(), Network(1), []
-    control, group = Control(network, 0), FakePeers(network, 0)
+    broken_off, network, looks, order = threading.Event(), Network(1), [], []
+    control, group, default = Control(network, 0), FakePeers(network, 0), mock.Mock()
 
     def end() -> None:
+        order.append("ours")
         Event.done = True
+
+    def end_default() -> None:  # NCCL would wait in `destroy_process_group`
+        order.append("the default group's")
         broken_off.set()
 
     def look_closely(where: str) -> None:
@@ -327,6 +331,9 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
 
     monkeypatch.setattr(control, "look_closely", look_closely)
     monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=end), raising=False)
+    default._get_backend.return_value.abort = end_default
+    monkeypatch.setattr(nccl, "_get_default_group", lambda: default)
+    monkeypatch.setattr(nccl, "backend_of", lambda device: "nccl")
     peers = nccl_peers(group, control)
     ticket = peers.submit(lambda: None, "bucket 2")
     ticket.wait()
@@ -336,6 +343,15 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
             call()
     peers.close()
     assert looks == ["bucket 2"] * 3
+    assert order == ["ours", "the default group's"]
+
+
+def test_a_loss_that_nobody_was_told_of_is_raised_at_the_end(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers._lost = PeerLostError(1, "there", "bucket 2", "gone")
+    with pytest.raises(PeerLostError, match="bucket 2"):
+        peers.close()
+    peers.close()
 
 
 def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,20 +367,12 @@ def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monke
 
     monkeypatch.setattr(control, "explain", explain)
     monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=lambda: None), raising=False)
+    monkeypatch.setattr(nccl, "backend_of", lambda device: "gloo")
     peers = NcclPeers(group, control, torch.device("cpu"), timedelta(milliseconds=50))  # type: ignore[arg-type]
     peers.submit(lambda: None, "bucket 2").wait()
     assert "bucket 2: timed out" in said.get(timeout=LIMIT)
-    peers.close()
-
-
-def test_nccl_of_the_default_group_is_broken_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = mock.Mock()
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: "cuda:nccl")
-    monkeypatch.setattr(dist.distributed_c10d, "_get_default_group", lambda: group)
-    gloo.break_off_default()
-    group._get_backend.assert_called_once_with(torch.device("cuda"))
-    group._get_backend.return_value.abort.assert_called_once_with()
+    with pytest.raises(PeerLostError, match="bucket 2"):
+        peers.close()
 
 
 # Warm-up

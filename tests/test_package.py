@@ -154,7 +154,6 @@ def state():
 
 before, loaded = state(), set(sys.modules)
 import ringstrategy
-from benchmarks import walk
 after = state()
 print(json.dumps([[key for key in before if before[key] != after[key]], sorted(set(sys.modules) - loaded)]))
 """

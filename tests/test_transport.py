@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -120,23 +121,29 @@ def test_messages_of_ranks_that_differ_in_anything_never_meet() -> None:
     assert _tag(message, "one plan") == _tag(message, "one plan")
 
 
-def _looks_closely() -> None:
+def _looks_closely(dies: bool) -> None:
     dist.init_process_group("gloo")
     peers = connect(torch.device("cpu"), timedelta(seconds=120))
     assert isinstance(peers, GlooPeers)
     peers.look_closely("in bucket 2")
     dist.barrier()
     if dist.get_rank() == 1:
-        os._exit(1)
-    for _ in range(600):  # at the first, or until the other's system has closed for it
+        if dies:
+            os._exit(1)
+        peers.close()
+    if not dies:
+        dist.barrier()
+    for _ in range(600 if dies else 3):  # until the other's system has closed for it
         peers.look_closely("in bucket 2")
+        time.sleep(0.05)
 
 
-def test_a_rank_that_closed_without_a_message_is_named_beside_an_exchange(ranks: Pool) -> None:
-    survivor = ranks.outcomes(2, _looks_closely)[0][1]
+def test_a_rank_that_closed_without_a_word_is_named_beside_an_exchange(ranks: Pool) -> None:
+    survivor = ranks.outcomes(2, _looks_closely, True)[0][1]
     assert survivor is not None
     assert "PeerLostError: lost rank 1" in survivor
     assert "in bucket 2" in survivor
+    ranks(2, _looks_closely, False)  # rank 1 has trained to its end
 
 
 @on_ranks(2)

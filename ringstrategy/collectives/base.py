@@ -57,7 +57,8 @@ class Collective(ABC):
     """A frozen dataclass of its options. Each rank encodes each element at most once.
 
     Attributes:
-        tagged: all its messages go through `Peers.post`, so ranks that differ are found without further messages.
+        tagged: all its messages go through `Peers.post`, so ranks that differ are found without further ones. They also
+            hold what else `sum_` is given, unless `carries_extras` says otherwise.
     """
 
     tagged: ClassVar[bool] = False

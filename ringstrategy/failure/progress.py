@@ -27,6 +27,11 @@ _SAME_MODEL = "give all ranks the same layers, at the same time"
 _END = "the end of its training"
 
 
+def has_ended(exit_reason: str | None) -> bool:
+    """Whether a rank that left with this reason has trained to its end."""
+    return exit_reason is not None and exit_reason.startswith(_END)
+
+
 class Place(NamedTuple):
     """Where a rank waits, and after how many batches and exchanges."""
 
@@ -115,7 +120,7 @@ class Progress:
 
     def stopped_with(self, reason: str) -> str:
         """What another rank's exit reason means for this one."""
-        if not reason.startswith(_END):
+        if not has_ended(reason):
             return f"it stopped with {reason}"
         at = f"at batch {self._batches}" if self._place is None else f"before batch {self._batches + 1}"
         cure = _SAME_SKIPS if _SKIPPED in reason else _SAME_BATCHES

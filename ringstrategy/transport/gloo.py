@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from ringstrategy.errors import PeerLostError, PlanMismatchError
 from ringstrategy.failure.detector import FailureDetector
+from ringstrategy.failure.progress import has_ended
 from ringstrategy.transport import trace
 from ringstrategy.transport.agree import mismatch
 from ringstrategy.transport.backend import backend_of
@@ -208,10 +209,12 @@ class GlooPeers(Peers):
             raise lost
 
     def look_closely(self, where: str) -> None:
-        """`look_around` where no message is waited for: raise also if a rank has closed its connection to this one."""
-        self.look_around(where)
+        """Raise if a rank has closed its connection to this one before the end of its training. For any thread."""
         with self._breaking:
-            closed = self._closed()
+            closed = self._closed(looks=1)
+        if closed:
+            with contextlib.suppress(RuntimeError):  # the store is gone with its host, which is lost
+                closed = [peer for peer in closed if not has_ended(self._detector.board.exit_reason(peer))]
         if closed:
             raise self.explain(TransportError(closed[0], RuntimeError("a closed connection")), where)
 
@@ -234,11 +237,13 @@ class GlooPeers(Peers):
         break_off_default()
         return self._detector.explain(cause, peer, where, closed)
 
-    def _closed(self) -> list[int]:
+    def _closed(self, looks: int = _LOOKS_FOR_CLOSED) -> list[int]:
         """The ranks that have closed their connections to this one: an error of another group does not say whose."""
         closed: list[int] = []
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        for _ in range(_LOOKS_FOR_CLOSED):
+        for look in range(looks):
+            if look:
+                time.sleep(_LOOK_SECONDS)
             if self._broken or self._group is None:
                 return []
             for peer, global_rank in enumerate(self._global_ranks):
@@ -249,7 +254,6 @@ class GlooPeers(Peers):
                         closed.append(peer)
             if closed:
                 break
-            time.sleep(_LOOK_SECONDS)
         return closed
 
     def abort(self, cause: str | None) -> None:
@@ -335,13 +339,6 @@ def break_off(group: dist.ProcessGroup | None) -> None:
 
 
 def break_off_default() -> None:
-    """End what waits in the default group for a rank that is lost, here and on other ranks.
-
-    NCCL would wait even in `destroy_process_group`, or take the process down there.
-    """
-    if not dist.is_initialized():
-        return
-    if backend_of("cpu") == "gloo":
+    """`break_off` of the default group, if it is gloo's: other ranks may wait there for one that is lost."""
+    if dist.is_initialized() and backend_of("cpu") == "gloo":
         break_off(dist.group.WORLD)
-    if backend_of("cuda") == "nccl":
-        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cuda")).abort()

@@ -26,6 +26,11 @@ class Held:
         self._lock = threading.Lock()
         self._dropped = 0
 
+    @property
+    def dropped(self) -> int:
+        """How many tasks the device had done when it was asked last."""
+        return self._dropped
+
     def done(self) -> int:
         """How many tasks the device has done."""
         self._drop()

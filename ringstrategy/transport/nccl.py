@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_process_group_store
+from torch.distributed.distributed_c10d import _get_default_group, _get_process_group_store
 from typing_extensions import override
 
 from ringstrategy.failure.detector import FailureDetector
 from ringstrategy.transport import trace
+from ringstrategy.transport.backend import backend_of
 from ringstrategy.transport.base import FEW, Handle, Peers, Waitable
 from ringstrategy.transport.gloo import GlooPeers, opened
 from ringstrategy.transport.held import Held
 from ringstrategy.transport.worker import CLOSE_SECONDS, CLOSE_SECONDS_AFTER_ERROR, Task, Ticket, Worker
 
 _LOOK_SECONDS = 1.0  # between two looks at exchanges that last
+_REMEMBERED = 1000  # exchanges under way, of which an error can say where they were
 _FEW_CTAS = 4  # thread blocks of one NCCL kernel, which hold their cores while it waits: enough for 25 Gbit/s
 
 
@@ -58,7 +64,7 @@ class NcclPeers(Peers):
         group: of NCCL's.
         control: the same ranks over gloo.
         device: of this rank.
-        timeout: how long an exchange may last before a rank counts as lost.
+        timeout: how long no exchange may end, while some are under way, before a rank counts as lost.
     """
 
     queues = True
@@ -76,11 +82,15 @@ class NcclPeers(Peers):
         self._counting = threading.Lock()
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._aborted = False
-        self._where, self._timeout = "", timeout.total_seconds()
+        self._breaking = threading.Lock()
+        self._where: deque[str] = deque(maxlen=_REMEMBERED)  # of the last exchanges
+        self._timeout = timeout.total_seconds()
         self._lost: RuntimeError | None = None
+        self._told = False  # somebody got that error
         self._closing = threading.Event()
-        self._watch = threading.Thread(target=self._look_out, name="ringstrategy-look-out", daemon=True)
-        self._watch.start()
+        how: dict[str, Any] = {"target": _look_out, "args": (weakref.ref(self), self._closing), "daemon": True}
+        self._look_out = threading.Thread(name="ringstrategy-look-out", **how)
+        self._look_out.start()
 
     @property
     def control(self) -> Peers:
@@ -121,7 +131,8 @@ class NcclPeers(Peers):
         if self._worker is None:
             raise RuntimeError("these peers are closed")
         self._check()
-        self._submitted, self._where = self._submitted + 1, where
+        self._where.append(where)
+        self._submitted += 1
         ready = torch.cuda.current_stream(self._device).record_event()
         begin, done = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
@@ -133,7 +144,11 @@ class NcclPeers(Peers):
                     with trace.task(where):
                         task()
                 except dist.DistError as error:
+                    self._closing.set()  # all that is submitted from now on gets this error
                     raise self.explain(error, where) from error
+                except BaseException:
+                    self._closing.set()
+                    raise
                 finally:
                     done.record()
                     self._held.until(done, task)
@@ -161,25 +176,26 @@ class NcclPeers(Peers):
             if not self.stats.probing:
                 self._spans.extend(new)
 
-    def _look_out(self) -> None:
-        """Until `close`: whenever no exchange has ended for a while, see whether all ranks are there."""
-        before, waited = -1, 0.0
-        while not self._closing.wait(_LOOK_SECONDS):
-            done = self._held.done()
-            waited = waited + _LOOK_SECONDS if before == done < self._submitted else 0.0
-            before = done
-            if waited == 0 or self._aborted:
-                continue
-            try:
-                self._control.look_closely(self._where)
-                if waited > self._timeout:
-                    raise self.explain(RuntimeError(f"timed out after {waited:.0f} s"), self._where)
-            except RuntimeError as error:
-                self._lost = error
-                self._break_off()
+    def look_for_the_lost(self, before: int, since: float) -> tuple[int, float]:
+        """See `_look_out`: how many exchanges had ended at the look before, since when, and both for the next look."""
+        done, now = self._held.dropped, time.monotonic()  # asks no event, which would end the capture of a CUDA graph
+        if done != before or done == self._submitted:
+            return done, now
+        under_way = self._submitted - done
+        where = self._where[-under_way] if under_way <= len(self._where) else self._where[0]
+        try:
+            self._control.look_closely(where)
+            if now > since + self._timeout and self._held.done() == done:
+                raise self.explain(RuntimeError(f"timed out after {now - since:.0f} s"), where)
+        except RuntimeError as error:
+            self._lost = error
+            self._closing.set()
+            self._break_off()
+        return done, since
 
     def _check(self) -> None:
         if self._lost is not None:
+            self._told = True
             raise self._lost
 
     def explain(self, error: RuntimeError, where: str) -> RuntimeError:
@@ -192,17 +208,21 @@ class NcclPeers(Peers):
         self._break_off()
 
     def _break_off(self) -> None:
-        if self._group is not None and not self._aborted:
+        with self._breaking:
+            group, aborts = self._group, not self._aborted
             self._aborted = True
-            self._group._get_backend(self._device).abort()
+        if group is None or not aborts:
+            return
+        group._get_backend(self._device).abort()
+        # only now: an abort may wait for all kernels of the device. Else `destroy_process_group` would hang
+        if dist.is_initialized() and backend_of("cuda") == "nccl":
+            _get_default_group()._get_backend(self._device).abort()
 
     def close(self) -> None:
         """End the thread, drain the stream, then end both groups.
 
         Tasks under way keep their tensors until they are done; after an `abort`, until NCCL has broken them off.
         """
-        self._closing.set()
-        self._watch.join()
         worker, self._worker = self._worker, None
         limit = CLOSE_SECONDS_AFTER_ERROR if self._aborted else CLOSE_SECONDS
         ended = worker is None or worker.close(limit)
@@ -211,14 +231,30 @@ class NcclPeers(Peers):
             if ended and not self._aborted:
                 ended = self._held.release(limit)
                 self._count_spans()
+            self._closing.set()
+            self._look_out.join(limit)
             if group is not None and dist.is_initialized():
                 dist.destroy_process_group(group)
         finally:
             self._held.release(limit)
             self._control.close()
             self.forget_scratch()
+        if not self._told:
+            self._check()
         if not ended and not self._aborted:
             raise RuntimeError(f"the exchanges under way did not end within {limit:.0f} s")
+
+
+def _look_out(peers: weakref.ref[NcclPeers], closing: threading.Event) -> None:
+    """Until they are closed: whenever no exchange has ended for a while, see whether all ranks are there."""
+    before, since = -1, 0.0
+    while not closing.wait(_LOOK_SECONDS):
+        these = peers()
+        if these is None:
+            return
+        with torch.cuda.device(these._device):  # else CUDA would begin on the first one
+            before, since = these.look_for_the_lost(before, since)
+        del these
 
 
 def nccl_group(
@@ -244,7 +280,7 @@ def nccl_group(
     dist.all_reduce(torch.zeros(1, device=device), group=group)
     if ranks is not None and dist.get_rank(group) == 0:
         # up to torch 2.13 a later group of the same ranks has the same name, and would read this one's address
-        _get_process_group_store(group).delete_key("0")
+        dist.PrefixStore("cuda/", _get_process_group_store(group)).delete_key("0")
     size = dist.get_world_size(group)
     if size <= FEW:  # NCCL connects a pair at its first message: now rather than in a step
         ones = list(torch.ones(size, device=device).split(1))
