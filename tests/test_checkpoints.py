@@ -22,10 +22,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from listening import listening
+from on_ranks import on_ranks
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
 from test_feedback import lossy, residuals
-from test_strategy import Net, fit, rows, trainer_with
+from test_strategy import Net, fit, rows
 from torch import Tensor
 
 from ringstrategy import Gossip, PlanMismatchError, RingStrategy
@@ -205,77 +206,56 @@ class Refuses:
         return operation()
 
 
-class SavesUntilItCan(L.Callback):
-    """After three batches a save; after five, one that fails at its first step on `victim`, one at its second, ..."""
-
-    def __init__(self, path: str, victim: int) -> None:
-        self.path, self.victim = path, victim
-        self.failures: list[str] = []
-        self.steps: list[int] = []  # of the checkpoint that lies there after each failure
-        self.sets: list[int] = []  # how many of the ranks' files
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-            dist.barrier()
-        if trainer.global_step != 5:
-            return
-        while True:
-            refuses = Refuses(len(self.failures))
-            try:
-                with watched(refuses) if trainer.global_rank == self.victim else nullcontext():
-                    trainer.save_checkpoint(self.path)
-            except RuntimeError as error:
-                self.failures.append(str(error))
-            else:
-                assert refuses.left >= 0
-                break
-            dist.barrier()
-            checkpoint = whole(self.path, 2)
-            assert checkpoint is not None
-            self.steps.append(checkpoint["global_step"])
-            self.sets.append(len(os.listdir(f"{self.path}.ringstrategy")))
-            assert not list(Path(self.path).parent.rglob(".*")), "half a file was left"
-            dist.barrier()
-
-
-def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], list[int], list[int]]:
-    saves = SavesUntilItCan(f"{folder}/saved.ckpt", victim)
-    fit(strategy(), Net(), max_epochs=1, callbacks=[saves])
-    return saves.failures, saves.steps, saves.sets
-
-
 @pytest.mark.parametrize(("strategy", "victim"), [(lossy, 0), (gossip, 1)])
+@on_ranks(2)
 def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
-    ranks: Pool, tmp_path: Path, strategy: Strategy, victim: int
+    strategy: Strategy, victim: int, tmp_path: Path
 ) -> None:
+    """After a save, another one fails at its first step on one rank; then one at its second, until one succeeds."""
     folder = tmp_path / "run"
-    (failures, steps, sets), (failures_of_1, _, _) = ranks(2, _refused, str(folder), strategy, victim)
-    assert failures == failures_of_1
-    for failure in failures:
-        assert f"{folder}/saved.ckpt could not be saved (rank {victim}: OSError: " in failure
-        assert "No space left" in failure
-        assert failure.endswith("A checkpoint that lies there is whole")
-    # a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that
-    assert steps == ([*([3] * 9), 5] if victim == 0 else [3] * 5), "after its rename it is the new one"
-    assert sets == [*([1] * 5), *([2, 3, 4, 5, 6] if victim == 0 else [])], "whose checkpoint may be there is kept"
-    checkpoint = whole(folder / "saved.ckpt", 2)
-    assert checkpoint is not None
-    assert checkpoint["global_step"] == 5
-    assert sorted(path.name for path in folder.iterdir()) == ["saved.ckpt", "saved.ckpt.ringstrategy"]
-    assert len(list((folder / "saved.ckpt.ringstrategy").iterdir())) == 1, "what failed is cleared away"
+    path, of_ranks = folder / "saved.ckpt", folder / "saved.ckpt.ringstrategy"
+    trainer = fit(strategy(), model := Net(), max_epochs=1)
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, rows())
+    found = []  # after each failure: of which step the checkpoint is, and how many sets of the ranks' files there are
+    for number in itertools.count():
+        refuses, said = Refuses(number), ""
+        dist.barrier()
+        try:
+            with watched(refuses) if trainer.global_rank == victim else nullcontext():
+                trainer.save_checkpoint(path)
+        except RuntimeError as error:
+            said = str(error)
+        if not said:
+            assert trainer.global_rank != victim or refuses.left >= 0
+            break
+        assert f"{path} could not be saved (rank {victim}: OSError: " in said
+        assert "No space left" in said
+        assert said.endswith("A checkpoint that lies there is whole")
+        dist.barrier()
+        found.append((whole(path, 2)["global_step"], len(os.listdir(of_ranks))))
+        assert not list(folder.rglob(".*")), "half a file was left"
+    # a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that, which is the new one once renamed
+    assert [step for step, _ in found] == ([*([6] * 9), 12] if victim == 0 else [6] * 5)
+    kept = [2, 3, 4, 5, 6] if victim == 0 else []
+    assert [sets for _, sets in found] == [*([1] * 5), *kept], "whose checkpoint may be there is kept"
+    dist.barrier()
+    assert whole(path, 2)["global_step"] == 12
+    assert sorted(folder.iterdir()) == [path, of_ranks]
+    assert len(os.listdir(of_ranks)) == 1, "what failed is cleared away"
 
 
 # Damage
 
 
 def _saved(path: str, strategy: Strategy) -> None:
-    trainer = fit(strategy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(path)
+    fit(strategy(), Net(), max_epochs=1).save_checkpoint(path)
 
 
-def _truncate(file: Path, _: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-200])
+def _be_of_another_save(file: Path, _: Path) -> None:
+    state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
+    torch.save(seal({**state, "save": "step-6-another"}), file)
 
 
 def _flip(file: Path, _: Path) -> None:
@@ -284,16 +264,12 @@ def _flip(file: Path, _: Path) -> None:
     file.write_bytes(content)
 
 
-def _swap(file: Path, other: Path) -> None:
-    file.write_bytes(other.read_bytes())
-
-
-def _be_of_another_save(file: Path, _: Path) -> None:
-    state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
-    torch.save(seal({**state, "save": "step-6-another"}), file)
-
-
-DAMAGE = [_truncate, _flip, _swap, _be_of_another_save]
+DAMAGE: dict[str, Callable[[Path, Path], Any]] = {  # to a rank's file, beside which there is that of the other rank
+    "truncated": lambda file, _: os.truncate(file, file.stat().st_size - 200),
+    "flipped": _flip,
+    "swapped": lambda file, other: shutil.copyfile(other, file),
+    "of another save": _be_of_another_save,
+}
 
 
 def _refuses_to_resume(paths: list[str], strategy: Strategy) -> list[str]:
@@ -311,14 +287,12 @@ def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
 ) -> None:
     ranks(2, _saved, str(tmp_path / "good" / "saved.ckpt"), strategy)
     paths, damaged = [], []
-    for number, damage in enumerate(DAMAGE):
-        folder = tmp_path / damage.__name__
-        shutil.copytree(tmp_path / "good", folder)
-        path = folder / "saved.ckpt"
-        victim = number % 2
-        damage(rank_file(path, victim), rank_file(path, 1 - victim))
+    for victim, (name, damage) in zip((0, 1, 0, 1), DAMAGE.items(), strict=True):
+        path = shutil.copytree(tmp_path / "good", tmp_path / name) / "saved.ckpt"
+        file = rank_file(path, victim)
+        damage(file, rank_file(path, 1 - victim))
         paths.append(str(path))
-        damaged.append((victim, rank_file(path, victim)))
+        damaged.append((victim, file))
     first, second = ranks(2, _refuses_to_resume, paths, strategy)
     assert first == second
     for (victim, file), message in zip(damaged, first, strict=True):
@@ -337,47 +311,38 @@ def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
 # Where checkpoints are
 
 
-def _elsewhere(folder: str, kind: str) -> list[str]:
-    path, options = f"{folder}/{kind}.ckpt", {}
-    if kind == "address":
-        path = f"local://{path}"  # fsspec's, which is not known as a path
-    else:
-        options = {"plugins": [AsyncCheckpointIO()]}
-    trainer = trainer_with(lossy(), max_epochs=1, **options)
-    trainer.fit(Net(), rows())
+@pytest.mark.parametrize("kind", ["address", "behind"])
+@on_ranks(2)
+def test_addresses_and_writers_behind_training_are_whole_too(kind: str, tmp_path: Path) -> None:
+    saved = tmp_path / f"{kind}.ckpt"
+    # one of fsspec's is not known as a path
+    path, plugins = (f"local://{saved}", []) if kind == "address" else (str(saved), [AsyncCheckpointIO()])
+    trainer = fit(lossy(), Net(), max_epochs=1, plugins=plugins)
     for _ in range(3):
         trainer.save_checkpoint(path)
         dist.barrier()
-        assert whole(f"{folder}/{kind}.ckpt", 2) is not None
-        assert len(os.listdir(f"{folder}/{kind}.ckpt.ringstrategy")) == 1
+        assert whole(saved, 2) is not None
+        assert len(os.listdir(f"{saved}.ringstrategy")) == 1
         dist.barrier()
-    _, heard = _goes_on(path, lossy)
+    assert _goes_on(path, lossy)[1] == []
     dist.barrier()
     trainer.strategy.remove_checkpoint(path)
-    return heard
-
-
-@pytest.mark.parametrize("kind", ["address", "behind"])
-def test_addresses_and_writers_behind_training_are_whole_too(ranks: Pool, tmp_path: Path, kind: str) -> None:
-    assert ranks(2, _elsewhere, str(tmp_path), kind) == [[], []]
+    dist.barrier()
     assert not list(tmp_path.iterdir())
 
 
 # Ranks that do not say the same
 
 
-def _one_resumes(path: str) -> str:
+@on_ranks(3)
+def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
     fit("ring", Net(), max_epochs=1).save_checkpoint(path)
     dist.barrier()
-    with pytest.raises(PlanMismatchError) as caught:
-        fit("ring", Net(), ckpt_path=path if dist.get_rank() == 0 else None)
-    return str(caught.value)
-
-
-def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks(3, _one_resumes, str(tmp_path / "run.ckpt"))
-    assert "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch " in first
-    assert others == [first, first]
+    found = path if dist.get_rank() == 0 else None
+    said = "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch "
+    with pytest.raises(PlanMismatchError, match=said):
+        fit("ring", Net(), ckpt_path=found)
 
 
 def test_half_written_files_are_not_counted_as_checkpoints(tmp_path: Path) -> None:
@@ -404,15 +369,12 @@ def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
     assert not link.is_symlink()
 
 
-def _named_apart(folder: str) -> list[str]:
+@on_ranks(3)
+def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     trainer = fit(lossy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(f"{folder}/of-rank-{trainer.global_rank}.ckpt")
+    trainer.save_checkpoint(tmp_path / f"of-rank-{trainer.global_rank}.ckpt")
     trainer.strategy.barrier()
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file())
-
-
-def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks(3, _named_apart, str(tmp_path))
-    assert others == [first, first]
-    assert [Path(name).name for name in first] == ["of-rank-0.ckpt", *(f"rank_{rank:05d}.pt" for rank in range(3))]
-    assert all(name.startswith("of-rank-0.ckpt") for name in first)
+    first, *others = sorted(path for path in tmp_path.rglob("*.*") if path.is_file())
+    assert first.name == "of-rank-0.ckpt"
+    assert [path.name for path in others] == [f"rank_{rank:05d}.pt" for rank in range(3)]
+    assert all(str(path).startswith(str(first)) for path in others)

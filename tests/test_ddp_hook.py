@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from jobs import Job
 from jobs import job as job
 from on_ranks import on_ranks
+from test_session import MINUTE, gathered, process_group
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +39,6 @@ from ringstrategy import (
 from ringstrategy.integrations.ddp_hook import DdpHookState
 from ringstrategy.transport.futures import Futures, Promise
 
-MINUTE = timedelta(minutes=1)
 LOSSY = {
     "int8": (BlockInt(8), Ring()),
     "int4": (Rotated(BlockInt(4)), None),
@@ -47,13 +46,6 @@ LOSSY = {
     "topk": (TopK(16), Direct()),
     "small": (SmallExact(Rotated(Gaussian(2)), below=64), None),
 }
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", timeout=MINUTE)
-    yield
-    dist.barrier()  # or the store, which is rank 0's, may end before the others need it no more
 
 
 class Net(nn.Module):
@@ -104,14 +96,6 @@ def loss(model: nn.Module, step: int, more: bool = True) -> Tensor:
     return nn.functional.mse_loss(model(inputs, more), targets)
 
 
-def everyones(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of each rank in one, by rank."""
-    flat = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    return gathered
-
-
 OPTIONS: list[dict[str, Any]] = [
     {"gradient_as_bucket_view": True},
     {"gradient_as_bucket_view": False, "bucket_cap_mb": 25},
@@ -151,8 +135,8 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
                     for net in (model, alone):
                         net.zero_grad()
                         loss(net, step).backward()
-                    given += sum(everyones([p.grad for p in alone.parameters()])) / dist.get_world_size()
-                    equal = everyones([p.grad for p in inner.parameters()])
+                    given += sum(gathered([p.grad for p in alone.parameters()])) / dist.get_world_size()
+                    equal = gathered([p.grad for p in inner.parameters()])
                     assert all(torch.equal(equal[0], one) for one in equal), f"{name}: replicas differ"
                     got += equal[0]
                     assert all(map(torch.equal, saved.get("residuals", {}).values(), copies)), "it goes on with the run"
@@ -160,7 +144,7 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
                     copies = [residual.clone() for residual in saved["residuals"].values()]
                     kept = [saved["residuals"].get(n, torch.zeros_like(p)) for n, p in inner.named_parameters()]
                     counts.append(len(saved["buckets"]))
-                    assert (given - got - sum(everyones(kept))).abs().max() < 1e-6, (name, step)
+                    assert (given - got - sum(gathered(kept))).abs().max() < 1e-6, (name, step)
                     assert (given - got).abs().max() > 1e-4, "nothing was lost, so nothing was tested"
             assert counts[0] == 1
             assert counts[1] > 2, "DDP did not cut its buckets anew"
@@ -168,7 +152,7 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
 
 @on_ranks(2)
 def test_each_step_has_another_rotation() -> None:
-    with process_group(), hooked(Rotated(BlockInt(4)), feedback=False) as (model, _):
+    with process_group(), hooked(Rotated(BlockInt(4))) as (model, _):
         found = []
         for _ in range(3):  # the first one is in other buckets
             model.zero_grad()
@@ -234,13 +218,13 @@ def test_parameters_of_16_bits_are_summed_in_float32() -> None:
                     nn.functional.mse_loss(net(inputs[:, 0, 0]), targets).backward()
             for (name, one), other in zip(model.module.named_parameters(), alone.parameters(), strict=True):
                 assert one.grad.dtype == one.dtype
-                summands = [each.view(one.shape) / 3 for each in everyones([other.grad])]
+                summands = [each.view(one.shape) / 3 for each in gathered([other.grad])]
                 exact = sum(summands)
                 # of 16 bits: rounded where they are sent, and not at each addition
                 bound = 1e-6 if one.dtype == torch.float32 else 3 * 2**-8 * sum(each.abs() for each in summands)
                 bound = bound if codec is None else exact.abs().max() * 0.02
                 assert ((one.grad.double() - exact).abs() <= bound).all(), (codec, name)
-                assert all(torch.equal(one.grad.double().flatten(), each) for each in everyones([one.grad]))
+                assert all(torch.equal(one.grad.double().flatten(), each) for each in gathered([one.grad]))
             if codec is None:  # and sent in 16
                 assert state.stats.bytes_sent < 1.1 * 2 * 2 / 3 * (2 * 280 + 4 * 123)
             residuals = state.state_dict()["residuals"].values()
@@ -259,7 +243,7 @@ def test_two_hooks_on_one_group_average_in_one_backward(codec: Codec, collective
             one.zero_grad()
             other.zero_grad()
             (loss(one, step) + 1024 * loss(other, step)).backward()
-            mine, *others = everyones([p.grad for p in one.parameters() if p.grad is not None])
+            mine, *others = gathered([p.grad for p in one.parameters() if p.grad is not None])
             assert all(torch.equal(mine, theirs) for theirs in others)
             for a, b in zip(one.parameters(), other.parameters(), strict=True):
                 assert torch.equal(b.grad, 1024 * a.grad), step
