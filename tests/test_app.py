@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib.resources import files
@@ -23,6 +22,7 @@ import torch
 from hydra import compose, initialize_config_module
 from hydra.errors import CompactHydraException
 from hydra.utils import instantiate
+from jobs import program as program
 from omegaconf import OmegaConf
 
 from ringstrategy.app import train
@@ -56,12 +56,6 @@ def names(group):
 def composed(*overrides):
     with initialize_config_module("ringstrategy.configs", version_base="1.3"):
         return compose("train", ["output_dir=unused", *overrides])
-
-
-def environment():
-    """Without what a launcher or an earlier test has left behind."""
-    left = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"}
-    return {key: value for key, value in os.environ.items() if key not in left} | {"COLUMNS": "160"}
 
 
 # --- what a run is made of
@@ -300,47 +294,25 @@ def test_what_is_wrong_is_refused_with_the_right_form(overrides, words):
 
 
 @pytest.mark.slow
-def test_the_program_trains_and_the_report_shows_it(tmp_path):
-    arguments = [PROGRAM, "trainer.max_steps=4", "trainer.enable_progress_bar=false"]
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_program_trains_and_the_report_shows_it(program, tmp_path):
+    assert program(PROGRAM, "trainer.max_steps=4", "trainer.enable_progress_bar=false").wait() == 0
     (folder,) = (tmp_path / "outputs").glob("*/*")
-    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]  # rank 1 made no folder of its own
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"outputs", "printed", "errors"}  # rank 1 made no folder of its own
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["processes"], summary["steps"]) == (2, 4)
     assert summary["bytes_sent"] > 0
-    command = [PROGRAM.with_name("ringstrategy-report"), folder]
-    reported = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert reported.returncode == 0, reported.stderr
-    assert f"{summary['final_metric']:.4g}" in reported.stdout
+    report = program(PROGRAM.with_name("ringstrategy-report"), folder, COLUMNS="160")
+    assert report.wait() == 0
+    assert f"{summary['final_metric']:.4g}" in report.printed
     assert (folder / "report.html").stat().st_size > 1_000_000  # plotly is in it
 
 
-def processes_naming(folder):
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            commands.append(path.read_text())
-        except OSError:  # it has just ended
-            continue
-    return [command for command in commands if f"--job\0{folder}" in command]
-
-
 @pytest.mark.slow
-def test_ctrl_c_ends_every_process(tmp_path):
-    out = tmp_path / "out"
-    command = [PROGRAM, f"hydra.run.dir={out}", "trainer.max_epochs=100000", "trainer.enable_progress_bar=false"]
-    with open(tmp_path / "log", "w") as log:
-        running = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
-        try:
-            while not (out / "csv" / "metrics.csv").exists():
-                assert running.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.2)
-            assert len(processes_naming(out)) >= 2
-            running.send_signal(signal.SIGINT)
-            assert running.wait() == 130
-        finally:
-            running.terminate()
-            running.wait()
-    while processes_naming(out):
-        time.sleep(0.1)
+def test_ctrl_c_ends_every_process(program, tmp_path):
+    options = ["hydra.run.dir=out", "trainer.max_epochs=100000", "trainer.enable_progress_bar=false"]
+    running, metrics = program(PROGRAM, *options), tmp_path / "out" / "csv" / "metrics.csv"
+    running.until(lambda: metrics.exists() or running.process.poll() is not None, "it trains")
+    assert len(running.pids()) >= 3
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait() == 130  # when no process is left

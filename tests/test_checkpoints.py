@@ -58,53 +58,43 @@ def flat(trainer: L.Trainer) -> Tensor:
 # Each moment of a save
 
 
-class _InHalves(io.FileIO):
-    """A file that is written in two steps."""
-
-    def __init__(self, path: str, mode: str) -> None:
-        super().__init__(path, mode)
-
-    def write(self, content: Any) -> int:
-        half = len(content) // 2
-        super().write(content[:half])
-        return half + int(os_step("write", str(self.name), lambda: super(_InHalves, self).write(content[half:])))
-
-
-_watching: list[Callable[[str, str, Operation], Any]] = []
-
-
-def os_step(name: str, path: str, operation: Operation) -> Any:
-    """One call of the system, as whoever watches lets it be made; what they call themselves is not watched."""
-    if not _watching:
-        return operation()
-    watcher = _watching.pop()
-    try:
-        return watcher(name, path, operation)
-    finally:
-        _watching.append(watcher)
-
-
 @contextmanager
 def watched(watcher: Callable[[str, str, Operation], Any]) -> Iterator[None]:
-    """Each step by which a file or folder is made, filled, flushed, renamed or removed goes through the watcher."""
+    """Each step by which a file or folder is made, filled, flushed, renamed or removed goes through the watcher.
+
+    A file is filled in two steps. What the watcher does itself is not watched.
+    """
+    busy = False
+
+    def step(name: str, path: str, operation: Operation) -> Any:
+        nonlocal busy
+        if busy:
+            return operation()
+        busy = True
+        try:
+            return watcher(name, path, operation)
+        finally:
+            busy = False
+
+    class InHalves(io.FileIO):
+        def write(self, content: Any) -> int:
+            half = len(content) // 2
+            super().write(content[:half])
+            return half + int(step("write", str(self.name), lambda: super(InHalves, self).write(content[half:])))
 
     def by_name(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **options: Any) -> Any:
             flushed = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else None
             named = flushed or os.fspath(args[0] if name == "replace" else path)
-            return os_step(name, named, lambda: real(path, *args, **options))
+            return step(name, named, lambda: real(path, *args, **options))
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("mkdir", "fsync", "replace", "remove", "unlink", "rmdir"):
             patch.setattr(os, name, by_name(name, getattr(os, name)))
-        patch.setattr(files, "open", lambda path, mode: os_step("open", path, lambda: _InHalves(path, mode)), False)
-        _watching.append(watcher)
-        try:
-            yield
-        finally:
-            _watching.clear()
+        patch.setattr(files, "open", lambda path, mode: step("open", path, lambda: InHalves(path, mode)), False)
+        yield
 
 
 class Photographs:
@@ -249,10 +239,6 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
 # Damage
 
 
-def _saved(path: str, strategy: Strategy) -> None:
-    fit(strategy(), Net(), max_epochs=1).save_checkpoint(path)
-
-
 def _be_of_another_save(file: Path, _: Path) -> None:
     state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
     torch.save(seal({**state, "save": "step-6-another"}), file)
@@ -269,43 +255,31 @@ DAMAGE: dict[str, Callable[[Path, Path], Any]] = {  # to a rank's file, beside w
     "flipped": _flip,
     "swapped": lambda file, other: shutil.copyfile(other, file),
     "of another save": _be_of_another_save,
+    "gone": lambda file, _: file.unlink(),
 }
 
 
-def _refuses_to_resume(paths: list[str], strategy: Strategy) -> list[str]:
-    messages = []
-    for path in paths:
-        with pytest.raises(ValueError, match="training cannot resume") as caught:
-            fit(strategy(), Net(), ckpt_path=path)
-        messages.append(str(caught.value))
-    return messages
-
-
 @both_kinds
-def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
-    ranks: Pool, tmp_path: Path, strategy: Strategy
-) -> None:
-    ranks(2, _saved, str(tmp_path / "good" / "saved.ckpt"), strategy)
-    paths, damaged = [], []
-    for victim, (name, damage) in zip((0, 1, 0, 1), DAMAGE.items(), strict=True):
+@on_ranks(2)
+def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(strategy: Strategy, tmp_path: Path) -> None:
+    victims = dict(zip(DAMAGE, (0, 1, 0, 1, 0), strict=True))
+    fit(strategy(), Net(), max_epochs=1).save_checkpoint(tmp_path / "good" / "saved.ckpt")
+    dist.barrier()
+    for name, victim in victims.items() if dist.get_rank() == 0 else ():
         path = shutil.copytree(tmp_path / "good", tmp_path / name) / "saved.ckpt"
-        file = rank_file(path, victim)
-        damage(file, rank_file(path, 1 - victim))
-        paths.append(str(path))
-        damaged.append((victim, file))
-    first, second = ranks(2, _refuses_to_resume, paths, strategy)
-    assert first == second
-    for (victim, file), message in zip(damaged, first, strict=True):
-        assert f": rank {victim}: {file} " in message
+        DAMAGE[name](rank_file(path, victim), rank_file(path, 1 - victim))
+    dist.barrier()
+    _, heard = _goes_on(str(tmp_path / "gone" / "saved.ckpt"), strategy)  # the cure
+    assert bool(heard) == (dist.get_rank() == 0)
+    assert all("rank 0" in text and "not beside" in text for text in heard[:1])
+    for name, victim in list(victims.items())[:-1]:
+        path = tmp_path / name / "saved.ckpt"
+        with pytest.raises(ValueError, match="training cannot resume") as caught:
+            fit(strategy(), Net(), ckpt_path=str(path))
+        message = str(caught.value)
+        assert f": rank {victim}: {rank_file(path, victim)} " in message
         assert "Resume from another checkpoint, or bring back the file from a copy, or delete it: then " in message
         assert ("of the sum of all residuals" in message) == (strategy is lossy)
-    # the cure
-    (_, file), path = damaged[0], paths[0]
-    file.unlink()
-    (_, heard), (_, silent) = ranks(2, _goes_on, path, strategy)
-    assert "rank 0" in heard[0]
-    assert "not beside" in heard[0]
-    assert not silent
 
 
 # Where checkpoints are

@@ -141,20 +141,12 @@ def test_hsdp_encodes_within_hosts_or_between_them(mixed: MixedPrecisionPolicy) 
     residuals.close()
 
 
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(61, 5), nn.Linear(61, 5)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.used(inputs)
-        return result
-
-
 @on_ranks(2)
 def test_errors_name_the_cure() -> None:
     dist.init_process_group("gloo", timeout=MINUTE)
-    half, divided = fully_shard(Half()), linear()
+    half, divided = nn.Linear(61, 5), linear()
+    half.unused = nn.Parameter(torch.ones(61))
+    fully_shard(half)
     opened = [ringstrategy.fsdp(module, exact_below=0) for module in (half, divided)]
     divided.set_gradient_divide_factor(3.0)
     for module, said in (

@@ -7,7 +7,6 @@ import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import Mock
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from pool import Pool
+from test_session import MINUTE
 from torch.distributed._functional_collectives import all_reduce, reduce_scatter_tensor
 
 from ringstrategy import AllReduce, BlockInt, GroupOptions, Identity, Native, PlanMismatchError
@@ -24,7 +24,6 @@ from ringstrategy.integrations.backends import BACKENDS
 from ringstrategy.integrations.process_group import RingProcessGroup, _Works
 from ringstrategy.names import STRATEGIES
 
-MINUTE = timedelta(minutes=1)
 BOUNDS = {"ring": 1e-6, "ring_fp16": 2e-3, "ring_bf16": 2e-2, "ring_fp8": 0.2, "ring_int8": 0.03}  # of the largest
 BOUNDS |= {"ring_int4": 0.5, "ring_int2": 1.5, "ring_sign": 2.0}
 SMALLER = {"ring": 0.99, "ring_fp16": 1.9, "ring_bf16": 1.9, "ring_fp8": 3.8, "ring_int8": 3.8}  # times fewer bytes
