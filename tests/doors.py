@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
@@ -249,9 +248,12 @@ class Loop(ABC):
     def lost(self, error: BaseException) -> int | None:
         return getattr(error, "rank", None)
 
-    @abstractmethod
     def close(self) -> None:
         """The training is over."""
+        if isinstance(self.counts, dist.ProcessGroup):
+            dist.destroy_process_group(self.counts)
+        else:
+            self.counts.close()
 
 
 class OfSession(Loop):
@@ -282,9 +284,6 @@ class OfSession(Loop):
         with self.counts.stepping(self.optimizer, self.scale):
             super().step()
         self.counts.end_batch(1)
-
-    def close(self) -> None:
-        self.counts.close()
 
 
 class OfFabric(Loop):
@@ -323,9 +322,6 @@ class OfFabric(Loop):
 
     def consensus(self) -> AbstractContextManager[None]:
         return self.of_ours.consensus(self.module)
-
-    def close(self) -> None:
-        self.counts.close()
 
 
 class OfHorovod(Loop):
@@ -382,22 +378,16 @@ class OfHook(Loop):
     def lost(self, error: BaseException) -> int | None:
         return getattr(self.counts.error, "rank", None)
 
-    def close(self) -> None:
-        self.counts.close()
-
 
 class OfDdp(Loop):
     """Torch's DDP over gloo: nothing is ours."""
 
-    counts = SimpleNamespace(stats=Stats())
+    counts = SimpleNamespace(stats=Stats(), close=lambda: None)
     group: Any = None
 
     def open(self) -> None:
         unused = self.story.skips
         self.module = DistributedDataParallel(self.net, process_group=self.group, find_unused_parameters=unused)
-
-    def close(self) -> None:
-        return
 
 
 class OfGroup(OfDdp):
@@ -414,9 +404,6 @@ class OfGroup(OfDdp):
         except ring.PeerLostError as named:
             return named.rank
         return None
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.counts)
 
 
 class OfFsdp(Loop):
@@ -455,10 +442,8 @@ class OfFsdp(Loop):
 
     def residuals(self) -> dict[str, Tensor]:
         """By module."""
-        return {name: state["residual"].to_local() for name, state in self.counts.state_dict().items()}
-
-    def close(self) -> None:
-        self.counts.close()
+        states = self.counts.state_dict() if self.group is None else {}
+        return {name: state["residual"].to_local() for name, state in states.items()}
 
 
 class OfFsdpGroup(OfFsdp):
@@ -467,12 +452,6 @@ class OfFsdpGroup(OfFsdp):
     def open(self) -> None:
         self.counts = self.group = group_of(self.story)
         super().open()
-
-    def residuals(self) -> dict[str, Tensor]:
-        return {}
-
-    def close(self) -> None:
-        dist.destroy_process_group(self.group)
 
 
 def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module:
@@ -635,11 +614,7 @@ def told_again(door: str) -> list[tuple[Tensor, list[str], list[Any], int]]:
 
 
 def sockets() -> int:
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the folder
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-    return sum(link.startswith("socket") for link in links)
+    return sum(path.is_socket() for path in Path("/proc/self/fd").iterdir())
 
 
 def twin(story: Story, size: int) -> Seen:

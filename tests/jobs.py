@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -51,15 +49,3 @@ def program(tmp_path: Path) -> Iterator[Callable[..., Program]]:
     for one in programs:
         one.close()
         print(one.printed[-20_000:], one.errors[-20_000:])
-
-
-def run_script(folder: Path, text: str, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a script that may import tests, by `command` (default: this Python), as a shell would; it must not hang."""
-    script = folder / "script.py"
-    script.write_text(f"import sys; sys.path[:0] = [{str(HERE)!r}, {str(ROOT)!r}]\n{text}")
-    running = Program(folder, [*(command or (sys.executable,)), str(script)])
-    try:
-        code = running.wait()
-    finally:
-        running.close()
-    return subprocess.CompletedProcess([], code, running.printed, running.errors)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytest
 from pool import Pool
 
 from benchmarks.__main__ import main
@@ -49,15 +47,3 @@ def on_ranks(
     """The rows that `size` ranks of a benchmark write, and what the first prints."""
     printed = ranks(size, _be_a_rank, [name, *arguments, "--out", str(out)], dict(environment or {}))
     return [asdict(row) for row in read(out)], printed[0]
-
-
-def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """What it says when it ends with status 2, started by hand."""
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert ended.value.code == 2
-    return capsys.readouterr().err

@@ -1,4 +1,7 @@
-"""`ringstrategy-train` as people use it: composed, run with 2 processes, swept, interrupted."""
+"""`ringstrategy-train` as people use it: composed, run with 2 processes, swept, interrupted.
+
+Short forms of overrides mean the long ones; what is wrong is refused with the right form.
+"""
 
 import contextlib
 import csv
@@ -8,7 +11,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from importlib.resources import files
@@ -18,11 +20,19 @@ import lightning as L
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from hydra.errors import CompactHydraException
 from hydra.utils import instantiate
+from jobs import program as program
 from omegaconf import OmegaConf
+
+from ringstrategy.app import train
+from ringstrategy.app.overrides import PARTS, lengthened, shortened, swept
+from ringstrategy.app.refusals import check_arguments, check_keys, in_words, instantiate_strategy
+from ringstrategy.app.report import write_summary
 
 CONFIGS = Path(str(files("ringstrategy.configs")))
 PROGRAM = Path(sys.executable).with_name("ringstrategy-train")
+GOSSIP = "gossip, gossip_exponential, gossip_int8, push_sum"
 OWN_MODULE = """
 import lightning as L, torch
 
@@ -46,12 +56,6 @@ def names(group):
 def composed(*overrides):
     with initialize_config_module("ringstrategy.configs", version_base="1.3"):
         return compose("train", ["output_dir=unused", *overrides])
-
-
-def environment():
-    """Without what a launcher or an earlier test has left behind."""
-    left = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED"}
-    return {key: value for key, value in os.environ.items() if key not in left} | {"COLUMNS": "160"}
 
 
 # --- what a run is made of
@@ -78,8 +82,6 @@ def test_every_model_data_trainer_and_experiment_is_one(tmp_path):
 
 def _trained(folder, overrides):
     """As a rank that Lightning starts; its seed and what rank 0 wrote."""
-    from ringstrategy.app.train import train
-
     folder = Path(folder)
     if os.environ["RANK"] == "0":
         folder.mkdir()
@@ -88,7 +90,7 @@ def _trained(folder, overrides):
         (folder / "draft").rename(folder / "config.yaml")
     while not (folder / "config.yaml").exists():
         time.sleep(0.01)
-    train(folder)
+    train.train(folder)
     return os.environ["PL_GLOBAL_SEED"]
 
 
@@ -124,9 +126,6 @@ def test_ranks_train_what_was_asked_for(ranks, tmp_path, monkeypatch):
 
 def _called(arguments, exit_codes):
     """`ringstrategy-train` whose jobs end with these exit codes: its own, what it prints, and the jobs' folders."""
-    from ringstrategy.app import train
-    from ringstrategy.app.report import write_summary
-
     codes, jobs, printed, code = iter(exit_codes), [], io.StringIO(), 0
 
     def job(command):
@@ -180,51 +179,140 @@ def test_a_sweep_has_a_row_for_each_job_and_fails_if_one_does(ranks, tmp_path, m
     assert [line[:4] for line in lines[:2]] == [["0", "ddp", "seed=0", "0.5"], ["1", "ddp", "seed=1", "FAILED"]]
 
 
+@pytest.mark.parametrize("sweeps", [[], ["-m", "seed=1,2"]])
+def test_a_refusal_is_short_and_trains_nothing(ranks, tmp_path, monkeypatch, sweeps):
+    monkeypatch.chdir(tmp_path)
+    [(said, _, jobs)] = ranks(1, _called, [*sweeps, "+topology=complete"], [])
+    assert "Write topology=complete without the +" in said
+    assert said.startswith("ringstrategy-train: ")
+    assert "HYDRA_FULL_ERROR" not in said
+    assert not jobs + list(tmp_path.rglob("config.yaml.*")) + list(tmp_path.rglob("summary.json"))
+
+
+# --- overrides
+
+
+def words_about(*overrides):
+    """The error that `ringstrategy-train` ends with, or None if it would train."""
+    try:
+        cfg = composed(*map(lengthened, overrides))
+    except CompactHydraException as error:
+        return in_words(error)
+    cfg.run.overrides = [shortened(lengthened(override)) for override in overrides]
+    cfg.run.strategy = next((each[9:] for each in overrides if each.startswith("strategy=")), "ring")
+    try:
+        check_keys(cfg, cfg.run.overrides)
+        check_arguments(cfg)
+        instantiate_strategy(cfg)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_short_form_is_a_long_one_and_other_arguments_stay():
+    for short, long in {
+        "topology=torus": "topology@strategy.algorithm.topology=torus",
+        "algorithm=powersgd": "algorithm@strategy.algorithm=powersgd",
+        "codec.bits=4": "strategy.algorithm.codec.bits=4",
+        "++codec.bits=4": "++strategy.algorithm.codec.bits=4",
+        "~topology.rows": "~strategy.algorithm.topology.rows",
+        "algorithm.bucket_mb=5": "strategy.algorithm.bucket_mb=5",
+    }.items():
+        assert lengthened(short) == long
+        assert shortened(long) == short
+        assert (lengthened(long), shortened(short)) == (long, short)
+    for other in (
+        *("-m", "strategy=ring", "+topology=torus", "codecs=3", "trainer.codec=3", "strategy.algorithms.codec=3"),
+        "codec@strategy.algorithm.codec.codec=gaussian",
+    ):
+        assert lengthened(other) == shortened(other) == other
+
+
+def test_in_a_sweep_one_value_is_a_list_of_one():
+    for override, listed in {
+        "strategy.algorithm.interval=4": "strategy.algorithm.interval=choice(4)",
+        "topology@strategy.algorithm.topology=torus": "topology@strategy.algorithm.topology=choice(torus)",
+        "+strategy.algorithm.names=['a,b', c]": "+strategy.algorithm.names=choice(['a,b', c])",
+    }.items():
+        assert swept(override) == swept(listed) == listed
+    same = ["-m", "strategy=ring", "strategy=ring,gossip", "seed=1", "~strategy.timeout"]
+    for override in [*same, *(f"strategy.algorithm.interval={value}" for value in ("[4", "4,8", "range(1,4)"))]:
+        assert swept(override) == override
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_option_of_a_part_is_chosen_by_its_short_form(part):
+    strategy = {"topology": "strategy=gossip", "outer": "strategy=diloco"}.get(part, "strategy=ring_topk")
+    chosen = set()
+    for name in names(part):
+        cfg = composed(strategy, lengthened(f"{part}={name}"))
+        alone = OmegaConf.load(f"{CONFIGS}/{part}/{name}.yaml")
+        assert OmegaConf.select(cfg, PARTS[part])._target_ == alone._target_
+        chosen.add(str(OmegaConf.select(cfg, PARTS[part])))
+    assert len(chosen) == len(names(part))
+
+
+def test_what_fits_is_not_refused():
+    own = {"model": ["model._target_=torch.nn.Identity"], "data": ["data._target_=torch.nn.Identity"]}
+    for group, missing in own.items():
+        for name in names(group):
+            assert words_about(f"{group}={name}", *(missing if name == "own" else [])) is None, name
+    assert words_about("strategy=ring", "codec=block_int", "codec.bits=4", "collective=direct") is None
+    assert words_about("strategy=ring_topk", "codec.k=4", "+trainer.fast_dev_run=true") is None
+    assert words_about("strategy=gossip", "topology@strategy.algorithm.topology=torus", "topology.rows=2") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # nothing would read these
+        (["+topology=complete"], rf"Write topology=complete without the \+. These strategies have one: {GOSSIP}$"),
+        (["+max_epoch=3"], r"no key 'max_epoch', .*no effect. Did you mean trainer.max_epochs=3\?$"),
+        (["+trainer.strategy=ddp"], "trainer.strategy would be ignored: use strategy without `trainer.`"),
+        # a part that the strategy has not, a name that does not exist, a text where a number belongs
+        (["strategy=ring", "topology=torus"], f"has no topology. .* one: {GOSSIP}. .* strategy=gossip topology=torus$"),
+        (["strategy=rong"], r"(?s)Available options in 'strategy':.*Did you mean strategy=ring\?$"),
+        (["trainer.max_steps=abc"], "^trainer.max_steps=abc: a number is needed"),
+        (["strategy=ring_int8", "codec.bit=4"], r"codec has no 'bit'. Did you mean bits\? .*: \+codec.bit=4$"),
+        # an argument that no class takes
+        (["+trainer.max_epoch=3"], r"lightning.Trainer has no argument 'max_epoch'. Did you mean max_epochs\?$"),
+        (["strategy=ring_auto", "algorithm.allow=[{_target_:ringstrategy.BlockInt,bit:4}]"], "Did you mean bits"),
+        (["+strategy.codec=3"], r"belongs to the algorithm: RingStrategy\(AllReduce\(codec=...\)\)"),
+        # parts that do not fit each other
+        (["codec=top_k"], r"^TopK\(.*\) cannot be added hop by hop; .*\. On the command line: collective=direct$"),
+        (["seed=["], "hydra.cc"),  # what Hydra says well
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_refused_with_the_right_form(overrides, words):
+    said = words_about(*overrides)
+    assert re.search(words, said), said
+    assert "append" not in said  # Hydra's advice, which made runs that ignored the override
+
+
 # --- the real program
 
 
 @pytest.mark.slow
-def test_the_program_trains_and_the_report_shows_it(tmp_path):
-    arguments = [PROGRAM, "trainer.max_steps=4", "trainer.enable_progress_bar=false"]
-    done = subprocess.run(arguments, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_program_trains_and_the_report_shows_it(program, tmp_path):
+    assert program(PROGRAM, "trainer.max_steps=4", "trainer.enable_progress_bar=false").wait() == 0
     (folder,) = (tmp_path / "outputs").glob("*/*")
-    assert list(tmp_path.iterdir()) == [tmp_path / "outputs"]  # rank 1 made no folder of its own
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made == {"outputs", "printed", "errors"}  # rank 1 made no folder of its own
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["processes"], summary["steps"]) == (2, 4)
     assert summary["bytes_sent"] > 0
-    command = [PROGRAM.with_name("ringstrategy-report"), folder]
-    reported = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert reported.returncode == 0, reported.stderr
-    assert f"{summary['final_metric']:.4g}" in reported.stdout
+    report = program(PROGRAM.with_name("ringstrategy-report"), folder, COLUMNS="160")
+    assert report.wait() == 0
+    assert f"{summary['final_metric']:.4g}" in report.printed
     assert (folder / "report.html").stat().st_size > 1_000_000  # plotly is in it
 
 
-def processes_naming(folder):
-    commands = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            commands.append(path.read_text())
-        except OSError:  # it has just ended
-            continue
-    return [command for command in commands if f"--job\0{folder}" in command]
-
-
 @pytest.mark.slow
-def test_ctrl_c_ends_every_process(tmp_path):
-    out = tmp_path / "out"
-    command = [PROGRAM, f"hydra.run.dir={out}", "trainer.max_epochs=100000", "trainer.enable_progress_bar=false"]
-    with open(tmp_path / "log", "w") as log:
-        running = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=log, stderr=log)
-        try:
-            while not (out / "csv" / "metrics.csv").exists():
-                assert running.poll() is None, (tmp_path / "log").read_text()
-                time.sleep(0.2)
-            assert len(processes_naming(out)) >= 2
-            running.send_signal(signal.SIGINT)
-            assert running.wait() == 130
-        finally:
-            running.terminate()
-            running.wait()
-    while processes_naming(out):
-        time.sleep(0.1)
+def test_ctrl_c_ends_every_process(program, tmp_path):
+    options = ["hydra.run.dir=out", "trainer.max_epochs=100000", "trainer.enable_progress_bar=false"]
+    running, metrics = program(PROGRAM, *options), tmp_path / "out" / "csv" / "metrics.csv"
+    running.until(lambda: metrics.exists() or running.process.poll() is not None, "it trains")
+    assert len(running.pids()) >= 3
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait() == 130  # when no process is left

@@ -22,10 +22,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from listening import listening
+from on_ranks import on_ranks
 from pool import Pool
 from rank_files import rank_file, rank_state, whole
 from test_feedback import lossy, residuals
-from test_strategy import Net, fit, rows, trainer_with
+from test_strategy import Net, fit, rows
 from torch import Tensor
 
 from ringstrategy import Gossip, PlanMismatchError, RingStrategy
@@ -57,53 +58,43 @@ def flat(trainer: L.Trainer) -> Tensor:
 # Each moment of a save
 
 
-class _InHalves(io.FileIO):
-    """A file that is written in two steps."""
-
-    def __init__(self, path: str, mode: str) -> None:
-        super().__init__(path, mode)
-
-    def write(self, content: Any) -> int:
-        half = len(content) // 2
-        super().write(content[:half])
-        return half + int(os_step("write", str(self.name), lambda: super(_InHalves, self).write(content[half:])))
-
-
-_watching: list[Callable[[str, str, Operation], Any]] = []
-
-
-def os_step(name: str, path: str, operation: Operation) -> Any:
-    """One call of the system, as whoever watches lets it be made; what they call themselves is not watched."""
-    if not _watching:
-        return operation()
-    watcher = _watching.pop()
-    try:
-        return watcher(name, path, operation)
-    finally:
-        _watching.append(watcher)
-
-
 @contextmanager
 def watched(watcher: Callable[[str, str, Operation], Any]) -> Iterator[None]:
-    """Each step by which a file or folder is made, filled, flushed, renamed or removed goes through the watcher."""
+    """Each step by which a file or folder is made, filled, flushed, renamed or removed goes through the watcher.
+
+    A file is filled in two steps. What the watcher does itself is not watched.
+    """
+    busy = False
+
+    def step(name: str, path: str, operation: Operation) -> Any:
+        nonlocal busy
+        if busy:
+            return operation()
+        busy = True
+        try:
+            return watcher(name, path, operation)
+        finally:
+            busy = False
+
+    class InHalves(io.FileIO):
+        def write(self, content: Any) -> int:
+            half = len(content) // 2
+            super().write(content[:half])
+            return half + int(step("write", str(self.name), lambda: super(InHalves, self).write(content[half:])))
 
     def by_name(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Any, *args: Any, **options: Any) -> Any:
             flushed = os.readlink(f"/proc/self/fd/{path}") if name == "fsync" else None
             named = flushed or os.fspath(args[0] if name == "replace" else path)
-            return os_step(name, named, lambda: real(path, *args, **options))
+            return step(name, named, lambda: real(path, *args, **options))
 
         return call
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("mkdir", "fsync", "replace", "remove", "unlink", "rmdir"):
             patch.setattr(os, name, by_name(name, getattr(os, name)))
-        patch.setattr(files, "open", lambda path, mode: os_step("open", path, lambda: _InHalves(path, mode)), False)
-        _watching.append(watcher)
-        try:
-            yield
-        finally:
-            _watching.clear()
+        patch.setattr(files, "open", lambda path, mode: step("open", path, lambda: InHalves(path, mode)), False)
+        yield
 
 
 class Photographs:
@@ -205,77 +196,52 @@ class Refuses:
         return operation()
 
 
-class SavesUntilItCan(L.Callback):
-    """After three batches a save; after five, one that fails at its first step on `victim`, one at its second, ..."""
-
-    def __init__(self, path: str, victim: int) -> None:
-        self.path, self.victim = path, victim
-        self.failures: list[str] = []
-        self.steps: list[int] = []  # of the checkpoint that lies there after each failure
-        self.sets: list[int] = []  # how many of the ranks' files
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == 3:
-            trainer.save_checkpoint(self.path)
-            dist.barrier()
-        if trainer.global_step != 5:
-            return
-        while True:
-            refuses = Refuses(len(self.failures))
-            try:
-                with watched(refuses) if trainer.global_rank == self.victim else nullcontext():
-                    trainer.save_checkpoint(self.path)
-            except RuntimeError as error:
-                self.failures.append(str(error))
-            else:
-                assert refuses.left >= 0
-                break
-            dist.barrier()
-            checkpoint = whole(self.path, 2)
-            assert checkpoint is not None
-            self.steps.append(checkpoint["global_step"])
-            self.sets.append(len(os.listdir(f"{self.path}.ringstrategy")))
-            assert not list(Path(self.path).parent.rglob(".*")), "half a file was left"
-            dist.barrier()
-
-
-def _refused(folder: str, strategy: Strategy, victim: int) -> tuple[list[str], list[int], list[int]]:
-    saves = SavesUntilItCan(f"{folder}/saved.ckpt", victim)
-    fit(strategy(), Net(), max_epochs=1, callbacks=[saves])
-    return saves.failures, saves.steps, saves.sets
-
-
 @pytest.mark.parametrize(("strategy", "victim"), [(lossy, 0), (gossip, 1)])
+@on_ranks(2)
 def test_a_full_disk_leaves_the_checkpoint_before_and_all_ranks_say_so(
-    ranks: Pool, tmp_path: Path, strategy: Strategy, victim: int
+    strategy: Strategy, victim: int, tmp_path: Path
 ) -> None:
+    """After a save, another one fails at its first step on one rank; then one at its second, until one succeeds."""
     folder = tmp_path / "run"
-    (failures, steps, sets), (failures_of_1, _, _) = ranks(2, _refused, str(folder), strategy, victim)
-    assert failures == failures_of_1
-    for failure in failures:
-        assert f"{folder}/saved.ckpt could not be saved (rank {victim}: OSError: " in failure
-        assert "No space left" in failure
-        assert failure.endswith("A checkpoint that lies there is whole")
-    # a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that
-    assert steps == ([*([3] * 9), 5] if victim == 0 else [3] * 5), "after its rename it is the new one"
-    assert sets == [*([1] * 5), *([2, 3, 4, 5, 6] if victim == 0 else [])], "whose checkpoint may be there is kept"
-    checkpoint = whole(folder / "saved.ckpt", 2)
-    assert checkpoint is not None
-    assert checkpoint["global_step"] == 5
-    assert sorted(path.name for path in folder.iterdir()) == ["saved.ckpt", "saved.ckpt.ringstrategy"]
-    assert len(list((folder / "saved.ckpt.ringstrategy").iterdir())) == 1, "what failed is cleared away"
+    path, of_ranks = folder / "saved.ckpt", folder / "saved.ckpt.ringstrategy"
+    trainer = fit(strategy(), model := Net(), max_epochs=1)
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, rows())
+    found = []  # after each failure: of which step the checkpoint is, and how many sets of the ranks' files there are
+    for number in itertools.count():
+        refuses, said = Refuses(number), ""
+        dist.barrier()
+        try:
+            with watched(refuses) if trainer.global_rank == victim else nullcontext():
+                trainer.save_checkpoint(path)
+        except RuntimeError as error:
+            said = str(error)
+        if not said:
+            assert trainer.global_rank != victim or refuses.left >= 0
+            break
+        assert f"{path} could not be saved (rank {victim}: OSError: " in said
+        assert "No space left" in said
+        assert said.endswith("A checkpoint that lies there is whole")
+        dist.barrier()
+        found.append((whole(path, 2)["global_step"], len(os.listdir(of_ranks))))
+        assert not list(folder.rglob(".*")), "half a file was left"
+    # a file: open, write, flush, rename, flush; of rank 0 the checkpoint after that, which is the new one once renamed
+    assert [step for step, _ in found] == ([*([6] * 9), 12] if victim == 0 else [6] * 5)
+    kept = [2, 3, 4, 5, 6] if victim == 0 else []
+    assert [sets for _, sets in found] == [*([1] * 5), *kept], "whose checkpoint may be there is kept"
+    dist.barrier()
+    assert whole(path, 2)["global_step"] == 12
+    assert sorted(folder.iterdir()) == [path, of_ranks]
+    assert len(os.listdir(of_ranks)) == 1, "what failed is cleared away"
 
 
 # Damage
 
 
-def _saved(path: str, strategy: Strategy) -> None:
-    trainer = fit(strategy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(path)
-
-
-def _truncate(file: Path, _: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-200])
+def _be_of_another_save(file: Path, _: Path) -> None:
+    state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
+    torch.save(seal({**state, "save": "step-6-another"}), file)
 
 
 def _flip(file: Path, _: Path) -> None:
@@ -284,100 +250,73 @@ def _flip(file: Path, _: Path) -> None:
     file.write_bytes(content)
 
 
-def _swap(file: Path, other: Path) -> None:
-    file.write_bytes(other.read_bytes())
-
-
-def _be_of_another_save(file: Path, _: Path) -> None:
-    state = rank_state(file.parents[2] / "saved.ckpt", int(file.stem[-5:]))
-    torch.save(seal({**state, "save": "step-6-another"}), file)
-
-
-DAMAGE = [_truncate, _flip, _swap, _be_of_another_save]
-
-
-def _refuses_to_resume(paths: list[str], strategy: Strategy) -> list[str]:
-    messages = []
-    for path in paths:
-        with pytest.raises(ValueError, match="training cannot resume") as caught:
-            fit(strategy(), Net(), ckpt_path=path)
-        messages.append(str(caught.value))
-    return messages
+DAMAGE: dict[str, Callable[[Path, Path], Any]] = {  # to a rank's file, beside which there is that of the other rank
+    "truncated": lambda file, _: os.truncate(file, file.stat().st_size - 200),
+    "flipped": _flip,
+    "swapped": lambda file, other: shutil.copyfile(other, file),
+    "of another save": _be_of_another_save,
+    "gone": lambda file, _: file.unlink(),
+}
 
 
 @both_kinds
-def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(
-    ranks: Pool, tmp_path: Path, strategy: Strategy
-) -> None:
-    ranks(2, _saved, str(tmp_path / "good" / "saved.ckpt"), strategy)
-    paths, damaged = [], []
-    for number, damage in enumerate(DAMAGE):
-        folder = tmp_path / damage.__name__
-        shutil.copytree(tmp_path / "good", folder)
-        path = folder / "saved.ckpt"
-        victim = number % 2
-        damage(rank_file(path, victim), rank_file(path, 1 - victim))
-        paths.append(str(path))
-        damaged.append((victim, rank_file(path, victim)))
-    first, second = ranks(2, _refuses_to_resume, paths, strategy)
-    assert first == second
-    for (victim, file), message in zip(damaged, first, strict=True):
-        assert f": rank {victim}: {file} " in message
+@on_ranks(2)
+def test_damage_stops_all_ranks_with_the_path_the_rank_and_the_cure(strategy: Strategy, tmp_path: Path) -> None:
+    victims = dict(zip(DAMAGE, (0, 1, 0, 1, 0), strict=True))
+    fit(strategy(), Net(), max_epochs=1).save_checkpoint(tmp_path / "good" / "saved.ckpt")
+    dist.barrier()
+    for name, victim in victims.items() if dist.get_rank() == 0 else ():
+        path = shutil.copytree(tmp_path / "good", tmp_path / name) / "saved.ckpt"
+        DAMAGE[name](rank_file(path, victim), rank_file(path, 1 - victim))
+    dist.barrier()
+    _, heard = _goes_on(str(tmp_path / "gone" / "saved.ckpt"), strategy)  # the cure
+    assert bool(heard) == (dist.get_rank() == 0)
+    assert all("rank 0" in text and "not beside" in text for text in heard[:1])
+    for name, victim in list(victims.items())[:-1]:
+        path = tmp_path / name / "saved.ckpt"
+        with pytest.raises(ValueError, match="training cannot resume") as caught:
+            fit(strategy(), Net(), ckpt_path=str(path))
+        message = str(caught.value)
+        assert f": rank {victim}: {rank_file(path, victim)} " in message
         assert "Resume from another checkpoint, or bring back the file from a copy, or delete it: then " in message
         assert ("of the sum of all residuals" in message) == (strategy is lossy)
-    # the cure
-    (_, file), path = damaged[0], paths[0]
-    file.unlink()
-    (_, heard), (_, silent) = ranks(2, _goes_on, path, strategy)
-    assert "rank 0" in heard[0]
-    assert "not beside" in heard[0]
-    assert not silent
 
 
 # Where checkpoints are
 
 
-def _elsewhere(folder: str, kind: str) -> list[str]:
-    path, options = f"{folder}/{kind}.ckpt", {}
-    if kind == "address":
-        path = f"local://{path}"  # fsspec's, which is not known as a path
-    else:
-        options = {"plugins": [AsyncCheckpointIO()]}
-    trainer = trainer_with(lossy(), max_epochs=1, **options)
-    trainer.fit(Net(), rows())
+@pytest.mark.parametrize("kind", ["address", "behind"])
+@on_ranks(2)
+def test_addresses_and_writers_behind_training_are_whole_too(kind: str, tmp_path: Path) -> None:
+    saved = tmp_path / f"{kind}.ckpt"
+    # one of fsspec's is not known as a path
+    path, plugins = (f"local://{saved}", []) if kind == "address" else (str(saved), [AsyncCheckpointIO()])
+    trainer = fit(lossy(), Net(), max_epochs=1, plugins=plugins)
     for _ in range(3):
         trainer.save_checkpoint(path)
         dist.barrier()
-        assert whole(f"{folder}/{kind}.ckpt", 2) is not None
-        assert len(os.listdir(f"{folder}/{kind}.ckpt.ringstrategy")) == 1
+        assert whole(saved, 2) is not None
+        assert len(os.listdir(f"{saved}.ringstrategy")) == 1
         dist.barrier()
-    _, heard = _goes_on(path, lossy)
+    assert _goes_on(path, lossy)[1] == []
     dist.barrier()
     trainer.strategy.remove_checkpoint(path)
-    return heard
-
-
-@pytest.mark.parametrize("kind", ["address", "behind"])
-def test_addresses_and_writers_behind_training_are_whole_too(ranks: Pool, tmp_path: Path, kind: str) -> None:
-    assert ranks(2, _elsewhere, str(tmp_path), kind) == [[], []]
+    dist.barrier()
     assert not list(tmp_path.iterdir())
 
 
 # Ranks that do not say the same
 
 
-def _one_resumes(path: str) -> str:
+@on_ranks(3)
+def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
     fit("ring", Net(), max_epochs=1).save_checkpoint(path)
     dist.barrier()
-    with pytest.raises(PlanMismatchError) as caught:
-        fit("ring", Net(), ckpt_path=path if dist.get_rank() == 0 else None)
-    return str(caught.value)
-
-
-def test_a_rank_that_finds_no_checkpoint_stops_all_and_is_named(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks(3, _one_resumes, str(tmp_path / "run.ckpt"))
-    assert "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch " in first
-    assert others == [first, first]
+    found = path if dist.get_rank() == 0 else None
+    said = "rank 1 has 'resumes from: nothing' where rank 0 has 'resumes from: step 4 of epoch "
+    with pytest.raises(PlanMismatchError, match=said):
+        fit("ring", Net(), ckpt_path=found)
 
 
 def test_half_written_files_are_not_counted_as_checkpoints(tmp_path: Path) -> None:
@@ -404,15 +343,12 @@ def test_a_save_through_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
     assert not link.is_symlink()
 
 
-def _named_apart(folder: str) -> list[str]:
+@on_ranks(3)
+def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(tmp_path: Path) -> None:
     trainer = fit(lossy(), Net(), max_epochs=1)
-    trainer.save_checkpoint(f"{folder}/of-rank-{trainer.global_rank}.ckpt")
+    trainer.save_checkpoint(tmp_path / f"of-rank-{trainer.global_rank}.ckpt")
     trainer.strategy.barrier()
-    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*.*") if path.is_file())
-
-
-def test_the_files_of_all_ranks_lie_beside_the_checkpoint_of_rank_0(ranks: Pool, tmp_path: Path) -> None:
-    first, *others = ranks(3, _named_apart, str(tmp_path))
-    assert others == [first, first]
-    assert [Path(name).name for name in first] == ["of-rank-0.ckpt", *(f"rank_{rank:05d}.pt" for rank in range(3))]
-    assert all(name.startswith("of-rank-0.ckpt") for name in first)
+    first, *others = sorted(path for path in tmp_path.rglob("*.*") if path.is_file())
+    assert first.name == "of-rank-0.ckpt"
+    assert [path.name for path in others] == [f"rank_{rank:05d}.pt" for rank in range(3)]
+    assert all(str(path).startswith(str(first)) for path in others)

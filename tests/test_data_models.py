@@ -4,15 +4,13 @@ import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
-import lightning as L
 import numpy as np
 import pytest
 import torch
 from on_ranks import on_ranks
 from pool import Pool
-from test_strategy import check_replicas, fit, trainer_with, world
+from test_strategy import check_replicas, fit, gathered, trainer_with, world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -88,40 +86,31 @@ def test_no_skew_is_lightnings_to_share_out():
     mine = list(data.train_dataloader())
     torch.manual_seed(5)
     plain = list(DataLoader(data.training, 32, shuffle=True))
-    assert all(
-        torch.equal(a, b) for one, other in zip(mine, plain, strict=True) for a, b in zip(one, other, strict=True)
-    )
+    torch.testing.assert_close(mine, plain, rtol=0, atol=0)
     for skew in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match=r"skew is a share .* 0 .* to 1, got"):
             Digits(skew=skew)
 
 
-class Labels(L.Callback):
-    def __init__(self):
-        self.epochs = []
+class Labels(MLP):
+    """Of its batches, by epoch."""
 
-    def on_train_epoch_start(self, trainer, pl_module):
-        self.epochs.append([])
+    def on_train_epoch_start(self):
+        self.labels = [*getattr(self, "labels", []), []]
 
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.epochs[-1] += batch[1].tolist()
-
-
-def _labels_of_two_epochs(strategy):
-    seen = Labels()
-    trainer = trainer_with(strategy, callbacks=[seen], limit_val_batches=0)
-    trainer.fit(MLP(), Digits(batch_size=200, skew=1.0))
-    return trainer.world_size, seen.epochs
+    def on_train_batch_start(self, batch, batch_idx):
+        self.labels[-1] += batch[1].tolist()
 
 
-def test_lightning_leaves_skewed_shards_alone(ranks):
-    (two, low), (_, high) = ranks(2, _labels_of_two_epochs, "gossip")
-    assert two == 2
-    for epochs in (low, high):
-        assert [len(epoch) for epoch in epochs] == [718, 718]
-        assert epochs[0] != epochs[1]
-        assert sorted(epochs[0]) == sorted(epochs[1])
-    assert max(low[0]) <= min(high[0])
+@on_ranks(2)
+def test_lightning_leaves_skewed_shards_alone():
+    trainer_with("gossip", limit_val_batches=0).fit(model := Labels(), Digits(batch_size=200, skew=1.0))
+    one, other = model.labels
+    assert len(one) == len(other) == 718
+    assert one != other
+    assert sorted(one) == sorted(other)
+    low, high = gathered(torch.tensor([min(one), max(one)]))
+    assert low[1] <= high[0]
 
 
 def test_stdlib_text_windows():
@@ -190,73 +179,51 @@ LOCAL_ROWS = [(2.0128188, 2.7977395), (0.75015247, 1.4605565)]
 MEAN_ROWS = (1.3814857, 2.129148)
 
 
-def inputs(rank: int) -> Tensor:
-    return torch.from_numpy(np.random.RandomState(rank).random_sample((4, 2)).astype(np.float32))
-
-
-def kernel(rows: tuple[float, float]) -> Tensor:
+def check_dense(weight: Tensor, rows: tuple[float, float], bias: Tensor | None = None, value: float = 0) -> None:
     """Rows of the 2x3 kernel, in the layout of `nn.Linear.weight` (3x2)."""
-    return torch.tensor(rows).expand(3, 2)
-
-
-def dense(value: float) -> nn.Linear:
-    layer = nn.Linear(2, 3)
-    for parameter in layer.parameters():
-        nn.init.constant_(parameter, value)
-    return layer
+    torch.testing.assert_close(weight, torch.tensor(rows).expand(3, 2), rtol=0, atol=1e-5)
+    assert bias is None or bias.tolist() == [value] * 3
 
 
 @on_ranks(2)
 def test_two_ranks_that_start_different_average_their_gradients() -> None:
     hvd.init()
     rank = hvd.rank()
-    layer, x = dense(1.0 - rank), inputs(rank)
-
-    def check(found: Tensor, *expected: Any) -> None:
-        torch.testing.assert_close(found, *expected, rtol=0, atol=1e-5)
-
-    check(torch.autograd.grad(layer(x).sum(), layer.weight)[0], kernel(LOCAL_ROWS[rank]))
+    layer, drawn = nn.Linear(2, 3), np.random.RandomState(rank).random_sample((4, 2))
+    x = torch.from_numpy(drawn).float()
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 1.0 - rank)
+    check_dense(torch.autograd.grad(layer(x).sum(), layer.weight)[0], LOCAL_ROWS[rank])
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(layer.parameters(), 1.0), layer.named_parameters())
     layer(x).sum().backward()
     optimizer.synchronize()
-    check(layer.weight.grad, kernel(MEAN_ROWS))
-    check(layer.bias.grad, torch.full((3,), 4.0))
+    check_dense(layer.weight.grad, MEAN_ROWS, layer.bias.grad, 4)
     with optimizer.skip_synchronize():
         optimizer.step()
     after = [(-0.3814857, -1.129148), (-1.3814857, -2.129148)]
-    check(layer.weight.data, kernel(after[rank]))
-    check(layer.bias.data, torch.full((3,), -3.0 - rank))
+    check_dense(layer.weight.data, after[rank], layer.bias.data, -3 - rank)
     hvd.broadcast_parameters(layer.state_dict(), 0)
-    check(layer.weight.data, kernel(after[0]))
-    check(layer.bias.data, torch.full((3,), -3.0))
+    check_dense(layer.weight.data, after[0], layer.bias.data, -3)
     hvd.shutdown()
 
 
 # Linear regression on four nodes, and accumulation over shards
 
 
-def descend(epochs: int) -> Tensor:
-    """Gradient descent on one node in float64."""
-    data = Regression()
+def _regression(accumulate: int, epochs: int = 25) -> None:
+    """Beside gradient descent on one node in float64."""
+    data, model = Regression(), Linear(optimizer=lambda parameters: SGD(parameters, lr=0.01))
+    batches = DataLoader(TensorDataset(data.rows, data.targets), batch_size=1000 // (world() * accumulate))
+    trainer = fit("ring", model, data=batches, max_epochs=epochs, accumulate_grad_batches=accumulate)
+    assert trainer.global_step == epochs
+    if world() > 1:
+        check_replicas(trainer)
     rows, targets, weights = data.rows.double(), data.targets.double(), torch.zeros(4, dtype=torch.float64)
     for _ in range(epochs):
         weights -= 0.01 * 2 * rows.T @ (rows @ weights - targets) / len(rows)
-    return weights
-
-
-def _regression(epochs: int, accumulate: int) -> Tensor:
-    data, size = Regression(), world()
-    model = Linear(optimizer=lambda parameters: SGD(parameters, lr=0.01))
-    batches = DataLoader(TensorDataset(data.rows, data.targets), batch_size=1000 // (size * accumulate))
-    trainer = fit("ring", model, data=batches, max_epochs=epochs, accumulate_grad_batches=accumulate)
-    assert trainer.global_step == epochs
-    if size > 1:
-        check_replicas(trainer)
-    return model.weights.detach().double()
+    torch.testing.assert_close(model.weights.detach().double(), weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(1, 4), (2, 2), (4, 1)])
 def test_shards_of_nodes_or_of_accumulation_are_the_full_batch(ranks: Pool, size: int, accumulate: int) -> None:
-    expected = descend(25)
-    for weights in ranks(size, _regression, 25, accumulate):
-        assert torch.allclose(weights, expected, rtol=0, atol=1e-5)
+    ranks(size, _regression, accumulate)

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from typing import Any
 from unittest.mock import Mock, patch
 
@@ -17,35 +16,21 @@ import torch.distributed as dist
 from jobs import Job
 from jobs import job as job
 from on_ranks import on_ranks
+from test_session import MINUTE, gathered
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ringstrategy
-from ringstrategy import (
-    BlockInt,
-    Codec,
-    Collective,
-    Direct,
-    Gaussian,
-    Identity,
-    Native,
-    PlanMismatchError,
-    Ring,
-    Rotated,
-    Sign,
-    SmallExact,
-    TopK,
-)
+from ringstrategy import BlockInt, Codec, Collective, Direct, Gaussian, Identity, Native, PlanMismatchError, Rotated
 from ringstrategy.integrations.ddp_hook import DdpHookState
 from ringstrategy.transport.futures import Futures, Promise
 
-MINUTE = timedelta(minutes=1)
 LOSSY = {
-    "int8": (BlockInt(8), Ring()),
+    "int8": (BlockInt(8), ringstrategy.Ring()),
     "int4": (Rotated(BlockInt(4)), None),
-    "sign": (Sign(), None),
-    "topk": (TopK(16), Direct()),
-    "small": (SmallExact(Rotated(Gaussian(2)), below=64), None),
+    "sign": (ringstrategy.Sign(), None),
+    "topk": (ringstrategy.TopK(16), Direct()),
+    "small": (ringstrategy.SmallExact(Rotated(Gaussian(2)), below=64), None),
 }
 
 
@@ -57,7 +42,7 @@ def process_group() -> Iterator[None]:
 
 
 class Net(nn.Module):
-    """Awkward sizes, one parameter in channels_last, and a part that is used now and then."""
+    """Awkward sizes, and one parameter in channels_last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,11 +50,9 @@ class Net(nn.Module):
         self.convolution = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)
         self.head = nn.Sequential(nn.Flatten(), nn.Linear(5 * 4 * 4, 61), nn.ReLU(), nn.Linear(61, 257))
         self.tail = nn.Linear(257, 3)
-        self.sometimes = nn.Linear(3, 3)
 
-    def forward(self, x: Tensor, more: bool = True) -> Tensor:
-        y = self.tail(torch.tanh(self.head(self.convolution(x))))
-        return self.sometimes(y) if more else y
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(torch.tanh(self.head(self.convolution(x))))
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
@@ -99,17 +82,9 @@ def hooked(
         state.close()
 
 
-def loss(model: nn.Module, step: int, more: bool = True) -> Tensor:
+def loss(model: nn.Module, step: int) -> Tensor:
     inputs, targets = batch(step)
-    return nn.functional.mse_loss(model(inputs, more), targets)
-
-
-def everyones(tensors: list[Tensor]) -> list[Tensor]:
-    """The tensors of each rank in one, by rank."""
-    flat = torch.cat([tensor.detach().double().flatten() for tensor in tensors])
-    gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, flat)
-    return gathered
+    return nn.functional.mse_loss(model(inputs), targets)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -151,8 +126,8 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
                     for net in (model, alone):
                         net.zero_grad()
                         loss(net, step).backward()
-                    given += sum(everyones([p.grad for p in alone.parameters()])) / dist.get_world_size()
-                    equal = everyones([p.grad for p in inner.parameters()])
+                    given += sum(gathered([p.grad for p in alone.parameters()])) / dist.get_world_size()
+                    equal = gathered([p.grad for p in inner.parameters()])
                     assert all(torch.equal(equal[0], one) for one in equal), f"{name}: replicas differ"
                     got += equal[0]
                     assert all(map(torch.equal, saved.get("residuals", {}).values(), copies)), "it goes on with the run"
@@ -160,7 +135,7 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
                     copies = [residual.clone() for residual in saved["residuals"].values()]
                     kept = [saved["residuals"].get(n, torch.zeros_like(p)) for n, p in inner.named_parameters()]
                     counts.append(len(saved["buckets"]))
-                    assert (given - got - sum(everyones(kept))).abs().max() < 1e-6, (name, step)
+                    assert (given - got - sum(gathered(kept))).abs().max() < 1e-6, (name, step)
                     assert (given - got).abs().max() > 1e-4, "nothing was lost, so nothing was tested"
             assert counts[0] == 1
             assert counts[1] > 2, "DDP did not cut its buckets anew"
@@ -168,7 +143,7 @@ def test_what_is_not_sent_is_in_the_residuals_also_when_ddp_changes_its_buckets(
 
 @on_ranks(2)
 def test_each_step_has_another_rotation() -> None:
-    with process_group(), hooked(Rotated(BlockInt(4)), feedback=False) as (model, _):
+    with process_group(), hooked(Rotated(BlockInt(4))) as (model, _):
         found = []
         for _ in range(3):  # the first one is in other buckets
             model.zero_grad()
@@ -177,70 +152,61 @@ def test_each_step_has_another_rotation() -> None:
         assert not torch.equal(found[1], found[2])
 
 
-GATE = threading.Event()
-
-
-class Gated(Direct):
-    """Exchanges nothing before the last bucket is there."""
-
-    def sum_(self, *args: Any, **kwargs: Any) -> None:
-        assert GATE.wait(60), "the hook waited for an exchange"
-        super().sum_(*args, **kwargs)
-
-
 @on_ranks(2)
 def test_backward_goes_on_during_exchanges() -> None:
-    with process_group():
+    """They exchange nothing before the last bucket is there."""
+    gate, sums = threading.Event(), Direct.sum_
+
+    def gated(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(60), "the hook waited for an exchange"
+        sums(*args, **kwargs)
+
+    with process_group(), patch.object(Direct, "sum_", gated):
         model, seen = DistributedDataParallel(Net(), bucket_cap_mb=0.01), []
-        state, hook = ringstrategy.ddp_hook(collective=Gated(), timeout=MINUTE)
+        state, hook = ringstrategy.ddp_hook(collective=Direct(), timeout=MINUTE)
 
         def watched(state: DdpHookState, bucket: Any) -> Any:
             future = hook(state, bucket)
             seen.append(bucket.index())
             if bucket.is_last():
-                GATE.set()
+                gate.set()
             return future
 
         watched.__annotations__ = {}  # DDP compares them with types, and here they are strings
         model.register_comm_hook(state, watched)
         for step in range(2):
-            GATE.clear()
+            gate.clear()
             seen.clear()
             loss(model, step).backward()
         state.close()
         assert len(seen) > 2
 
 
-class Mixed(nn.Module):
+def mixed() -> nn.Module:
     """Layers of two dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.narrow = nn.Linear(6, 40).bfloat16()
-        self.wide = nn.Linear(40, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.wide(self.narrow(x.bfloat16()).float())
+    torch.manual_seed(0)
+    narrow, wide = nn.Linear(6, 40).bfloat16(), nn.Linear(40, 3)
+    wide.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    return nn.Sequential(narrow, wide)
 
 
 @on_ranks(3)
 def test_parameters_of_16_bits_are_summed_in_float32() -> None:
     with process_group():
         for codec in (None, BlockInt(8)):
-            with hooked(codec, module=Mixed(), feedback=True) as (model, state):
-                alone, (inputs, targets) = Mixed(), batch(0)
+            with hooked(codec, module=mixed(), feedback=True) as (model, state):
+                alone, (inputs, targets) = mixed(), batch(0)
                 for net in (model, alone):
-                    nn.functional.mse_loss(net(inputs[:, 0, 0]), targets).backward()
+                    nn.functional.mse_loss(net(inputs[:, 0, 0].bfloat16()), targets).backward()
             for (name, one), other in zip(model.module.named_parameters(), alone.parameters(), strict=True):
                 assert one.grad.dtype == one.dtype
-                summands = [each.view(one.shape) / 3 for each in everyones([other.grad])]
+                summands = [each.view(one.shape) / 3 for each in gathered([other.grad])]
                 exact = sum(summands)
                 # of 16 bits: rounded where they are sent, and not at each addition
                 bound = 1e-6 if one.dtype == torch.float32 else 3 * 2**-8 * sum(each.abs() for each in summands)
                 bound = bound if codec is None else exact.abs().max() * 0.02
                 assert ((one.grad.double() - exact).abs() <= bound).all(), (codec, name)
-                assert all(torch.equal(one.grad.double().flatten(), each) for each in everyones([one.grad]))
+                assert all(torch.equal(one.grad.double().flatten(), each) for each in gathered([one.grad]))
             if codec is None:  # and sent in 16
                 assert state.stats.bytes_sent < 1.1 * 2 * 2 / 3 * (2 * 280 + 4 * 123)
             residuals = state.state_dict()["residuals"].values()
@@ -259,7 +225,7 @@ def test_two_hooks_on_one_group_average_in_one_backward(codec: Codec, collective
             one.zero_grad()
             other.zero_grad()
             (loss(one, step) + 1024 * loss(other, step)).backward()
-            mine, *others = everyones([p.grad for p in one.parameters() if p.grad is not None])
+            mine, *others = gathered([p.grad for p in one.parameters() if p.grad is not None])
             assert all(torch.equal(mine, theirs) for theirs in others)
             for a, b in zip(one.parameters(), other.parameters(), strict=True):
                 assert torch.equal(b.grad, 1024 * a.grad), step

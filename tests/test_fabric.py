@@ -24,19 +24,8 @@ from test_strategy import alone
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ringstrategy import (
-    AllReduce,
-    BlockInt,
-    Direct,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    PeerLostError,
-    PlanMismatchError,
-    RingFabricStrategy,
-    consensus,
-    finish,
-)
+import ringstrategy as ring
+from ringstrategy import AllReduce, BlockInt, Direct, Gossip, LocalSGD, Nesterov, RingFabricStrategy, consensus, finish
 from ringstrategy.algorithms.base import Algorithm
 
 
@@ -67,47 +56,40 @@ def parameters(module: nn.Module) -> Tensor:
     return torch.cat([parameter.detach().double().flatten() for parameter in module.parameters()])
 
 
-def train(fabric: Fabric, model: nn.Module, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]]) -> None:
-    """Clipped, and a scaler skips steps that are not finite."""
-    for inputs, targets in data:
-        output = model(inputs)
-        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
-        fabric.clip_gradients(model, optimizer, max_norm=0.5, error_if_nonfinite=False)
-        optimizer.step()
-        optimizer.zero_grad()
+def adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), 0.01)
 
 
-def started(fabric: Fabric, seed: int) -> dict[str, Any]:
+def started(fabric: Fabric, seed: int = 0, made: Callable[..., Any] = adamw) -> dict[str, Any]:
     model = net(seed)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), 0.01))
+    model, optimizer = fabric.setup(model, made(model))
     return {"model": model, "optimizer": optimizer}
 
 
 def go_on(fabric: Fabric, state: dict[str, Any], count: int, first: int = 0) -> None:
-    train(fabric, state["model"], state["optimizer"], batches(count, first))
+    """Clipped, and a scaler skips steps that are not finite."""
+    for inputs, targets in batches(count, first):
+        output = state["model"](inputs)
+        fabric.backward(F.mse_loss(output, targets.to(output.dtype)))
+        fabric.clip_gradients(state["model"], state["optimizer"], max_norm=0.5, error_if_nonfinite=False)
+        state["optimizer"].step()
+        state["optimizer"].zero_grad()
 
 
 # Beside torch DDP
 
 
-class WithMethod(nn.Module):
+class WithMethod(nn.Sequential):
     """Its statistics change in a method that is not its forward."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.layers = net(seed)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
-
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(self.layers(inputs), targets)
+        return F.mse_loss(self[0](inputs), targets)
 
 
 def _validates(fabric: Fabric) -> list[Tensor]:
     """Two epochs, each with an evaluation; with rank 0's statistics. The loss is a method of the model."""
     outputs = []
-    model = WithMethod(fabric.global_rank)
+    model = WithMethod(net(fabric.global_rank))
     model, optimizer = fabric.setup(model, momentum(model))
     model.mark_forward_method("loss")
     for epoch in range(2):
@@ -141,7 +123,7 @@ def _by_closure(fabric: Fabric) -> list[Tensor]:
         return values(model)
 
 
-def _adversaries(fabric: Fabric, names_models: bool) -> list[Tensor]:
+def _adversaries(fabric: Fabric, named: bool) -> list[Tensor]:
     """Two losses, each through both models; one with a penalty for gradients that are no parameters'."""
     torch.manual_seed(dist.get_rank())
     generator = nn.Sequential(nn.Linear(4, 30), nn.ReLU(), nn.Linear(30, 6))
@@ -149,40 +131,37 @@ def _adversaries(fabric: Fabric, names_models: bool) -> list[Tensor]:
     generator, makes = fabric.setup(generator, momentum(generator, 0.02))
     critic = fabric.setup_module(critic)
     judges = fabric.setup_optimizers(momentum(critic, 0.02))
-    of_critic = {"model": critic} if names_models else {}
-    of_generator = {"model": generator} if names_models else {}
     for real, _ in batches(4):
         fake = generator(real[:, :4])
         judges.zero_grad()
         score = critic(real.requires_grad_())
         (slope,) = torch.autograd.grad(score.mean(), real, create_graph=True)
         penalty = (slope.norm() - 1).square()
-        fabric.backward(F.softplus(critic(fake.detach()) - score).mean() + penalty, **of_critic)
+        fabric.backward(F.softplus(critic(fake.detach()) - score).mean() + penalty, model=critic if named else None)
         judges.step()
         makes.zero_grad()
-        fabric.backward(-critic(fake).mean(), **of_generator)
+        fabric.backward(-critic(fake).mean(), model=generator if named else None)
         makes.step()
     return [*values(generator), *values(critic)]
 
 
 def _in_precision(fabric: Fabric) -> list[Tensor]:
-    model = net()
-    model, optimizer = fabric.setup(model, momentum(model))
-    train(fabric, model, optimizer, batches(14))  # where there is a scaler, the first steps overflow
-    return values(model)
+    state = started(fabric, made=momentum)
+    go_on(fabric, state, 14)  # where there is a scaler, the first steps overflow
+    return values(state["model"])
 
 
-def scaled(scale: float = 2.0**26) -> dict[str, Any]:
+def scaled() -> dict[str, Any]:
     """Fabric has no scaler for a CPU by itself."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26, growth_interval=2)
     return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
 
 
 PROGRAMS: dict[str, tuple[Callable[[Fabric], list[Tensor]], Callable[[], dict[str, Any]]]] = {
     "evaluations": (_validates, dict),
     "closures": (_by_closure, dict),
-    "several models": (partial(_adversaries, names_models=False), dict),
-    "several models, named": (partial(_adversaries, names_models=True), dict),
+    "several models": (partial(_adversaries, named=False), dict),
+    "several models, named": (partial(_adversaries, named=True), dict),
     "16-mixed": (_in_precision, scaled),
     "bf16-true": (_in_precision, lambda: {"precision": "bf16-true"}),
 }
@@ -235,7 +214,7 @@ def test_several_models_are_saved_as_consensus_shows_them_and_go_on_bit_for_bit(
     def start(fabric: Fabric, seed: int) -> dict[str, Any]:
         one, two = net(seed), nn.Linear(3, 3)
         model, first = fabric.setup(one, momentum(one))
-        head, second = fabric.setup(two, torch.optim.AdamW(two.parameters(), 0.01))
+        head, second = fabric.setup(two, adamw(two))
         return {"model": model, "head": head, "first": first, "second": second, "rank": fabric.global_rank}
 
     def trained(fabric: Fabric, state: dict[str, Any], first: int) -> list[Tensor]:
@@ -276,40 +255,14 @@ def test_several_models_are_saved_as_consensus_shows_them_and_go_on_bit_for_bit(
         assert all(map(torch.equal, trained(fabric, state, 3), through))
 
 
-@on_ranks(2)
-def test_weights_may_be_loaded_until_the_first_step() -> None:
-    """Weights are loaded after `setup`, and there may be a forward before or after that. Steps are of length 0."""
-    for dry_run in ("never", "before", "within"):
-        with fabric_with(LocalSGD(2, Nesterov(0.7, 0.9))) as fabric:
-            model = net(dist.get_rank())
-            model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.0))
-            [(inputs, _)] = batches(1)
-            if dry_run == "before":
-                model(inputs)
-            model.load_state_dict(net(7).state_dict())
-            expected = parameters(net(7))
-            if dry_run != "before":
-                with consensus(model):
-                    assert torch.equal(parameters(model), expected)
-                    if dry_run == "within":
-                        model(inputs)
-            train(fabric, model, optimizer, batches(4))
-            finish(model)
-            torch.testing.assert_close(parameters(model), expected, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [Gossip(), LocalSGD(2, Nesterov(), overlap=1)],
-    ids=["gossip", "local_sgd"],
-)
+@pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov(), overlap=1)], ids=["gossip", "local_sgd"])
 @on_ranks(2)
 def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm, tmp_path: Path) -> None:
     path = str(tmp_path / "plain.ckpt")
     weights = net(7).state_dict()
     for raw in (False, True):
         with fabric_with(algorithm) as fabric:
-            state = started(fabric, 0)
+            state = started(fabric)
             go_on(fabric, state, 4)
             if fabric.is_global_zero:
                 torch.save(weights if raw else {"model": weights}, path)
@@ -342,13 +295,13 @@ def test_what_belongs_to_other_weights_is_dropped_with_them(algorithm: Algorithm
 def test_finish_counts_the_steps_after_the_last_agreement(algorithm: Algorithm) -> None:
     for strategy in ("ring", "gossip", "ddp"):  # where it changes nothing
         with fabric_with(strategy) as fabric:
-            state = started(fabric, 0)
+            state = started(fabric)
             go_on(fabric, state, 2)
             own = parameters(state["model"])
             finish(state["model"])
             assert torch.equal(own, parameters(state["model"])), strategy
     with fabric_with(algorithm) as fabric:
-        state = started(fabric, 0)
+        state = started(fabric)
         go_on(fabric, state, 5)
         own = parameters(state["model"])
         mean = torch.stack(gathered([own])).mean(0)
@@ -375,23 +328,22 @@ def test_finish_counts_the_steps_after_the_last_agreement(algorithm: Algorithm) 
 
 def _saves_for_others(family: str, path: str) -> None:
     with fabric_with(FAMILIES[family]()) as fabric:
-        state = started(fabric, 0)
-        go_on(fabric, state, 3)
+        go_on(fabric, state := started(fabric), 3)
         fabric.save(path, state)
 
 
 def _loads_from_others(family: str, path: str, again: str | None) -> tuple[Tensor, Tensor]:
+    """The parameters, and what is in residuals."""
     with fabric_with(FAMILIES[family]()) as fabric:
-        state = started(fabric, 5)
-        fabric.load(path, state)
+        fabric.load(path, state := started(fabric, 5))
         if again is not None:
             fabric.save(again, state)
         (algorithm,) = (model.session.algorithm for model in fabric.strategy._models)
-        held = algorithm.residuals() if isinstance(algorithm, AllReduce) else ()
-        residuals = [value.double().flatten() for _, value in sorted(held, key=lambda pair: pair[0])]
+        held = dict(algorithm.residuals()) if isinstance(algorithm, AllReduce) else {}
+        residuals = torch.cat([torch.zeros(1), *(held[name].flatten() for name in sorted(held))]).double()
         loaded = parameters(state["model"])
         go_on(fabric, state, 2)
-        return loaded, torch.cat(residuals) if residuals else torch.zeros(1)
+        return loaded, residuals
 
 
 @pytest.mark.parametrize("family", ["feedback", "gossip", "local_sgd"])
@@ -408,7 +360,7 @@ def test_another_number_of_ranks_goes_on(ranks: Pool, tmp_path: Path, family: st
         assert torch.equal(mine, flat)
     if family == "feedback":
         total = checkpoint["ringstrategy"]["model"]["residual_sum"]
-        expected = torch.cat([total[name].double().flatten() for name in sorted(total)])
+        expected = torch.cat([torch.zeros(1), *(total[name].flatten() for name in sorted(total))]).double()
         assert expected.any()
         torch.testing.assert_close(torch.stack([mine for _, mine in loaded]).sum(0), expected, rtol=1e-6, atol=1e-9)
 
@@ -437,7 +389,7 @@ def test_what_is_not_set_up_is_refused() -> None:
             fabric.save("never.ckpt", {"ringstrategy": 1})
         with pytest.raises(ValueError, match="LBFGS"):
             fabric.setup_optimizers(torch.optim.LBFGS(model.parameters()))
-        with pytest.raises(PlanMismatchError, match=r"lr=0\.1.* where rank 0 has .*lr=0\.05"):
+        with pytest.raises(ring.PlanMismatchError, match=r"lr=0\.1.* where rank 0 has .*lr=0\.05"):
             fabric.setup_optimizers(momentum(model, 0.05 * (1 + fabric.global_rank)))
 
 
@@ -463,14 +415,14 @@ def test_steps_without_the_mean_are_refused() -> None:
 
 def _loses_a_rank(how: str) -> str:
     with fabric_with("ring_int8") as fabric:
-        state, odd = started(fabric, 0), dist.get_rank() == 1
+        state, odd = started(fabric), dist.get_rank() == 1
         go_on(fabric, state, 2)
         try:
             if odd and how == "tells":
                 raise KeyError("no such sample")
             go_on(fabric, state, 2 if odd else 8)
             fabric.barrier()
-        except PeerLostError as error:
+        except ring.PeerLostError as error:
             return f"{error.rank}: {error}"
         except KeyError as error:
             fabric.strategy.tell(error)
@@ -497,21 +449,14 @@ def test_survivors_hear_why_a_rank_was_lost(ranks: Pool, how: str, said: str) ->
 
 
 def _steps(fabric: Fabric) -> Any:
-    torch.manual_seed(fabric.global_rank)
-    model = nn.Linear(8, 2)
-    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), 0.1))
-    for _ in range(6):
-        optimizer.zero_grad()
-        fabric.backward(model(torch.randn(4, 8)).square().mean())
-        optimizer.step()
-    with consensus(model):
-        rows = fabric.all_gather(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    return rows.tolist(), fabric.strategy.stats
+    os.environ["RANK"] = str(fabric.global_rank)
+    go_on(fabric, state := started(fabric), 6)
+    with consensus(state["model"]):
+        return fabric.all_gather(parameters(state["model"])).tolist(), fabric.strategy.stats
 
 
 def launched(name: str) -> bool:
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=name)
-    (one, other), stats = fabric.launch(_steps)
+    (one, other), stats = Fabric(accelerator="cpu", devices=2, strategy=name).launch(_steps)
     return one == other and stats.steps == 6 and stats.bytes_sent > 0
 
 

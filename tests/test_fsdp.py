@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from pool import Pool
+from test_session import MINUTE, gathered
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,7 +20,6 @@ from ringstrategy import BlockInt, Direct, Gaussian, GroupOptions, Identity, Rot
 from ringstrategy.codecs import Codec
 from ringstrategy.names import STRATEGIES
 
-MINUTE = timedelta(minutes=1)
 CODECS: list[tuple[Codec, Any]] = [
     (Identity(), None),
     (BlockInt(8), None),
@@ -37,26 +35,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(61, 203), nn.Tanh(), nn.Linear(203, 70), nn.Tanh(), nn.Linear(70, 5))
 
 
-def sharded(module: nn.Module, **options: Any) -> nn.Module:
-    for part in (*module.children(), module):
-        if any(True for _ in part.parameters()):
-            fully_shard(part, **options)
-    return module
-
-
 def batch(rank: int, step: int) -> torch.Tensor:
     return torch.randn(8, 61, generator=torch.Generator().manual_seed(1000 * step + rank))
-
-
-def train(module: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        module(batch(dist.get_rank(), step)).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def weights(module: nn.Module) -> torch.Tensor:
-    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().detach().reshape(-1) for p in module.parameters()])
 
 
 def linear(rows: int = 40) -> nn.Module:
@@ -124,55 +104,49 @@ def test_a_run_goes_on_bit_for_bit_with_its_residuals_and_its_noise() -> None:
     residuals.close()
 
 
-def _hybrid(mixed: MixedPrecisionPolicy) -> dict[str, Any]:
+@pytest.mark.parametrize("mixed", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
+@on_ranks(4)
+def test_hsdp_encodes_within_hosts_or_between_them(mixed: MixedPrecisionPolicy) -> None:
     """Over gloo; through codecs within hosts; and through codecs between hosts, which is for a backend of ours."""
     dist.init_process_group("gloo", timeout=MINUTE)
-    found: dict[str, Any] = {}
+    found, sent = {}, {}
     for name in ("gloo", "within", "ring", "ring_int8"):
         backend = (name, GroupOptions(STRATEGIES[name](), exact_below=1 << 10)) if name in STRATEGIES else "gloo"
         mesh = init_device_mesh(
             "cpu", (2, 2), mesh_dim_names=("replicate", "shard"), backend_override={"replicate": backend}
         )
-        module, group = sharded(net(), mesh=mesh, mp_policy=mixed), mesh.get_group("replicate")
+        module = net()
+        for part in (*module[::2], module):
+            fully_shard(part, mesh=mesh, mp_policy=mixed)
         assert dist.get_backend(mesh.get_group("shard")) == "gloo"
         if name == "within":
             residuals = ringstrategy.fsdp(module, BlockInt(8), exact_below=0, residual_dtype=torch.bfloat16)
-        train(module, torch.optim.SGD(module.parameters(), lr=0.05), range(5))
-        found[name] = weights(module)
-        found[f"{name} sent"] = group.stats.bytes_sent if name in STRATEGIES else 0
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+        for step in range(5):
+            module(batch(dist.get_rank(), step)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = torch.cat([parameter.full_tensor().detach().reshape(-1) for parameter in module.parameters()])
+        sent[name] = mesh.get_group("replicate").stats.bytes_sent if name in STRATEGIES else 0
+        # the sum of two 16-bit values is rounded once, by gloo too
+        low, high = (0, 1e-6) if name in ("gloo", "ring") else (1e-6, 1e-2)
+        assert low <= (found[name] - found["gloo"]).abs().max() < high, name
+        assert name == "gloo" or all(torch.equal(found[name].double(), other) for other in gathered([found[name]])), (
+            name
+        )
+    if mixed.reduce_dtype is None:
+        assert 3 < sent["ring"] / sent["ring_int8"] < 4
     # 203 rows of 61 and the bias, padded for two shards
     assert list(residuals.state_dict()["0"]["residual"].shape) == [2, 2, 204 * 62]
     residuals.close()
-    return found
-
-
-@pytest.mark.parametrize("mixed", [MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)])
-def test_hsdp_encodes_within_hosts_or_between_them(ranks: Pool, mixed: MixedPrecisionPolicy) -> None:
-    results = ranks(4, _hybrid, mixed)
-    for result in results:
-        for name in ("within", "ring", "ring_int8"):
-            assert torch.equal(result[name], results[0][name]), name
-            # the sum of two 16-bit values is rounded once, by gloo too
-            low, high = (0, 1e-6) if name == "ring" else (1e-6, 1e-2)
-            assert low <= (result[name] - result["gloo"]).abs().max() < high, name
-        if mixed.reduce_dtype is None:
-            assert 3 < result["ring sent"] / result["ring_int8 sent"] < 4
-
-
-class Half(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = nn.Linear(61, 5), nn.Linear(61, 5)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.used(inputs)
-        return result
 
 
 @on_ranks(2)
 def test_errors_name_the_cure() -> None:
     dist.init_process_group("gloo", timeout=MINUTE)
-    half, divided = fully_shard(Half()), linear()
+    half, divided = nn.Linear(61, 5), linear()
+    half.unused = nn.Parameter(torch.ones(61))
+    fully_shard(half)
     opened = [ringstrategy.fsdp(module, exact_below=0) for module in (half, divided)]
     divided.set_gradient_divide_factor(3.0)
     for module, said in (

@@ -6,7 +6,6 @@ import re
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,39 +14,15 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from on_ranks import on_ranks
-from pool import Pool
 from rank_files import rank_state
-from test_strategy import (
-    Lbfgs,
-    Manual,
-    Net,
-    check_equal,
-    check_replicas,
-    fit,
-    gathered,
-    normed,
-    rows,
-    same_everywhere,
-    trainer_with,
-)
+from test_session import MINUTE
+from test_strategy import Lbfgs, Net, check_replicas, fit, gathered, normed, rows, same_everywhere, trainer_with
 from torch import Tensor, nn
 
-from ringstrategy import (
-    AllReduce,
-    Auto,
-    BlockInt,
-    Choco,
-    CommunicationMonitor,
-    Gossip,
-    Identity,
-    LocalSGD,
-    Nesterov,
-    PowerSGD,
-    PushSum,
-    RingStrategy,
-)
+import ringstrategy as ring
+from ringstrategy import AllReduce, Auto, BlockInt, Choco, Gossip, Identity, LocalSGD, Nesterov, PowerSGD, RingStrategy
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.gradients import synchronous
 from ringstrategy.session import state
@@ -126,16 +101,23 @@ class Habit:
     bucket_mb: float = 1e-4
 
 
-def _stochastic() -> dict[str, Any]:
-    return {"callbacks": [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)], "max_epochs": 3}
-
-
+swa = L.pytorch.callbacks.StochasticWeightAveraging
 DDP_UNUSED = "ddp_find_unused_parameters_true"
 HABITS = {  # beside those that tests/test_campaign.py draws
     "alternates within a bucket": Habit(Alternates, ddp=DDP_UNUSED, bucket_mb=3e-4),
     "own backwards": Habit(Adversarial, lambda: {"inference_mode": False, "accumulate_grad_batches": 3}),
-    "stochastic averages": Habit(normed, _stochastic),
+    "stochastic averages": Habit(normed, lambda: {"callbacks": [swa(0.01, swa_epoch_start=1)], "max_epochs": 3}),
 }
+
+
+def check_equal(ours: L.Trainer, theirs: L.Trainer) -> None:
+    """Every parameter and buffer of this rank, bit for bit; and `ours` has really been trained by us."""
+    check_replicas(ours)
+    assert not isinstance(theirs.strategy, RingStrategy)
+    mine, reference = ours.lightning_module.state_dict(), theirs.lightning_module.state_dict()
+    assert mine.keys() == reference.keys()
+    for name, value in reference.items():
+        assert torch.equal(mine[name], value), name
 
 
 @pytest.mark.parametrize("name", HABITS)
@@ -162,43 +144,47 @@ class Ema(Callback):
     """
 
     def __init__(self, swaps: bool, lone: bool) -> None:
-        self.average: list[Tensor] = []
-        self.raw: list[Tensor] = []  # while the average is in
         self.swaps, self.lone = swaps, lone
-        self.seen: list[tuple[Tensor, Tensor]] = []  # what was validated, and the mean of the averages
+        self.average = self.raw = torch.empty(0)  # the parameters, while the average is in
         self.last = torch.empty(0)  # this rank's parameters after its last batch
+        self.seen: list[tuple[Tensor, Tensor]] = []  # what was validated, and the mean of the averages
+
+    def put(self, module: nn.Module, values: Tensor) -> None:
+        parameters = list(module.parameters())
+        for parameter, part in zip(parameters, values.split([p.numel() for p in parameters]), strict=True):
+            parameter.data.copy_(part.view_as(parameter))
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        self.last = flat(pl_module).clone()
-        now = [p.detach().clone() for p in pl_module.parameters()]
+        self.last = flat(pl_module)
         weight = 1.0 if self.lone and trainer.global_rank else 0.3
-        self.average = [a.lerp(n, weight) for a, n in zip(self.average, now, strict=True)] if self.average else now
+        self.average = self.average.lerp(self.last, weight) if len(self.average) else self.last
 
-    @torch.no_grad()
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if not self.average:
-            return
-        self.raw = [p.detach().clone() for p in pl_module.parameters()]
-        for parameter, average in zip(pl_module.parameters(), self.average, strict=True):
-            parameter.data.copy_(average)
+        if len(self.average):
+            self.raw = flat(pl_module)
+            self.put(pl_module, self.average)
 
     def on_validation_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        if self.raw:
-            everyone = [mean_of(average).reshape(-1) for average in self.average]
-            self.seen.append((flat(pl_module).clone(), torch.cat(everyone)))
+        if len(self.raw):
+            self.seen.append((flat(pl_module), mean_of(self.average)))
 
-    @torch.no_grad()
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if self.raw and self.swaps:  # what is there now is the average
-            self.average = [p.detach().clone() for p in pl_module.parameters()]
-        for parameter, raw in zip(pl_module.parameters(), self.raw, strict=False):
-            parameter.data.copy_(raw)
-        self.raw = []
+        if not len(self.raw):
+            return
+        if self.swaps:  # what is there now is the average
+            self.average = flat(pl_module)
+        self.put(pl_module, self.raw)
+        self.raw = torch.empty(0)
 
 
 @pytest.mark.parametrize(
     ("algorithm", "swaps"),
-    [(Gossip(Star(), interval=3), False), (PushSum(), True), (Choco(Star()), False), (LocalSGD(3, Nesterov()), False)],
+    [
+        (Gossip(Star(), interval=3), False),
+        (ring.PushSum(), True),
+        (Choco(Star()), False),
+        (LocalSGD(3, Nesterov()), False),
+    ],
     ids=["gossip", "push_sum", "choco", "local_sgd"],
 )
 @on_ranks(3)
@@ -209,7 +195,7 @@ def test_a_moving_average_is_validated_as_the_mean_and_changes_nothing(algorithm
         ema = Ema(swaps, lone=algorithm.replicates)
         trainer = trainer_with(RingStrategy(algorithm), callbacks=[ema], **options)
         trainer.fit(Net(), rows(), rows(24))
-        return torch.cat([ema.last, *(average.reshape(-1) for average in ema.average)]), ema.seen
+        return torch.cat([ema.last, ema.average]), ema.seen
 
     plainly, _ = run(limit_val_batches=0)
     ended, seen = run(val_check_interval=2)
@@ -242,15 +228,6 @@ class Sees(Callback):
         assert trainer.callbacks[0] is self, "users know their callbacks by their places"
 
     on_fit_end = on_train_end
-
-
-class SavesAtOnce(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.should_stop = True
 
 
 class Distilled(Net):
@@ -288,6 +265,10 @@ def test_validation_and_checkpoints_show_the_mean_and_each_rank_resumes_its_own(
         assert type(trainer.callbacks) is list
         return model, sees, ema
 
+    def save_at_once(trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        trainer.save_checkpoint(f"{folder}/at_once.ckpt")
+        trainer.should_stop = True
+
     model, sees, ema = run(ModelCheckpoint(folder, "{epoch}", save_top_k=-1, save_on_train_epoch_end=False))
     untouched, state = Distilled().untouched, model.state_dict()
     sizes = {name: value.numel() for name, value in state.items() if value.is_floating_point()}
@@ -314,16 +295,11 @@ def test_validation_and_checkpoints_show_the_mean_and_each_rank_resumes_its_own(
         assert all(torch.equal(seen, flat(model)) for seen in sees.at_the_end)
         return
     assert not same_everywhere(flat(ema._average_model.module)), "averages are each rank's own"
-    run(SavesAtOnce(f"{folder}/at_once.ckpt"), ckpt_path=f"{folder}/epoch=1.ckpt")
+    run(LambdaCallback(on_train_start=save_at_once), ckpt_path=f"{folder}/epoch=1.ckpt")
     for path in ("at_once.ckpt", "epoch=2.ckpt"):  # before its first step; when it was over
         again, _, resumed = run(ckpt_path=f"{folder}/{path}")
         assert torch.equal(flat(resumed._average_model.module), flat(ema._average_model.module))
         assert torch.equal(flat(again), flat(model))
-
-
-class Counts(Callback):
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        pl_module.layers[1].num_batches_tracked.zero_()
 
 
 @on_ranks(3)
@@ -341,19 +317,12 @@ def test_what_callbacks_see_and_put_in_at_the_end_is_what_local_sgd_returns() ->
     average = flat(ema._average_model.module)
     assert not same_everywhere(average)
     assert close(flat(model), mean_of(average)), "it is not applied to averages of weights"
-    plain, counted = run(sees := Sees()), run(Counts())
+    forgets = LambdaCallback(on_train_end=lambda trainer, module: module.layers[1].num_batches_tracked.zero_())
+    plain, counted = run(sees := Sees()), run(forgets)
     assert len(sees.at_the_end) == 2
     assert all(torch.equal(seen, flat(plain)) for seen in sees.at_the_end)
     assert all(map(torch.equal, plain.parameters(), counted.parameters())), "a buffer that is set keeps no step out"
     assert int(counted.layers[1].num_batches_tracked) == 0 < int(plain.layers[1].num_batches_tracked)
-
-
-class StayTogether(Callback):
-    """After each batch all ranks have nearly the same parameters."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        for parameter in pl_module.parameters():
-            assert all(torch.allclose(other, parameter, atol=1e-5) for other in gathered(parameter))
 
 
 # Resuming
@@ -497,6 +466,11 @@ class Changes(Net):
         return torch.optim.SGD(self.parameters(), 0.05)
 
 
+def stay_together(trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+    for parameter in pl_module.parameters():
+        assert all(torch.allclose(other, parameter, atol=1e-5) for other in gathered(parameter))
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -519,7 +493,8 @@ def test_layers_join_with_the_same_values_and_leave_and_nobody_waits_for_them(al
         finish(exchange)
 
     model = Changes({0: ("a", True), 2: ("b", True), 4: ("a", True), 8: ("b", False)})
-    trainer = trainer_with(RingStrategy(algorithm), callbacks=[StayTogether()])
+    together = LambdaCallback(on_train_batch_end=stay_together)
+    trainer = trainer_with(RingStrategy(algorithm), callbacks=[together])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synchronous._Pass, "finish", finishing)
         trainer.fit(model, rows(), rows(12))
@@ -535,7 +510,11 @@ def test_layers_join_with_the_same_values_and_leave_and_nobody_waits_for_them(al
 # What is refused while it trains
 
 
-class BackwardItself(Manual):
+class BackwardItself(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         self.loss(batch).backward()
         self.optimizers().step()
@@ -568,10 +547,6 @@ class Zero(Net):
         return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
 
 
-def _changes_alone() -> None:
-    fit(RingStrategy(timeout=timedelta(seconds=60)), Changes({2: ("a", True)}, 1))
-
-
 PLAN = "^PlanMismatchError: .*rank 1 has "
 ALONE = (
     PLAN + r"'parts\.a\.weight: \(3, 6\) torch\.float32, new' where rank 0 has nothing of that name"
@@ -586,18 +561,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter of no module": (lambda: fit("ring", Outside()), OUTSIDE),
     "a parameter of no module, gossip": (lambda: fit("gossip", Outside()), OUTSIDE),
     "ZeRO, gossip": (lambda: fit("gossip", Zero()), "^ValueError: ZeroRedundancyOptimizer exchanges .*AdamW, or use"),
-    "monitor": (lambda: fit("ddp", Net(), callbacks=[CommunicationMonitor()]), r"^ValueError: .*strategy='ring'\)"),
+    "monitor": (lambda: fit("ddp", Net(), callbacks=[ring.CommunicationMonitor()]), r"^ValueError: .*='ring'\)"),
     "grows late": (lambda: fit("ring", Changes({2: ("a", True)}, late=True)), JOINED),
     "frozen": (lambda: fit("ring", Frozen()), FROZEN),
     "SyncBatchNorm": (lambda: fit("ring", normed(nn.SyncBatchNorm)), r"^ValueError: .*layers\.1.*nn\.BatchNorm"),
-    "grows alone": (_changes_alone, ALONE),
+    "grows alone": (lambda: fit(RingStrategy(timeout=MINUTE), Changes({2: ("a", True)}, 1)), ALONE),
 }
-
-
-def _refused(name: str) -> str:
-    with pytest.raises(Exception) as caught:  # noqa: PT011  all of them are of the table
-        REFUSED[name][0]()
-    return f"{caught.typename}: {caught.value}"
 
 
 @on_ranks(2)
@@ -609,6 +578,10 @@ def test_a_parameter_of_no_module_may_be_a_ranks_own_and_equal_gradients_be_step
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_right_is_refused_on_all_ranks(ranks: Pool, name: str) -> None:
-    for message in ranks(2, _refused, name):
-        assert re.search(REFUSED[name][1], message, re.DOTALL), message
+@on_ranks(2)
+def test_what_cannot_be_right_is_refused_on_all_ranks(name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011  all of them are of the table
+        call()
+    message = f"{caught.typename}: {caught.value}"
+    assert re.search(words, message, re.DOTALL), message

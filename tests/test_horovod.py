@@ -11,12 +11,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,13 +23,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from on_ranks import on_ranks
 from pairs import all_pairs
 from pool import Pool
+from test_session import MINUTE
+from test_strategy import trainer_with
 from torch import Tensor, nn
 
 import ringstrategy
 import ringstrategy.horovod as hvd
 from ringstrategy.integrations.horovod import elastic, named, operations, world
-
-MINUTE = timedelta(minutes=1)
 
 
 @contextlib.contextmanager
@@ -206,31 +205,24 @@ BOUNDS = {"none": 1e-5, "fp16": 5e-3, "bf16": 5e-2, "fp8": 0.3, "int8": 0.06, "i
 CODECS = {name: getattr(hvd.Compression, name, ringstrategy.TopK(4)) for name in BOUNDS}
 
 
-def _compresses() -> dict[str, tuple[Tensor, int, Tensor]]:
-    found = {}
+@on_ranks(3)
+def test_averages_travel_through_codecs_and_all_ranks_get_the_same_bits() -> None:
     with horovod() as rank:
+        mean, sizes = everyones(3, 9000).mean(0), {}
         for name, codec in CODECS.items():
             before = hvd.stats().bytes_sent
             whole = hvd.allreduce(data(rank, 9000), compression=codec)
-            sent = hvd.stats().bytes_sent - before
-            found[name] = whole, sent, hvd.reducescatter(data(rank, 9000), compression=codec)
+            sizes[name] = hvd.stats().bytes_sent - before
+            assert torch.equal(whole, hvd.broadcast(whole, 0)), name
+            shares = hvd.allgather(hvd.reducescatter(data(rank, 9000), compression=codec))
+            for found in (whole, shares):
+                close(found, mean, BOUNDS[name], name)
+                assert name == "none" or (found - mean).abs().max() > 1e-5, name
+            smaller = {"none": 1, "top": 0, "int8": 3.4}.get(name, 1.7)  # times fewer bytes than float32
+            assert 0 < smaller * sizes[name] <= sizes["none"] or (name == "top" and sizes[name]), name
         noisy = ringstrategy.BlockInt(4, rounding="stochastic")
         one, other = (hvd.allreduce(data(rank, 9000), compression=noisy) for _ in range(2))
         assert not torch.equal(one, other), "the noise of two operations is the same"
-    return found
-
-
-def test_averages_travel_through_codecs_and_all_ranks_get_the_same_bits(ranks: Pool) -> None:
-    outcomes = ranks(3, _compresses)
-    mean = everyones(3, 9000).mean(0)
-    for name, bound in BOUNDS.items():
-        values, sent, _ = outcomes[0][name]
-        assert all(torch.equal(values, other[name][0]) for other in outcomes)
-        for found in (values, torch.cat([other[name][2] for other in outcomes])):
-            close(found, mean, bound, name)
-            assert name == "none" or (found - mean).abs().max() > 1e-5, name
-        smaller = {"none": 1, "top": 0, "int8": 3.4}.get(name, 1.7)  # times fewer bytes than float32
-        assert 0 < smaller * sent <= outcomes[0]["none"][1] or (name == "top" and sent), name
 
 
 @on_ranks(3)
@@ -411,38 +403,31 @@ def test_who_waits_for_a_dead_rank_is_told(ranks: Pool) -> None:
 # Who the ranks are
 
 
-def _on_nodes(nodes: list[int]) -> list[Any]:
-    os.environ["GROUP_RANK"] = str(nodes[int(os.environ["RANK"])])
+NODES = {  # by where ranks are: what each has as rank, size, local rank and size, number of its node and of nodes
+    (0, 0, 1): [[0, 3, 0, 2, 0, 2], [1, 3, 1, 2, 0, 1], [2, 3, 0, 1, 1, 2]],
+    (0, 1): [[0, 2, 0, 1, 0, 2], [1, 2, 0, 1, 1, 2]],
+}
+
+
+@on_ranks(2, 3)
+def test_ranks_of_nodes() -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    nodes = next(nodes for nodes in NODES if len(nodes) == size)
+    os.environ["GROUP_RANK"] = str(nodes[rank])
     with horovod():
         hvd.init()  # does nothing
         assert hvd.is_initialized()
         hvd.barrier()  # or one may leave while another still connects
-        return [
-            *(hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()),
-            *(hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()),
-        ]
-
-
-def test_ranks_of_nodes(ranks: Pool) -> None:
-    assert ranks(3, _on_nodes, [0, 0, 1]) == [
-        [0, 3, 0, 2, 0, 2, False],
-        [1, 3, 1, 2, 0, 1, False],
-        [2, 3, 0, 1, 1, 2, False],
-    ]
-    assert ranks(2, _on_nodes, [0, 1])[1] == [1, 2, 0, 1, 1, 2, True]
+        local = hvd.local_rank(), hvd.local_size()
+        assert [hvd.rank(), hvd.size(), *local, hvd.cross_rank(), hvd.cross_size()] == NODES[nodes][rank]
+        assert hvd.is_homogeneous() == (size == 2)
 
 
 def test_who_has_the_store_leaves_last() -> None:
-    class Store:
-        gone = iter([1, 2, 2, 3])  # what the store says, each time that it is asked
-
-        def add(self, key: str, number: int) -> int:
-            return next(self.gone)
-
-    shared = Store()
+    store = mock.Mock(add=mock.Mock(side_effect=[1, 2, 2, 3]))  # what it says, each time that it is asked
     with mock.patch.object(world, "has_agent_store", return_value=False):
-        world.World(0, 3, ["host"] * 3, MINUTE, True, shared).say_goodbye()
-    assert next(shared.gone, None) is None
+        world.World(0, 3, ["host"] * 3, MINUTE, True, store).say_goodbye()
+    assert store.add.call_count == 4
 
 
 @on_ranks(1)
@@ -508,13 +493,13 @@ def test_what_would_go_wrong_gets_the_cure() -> None:
             held = hvd.allreduce_async(ones, name="held")
         hvd.synchronize(held)
 
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        optimizer = wrapped(model)
         with pytest.raises(ValueError, match="wrap it once"):
             hvd.DistributedOptimizer(optimizer, model.named_parameters())
         with pytest.raises(ValueError, match=r"these parameters already: call its close\(\)"):
-            hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+            wrapped(model)
         optimizer.close()
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+        optimizer = wrapped(model)
         loss_of(model, rank, 0).backward()
         with pytest.raises(RuntimeError, match=r"zero_grad\(\) came after backward\(\) and before step"):
             optimizer.zero_grad()
@@ -529,14 +514,14 @@ def test_what_would_go_wrong_gets_the_cure() -> None:
             lambda model: setattr(model[2].weight, "grad", torch.zeros(30, 40)),
         ):
             model = network()
-            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
+            optimizer = wrapped(model)
             loss_of(model, rank, 0).backward()
             change(model)
             with pytest.raises(RuntimeError, match=r"changed between backward\(\) and .* call optimizer.synchronize"):
                 optimizer.step()
         hvd.tell(RuntimeError("the end of a test"))  # exchanges that were begun do not end
         model = network()  # a rank with parameters of its own clips gradients of its own
-        optimizer = hvd.DistributedOptimizer(momentum(model), algorithm="local_sgd")
+        optimizer = wrapped(model, algorithm="local_sgd")
         loss_of(model, rank, 0).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
@@ -558,6 +543,10 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def wrapped(model: nn.Module, **how: Any) -> Any:
+    return hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **how)
 
 
 def trained(
@@ -607,7 +596,7 @@ def test_sums_clipping_closures_and_warnings() -> None:
             ({}, *[{"clip": 0.3}] * 2),
         ):
             model = network()
-            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), **how)
+            optimizer = wrapped(model, **how)
             trained(model, optimizer, [rank], 3, **ours)
             check_twin(model, twin(size, 3, **of_twin), cell=ours)
 
@@ -636,50 +625,41 @@ def test_sums_clipping_closures_and_warnings() -> None:
         assert optimizer.session.stats.steps == 3
 
 
-BEGUN = threading.Event()
-
-
-class Noted(ringstrategy.Direct):
-    def sum_(self, *args: Any, **kwargs: Any) -> None:
-        BEGUN.set()
-        super().sum_(*args, **kwargs)
-
-
 @on_ranks(2)
 def test_buckets_travel_while_backward_goes_on() -> None:
-    with horovod() as rank:
+    begun, last = threading.Event(), []
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        begun.set()
+        sums(*args, **kwargs)
+
+    sums = ringstrategy.Direct.sum_
+    with mock.patch.object(ringstrategy.Direct, "sum_", noted), horovod() as rank:
         model = network()
-        algorithm = ringstrategy.AllReduce(collective=Noted(), bucket_mb=1e-4)
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), algorithm=algorithm)
-        BEGUN.clear()  # the agreement on parameters is over
-        last = []
-        model[0].weight.register_hook(lambda gradient: last.append(BEGUN.wait(60)))
+        algorithm = ringstrategy.AllReduce(collective=ringstrategy.Direct(), bucket_mb=1e-4)
+        optimizer = wrapped(model, algorithm=algorithm)
+        begun.clear()  # the agreement on parameters is over
+        model[0].weight.register_hook(lambda gradient: last.append(begun.wait(60)))
         loss_of(model, rank, 0).backward()
         optimizer.step()
         assert last == [True], "exchanges wait for the end of backward"
 
 
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.EmbeddingBag(50, 4, sparse=True, mode="sum")
-        self.head = nn.Linear(4, 2)
-        self.gate = nn.Parameter(torch.ones(2))  # nobody uses it
-
-    def forward(self, index: Tensor) -> Tensor:
-        result: Tensor = self.head(self.rows(index))
-        return result
+def bag() -> nn.Module:
+    """With a parameter that nobody uses."""
+    model = nn.Sequential(nn.EmbeddingBag(50, 4, sparse=True, mode="sum"), nn.Linear(4, 2))
+    model.gate = nn.Parameter(torch.ones(2))
+    return model
 
 
 @on_ranks(2)
 def test_sparse_parameters() -> None:
     with horovod() as rank:
-        index = [torch.tensor([[r, 7, 3 * r + 1]]) for r in range(hvd.size())]
+        index, sgd = [torch.tensor([[r, 7, 3 * r + 1]]) for r in range(hvd.size())], partial(torch.optim.SGD, lr=0.5)
         rows: list[tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = [
-            (Bag, lambda parameters: torch.optim.SGD(parameters, 0.5), {"sparse_as_dense": True}),
-            (Bag, lambda parameters: torch.optim.SGD(parameters, 0.5), {"sparse": ["rows.weight"]}),
-            # its class says that rows travel
-            (lambda: nn.Embedding(50, 4, sparse=True), lambda parameters: torch.optim.SparseAdam(parameters, 0.1), {}),
+            (bag, sgd, {"sparse_as_dense": True}),
+            (bag, sgd, {"sparse": ["0.weight"]}),
+            (lambda: nn.Embedding(50, 4, sparse=True), torch.optim.SparseAdam, {}),  # its class says that rows travel
         ]
         for make, made, how in rows:
             model, single = make(), make()
@@ -694,10 +674,9 @@ def test_sparse_parameters() -> None:
                         (one(index[r]).square().sum() / len(members)).backward()
                     its.step()
             check_twin(model, dict(single.named_parameters()))
-            assert make is not Bag or model.gate.grad is None  # unused by all
-        model = Bag()
-        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.5), model.named_parameters())
-        with pytest.raises(ValueError, match=r"is sparse: pass sparse_as_dense=True, or sparse=\['rows.weight'"):
+            assert make is not bag or model.gate.grad is None  # unused by all
+        wrapped(model := bag())
+        with pytest.raises(ValueError, match=r"is sparse: pass sparse_as_dense=True, or sparse=\['0.weight'"):
             model(index[rank]).sum().backward()
 
 
@@ -706,8 +685,7 @@ def test_local_and_new_parameters() -> None:
     with horovod() as rank:
         model = nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))
         hvd.broadcast_parameters(model.state_dict(), 0)
-        inner = torch.optim.SGD(model.parameters(), 0.1)
-        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), local=["1.weight"])
+        optimizer = wrapped(model, local=["1.weight"])
         optimizer.register_local_var(model[0].weight)
         model(data(rank, 8, 6)).sum().backward()
         optimizer.step()
@@ -772,7 +750,7 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
                 with pytest.raises(ValueError, match=r"this rank is not in .*if process_set.included\(\)"):
                     hvd.allreduce(torch.ones(1), process_set=process_set)
                 model, single = network(), network()
-                optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
+                optimizer = wrapped(model, process_set=process_set)
                 for one, its_optimizer in ((model, optimizer), (single, momentum(single))):
                     trained(one, its_optimizer, [rank], 1)
                 assert all(map(torch.equal, model.parameters(), single.parameters())), "a step of its own"
@@ -784,7 +762,7 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
             assert hvd.allgather(torch.tensor([rank]), process_set=process_set).tolist() == members
             assert hvd.allgather_object(rank, process_set=process_set) == members
             model = network(seed=rank)
-            optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), process_set=process_set)
+            optimizer = wrapped(model, process_set=process_set)
             optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * (rank - members[0])
             hvd.broadcast_parameters(model.state_dict(), members[0], process_set=process_set)
             hvd.broadcast_optimizer_state(optimizer, members[0], process_set=process_set)
@@ -795,7 +773,7 @@ def test_operations_and_optimizers_of_some_ranks() -> None:
                 close(mine, expected)
                 assert torch.equal(mine, hvd.broadcast(mine, members[0], process_set=process_set))
             other = network()  # by another optimizer over the same connections, in turns
-            again = hvd.DistributedOptimizer(momentum(other), other.named_parameters(), process_set=process_set)
+            again = wrapped(other, process_set=process_set)
             for _ in range(2):
                 trained(model, optimizer, [rank], 1)
                 trained(other, again, [rank], 1)
@@ -836,10 +814,7 @@ def test_optimizers_of_a_process_set_average_in_one_backward() -> None:
             layers, optimizers = [nn.Linear(1, 1, bias=False) for _ in range(2)], []
             for layer in layers:
                 native = ringstrategy.AllReduce(collective=ringstrategy.Native())
-                own = hvd.DistributedOptimizer(
-                    momentum(layer), layer.named_parameters(), algorithm=native, process_set=pair
-                )
-                optimizers.append(own)
+                optimizers.append(wrapped(layer, algorithm=native, process_set=pair))
             for _ in range(50):
                 values = [layer(torch.ones(1)) for layer in layers]
                 ((1 + rank) * (values[0] + 100 * values[1])).sum().backward()
@@ -860,7 +835,7 @@ def test_ranks_without_data_join_the_others(op: hvd.ReduceOp) -> None:
         batches = [2, 5, 3]
         model, single = network(), network()
         algorithm = ringstrategy.AllReduce(ringstrategy.BlockInt(8), error_feedback=True, uneven="join")
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters(), op=op, algorithm=algorithm)
+        optimizer = wrapped(model, op=op, algorithm=algorithm)
         its_own = momentum(single)
         schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.9) for each in (optimizer, its_own)]
         for step in range(batches[rank]):
@@ -882,7 +857,7 @@ def test_ranks_without_data_join_the_others(op: hvd.ReduceOp) -> None:
         trained(model, optimizer, [rank], 1)  # and on, with all
         same_everywhere(model)
         assert hvd.join() in range(3)
-        hvd.DistributedOptimizer(momentum(single), algorithm=ringstrategy.AllReduce(uneven="join"))
+        wrapped(single, algorithm=ringstrategy.AllReduce(uneven="join"))
         with pytest.raises(ValueError, match="2 optimizers have uneven='join'"):
             hvd.join()
 
@@ -918,8 +893,8 @@ def test_batch_norm_has_the_statistics_of_all_ranks() -> None:
             close(ours(inputs[rank]), theirs(inputs[rank].double()), bound)
 
 
-def _in_lightning() -> tuple[list[float], float]:
-    dist.init_process_group("gloo")
+@on_ranks(2)
+def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule_of_lightning() -> None:
     rates: list[float] = []
 
     class Rates(BoringModel):
@@ -939,24 +914,15 @@ def _in_lightning() -> tuple[list[float], float]:
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
             return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
-    trainer = L.Trainer(
-        strategy="ring",
-        accelerator="cpu",
-        devices=2,
-        max_steps=5,
-        limit_val_batches=1,
-        val_check_interval=5,
-        callbacks=[hvd.callbacks.LearningRateWarmupCallback(2), hvd.callbacks.MetricAverageCallback()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    callbacks = [hvd.callbacks.LearningRateWarmupCallback(2), hvd.callbacks.MetricAverageCallback()]
+    trainer = trainer_with("ring", max_steps=5, limit_val_batches=1, val_check_interval=5, callbacks=callbacks)
     trainer.fit(Rates())
-    return rates, float(trainer.callback_metrics["rank"])
+    # the schedule says 0.8, 0.4, 0.2, ..., of which a half, three quarters and then all are stepped
+    assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.05], abs=1e-6)
+    assert float(trainer.callback_metrics["rank"]) == 0.5
 
 
-def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -> None:
+def test_a_rate_grows_to_that_of_all_ranks() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.8)
     schedule = hvd.LearningRateWarmup(optimizer, steps=3, size=4)
     rates = []
@@ -965,27 +931,25 @@ def test_a_rate_grows_to_that_of_all_ranks_also_beside_a_schedule(ranks: Pool) -
         optimizer.step()
         schedule.step()
     assert rates == pytest.approx([0.2, 0.4, 0.6, 0.8, 0.8])
-    for rates, rank in ranks(2, _in_lightning):
-        # the schedule says 0.8, 0.4, 0.2, ..., of which a half, three quarters and then all are stepped
-        assert rates == pytest.approx([0.4, 0.3, 0.2, 0.1, 0.05], abs=1e-6)
-        assert rank == 0.5
 
 
 # Elastic training
+
+
+def elastic_state(seed: int, path: Path) -> hvd.elastic.TorchState:
+    sampler, model = hvd.elastic.ElasticSampler(range(11), seed=3), network(seed)
+    return hvd.elastic.TorchState(model, wrapped(model), sampler=sampler, epoch=0, seen=[], path=path)
 
 
 @on_ranks(2)
 def test_a_restart_goes_on_from_the_newest_commit(tmp_path: Path) -> None:
     with horovod() as rank:
         size = hvd.size()
-        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
+        state = elastic_state(rank, tmp_path / f"node{rank}")  # as on a disk of its own
+        model, optimizer, sampler = state.model, state.optimizer, state.sampler
         shared = hvd.allgather_object(list(sampler))
         assert set().union(*shared) == set(range(11))
         assert {len(part) for part in shared} == {len(sampler)} == {-(-11 // size)}
-        model = network(seed=rank)
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-        path = tmp_path / f"node{rank}"  # as on a disk of its own
-        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], path=path)
 
         @hvd.elastic.run
         def train(state: Any, until: int) -> None:
@@ -1015,18 +979,13 @@ def test_a_restart_goes_on_from_the_newest_commit(tmp_path: Path) -> None:
     # all processes start again, on other nodes: the file is that of rank 1 now
     assert not (tmp_path / "node1").exists()  # only the first process of a node writes
     with horovod() as rank:
-        path = tmp_path / f"node{1 - rank}"
-        sampler = hvd.elastic.ElasticSampler(range(11), seed=3)
-        model = network(seed=5)
-        optimizer = hvd.DistributedOptimizer(momentum(model), model.named_parameters())
-        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[], path=path)
-        called = []
+        state, called = elastic_state(5, path := tmp_path / f"node{1 - rank}"), []
         state.register_reset_callbacks([lambda: called.append(state.epoch)])
-        seen = hvd.elastic.run(lambda state: (state.epoch, len(sampler)))(state)
+        seen = hvd.elastic.run(lambda state: (state.epoch, len(state.sampler)))(state)
         assert seen == (2, -(-(11 - len(done)) // size))
         assert called == [2]
-        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-        assert optimizer.state[model[0].weight]["momentum_buffer"].any()
+        assert all(torch.equal(value, kept[name]) for name, value in state.model.state_dict().items())
+        assert state.optimizer.state[state.model[0].weight]["momentum_buffer"].any()
         if rank == 1:
             path.write_bytes(path.read_bytes()[:-100] + bytes(100))
             with pytest.raises(ValueError, match=r"node0 is damaged: .* Delete it"):

@@ -72,13 +72,6 @@ def model_of(pl: ModuleType) -> Any:
     return Net()
 
 
-def fitted(name: str, strategy: Any, *, ckpt_path: str | None = None, **options: Any) -> Any:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = made(name, strategy, **{**quiet, "enable_model_summary": False, "max_epochs": 3, **options})
-    trainer.fit(model_of(PACKAGES[name][0]), rows(), rows(24), ckpt_path=ckpt_path)
-    return trainer
-
-
 @on_ranks(2)
 def test_one_resumes_from_the_others_checkpoint(tmp_path: Path) -> None:
     """As if there had been no break, and no other package: the same bits, and the same lines in the logs."""
@@ -91,14 +84,15 @@ def test_one_resumes_from_the_others_checkpoint(tmp_path: Path) -> None:
         if ckpt_path is None:
             callbacks.append(pl.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
         how: dict[str, Any] = {"callbacks": callbacks, "logger": logger, "enable_checkpointing": ckpt_path is None}
-        trainer = fitted(name, "gossip", ckpt_path=ckpt_path, log_every_n_steps=1, **how)
+        how |= {"max_epochs": 3, "log_every_n_steps": 1, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = made(name, "gossip", **how)
+        trainer.fit(model_of(pl), rows(), rows(24), ckpt_path=ckpt_path)
         assert type(trainer.strategy) is ours.RingStrategy
         trainers.append(trainer)
         if trainer.is_global_zero:
             with open(Path(logger.log_dir) / "metrics.csv", newline="") as file:
-                lines = [
-                    each for each in csv.DictReader(file) if int(each["step"]) > 6
-                ]  # at 6 an epoch begins, or a fit
+                # at step 6 an epoch begins, or a fit
+                lines = [each for each in csv.DictReader(file) if int(each["step"]) > 6]
             # exchanges of parameters overlap with the steps at which they are counted
             same = [key for key in lines[0] if not key.endswith(("_ms", "bytes_sent"))]
             logged.append([{key: line[key] for key in same} for line in lines])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import re
@@ -21,7 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
-from pool import Pool
 from torch import Tensor, nn
 
 from ringstrategy import AllReduce, BlockInt, Choco, Gossip, LocalSGD, Nesterov, PlanMismatchError
@@ -33,6 +33,7 @@ from ringstrategy.topologies import Complete
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
 Model = nn.Sequential
+Calls = list[tuple[str, torch.optim.Optimizer]]
 
 
 def model(seed: int = 0) -> Model:
@@ -131,28 +132,25 @@ def test_the_mean_is_looked_at_and_each_rank_goes_on_with_its_own() -> None:
         assert all(map(torch.equal, means.own.values(), own))
 
 
-def _trained_with_views(algorithm: Algorithm, views: bool) -> list[Tensor]:
-    """The parameters after training; with views, buffers lie in the memory of one, and in that of another buffer."""
-    with process_group():
-        module = model()
-        if views:
-            module.register_buffer("row", module[0].weight.data[0])
-            module.register_buffer("statistic", torch.full((4,), dist.get_rank() + 1.0))
-            module.register_buffer("half_of_it", module.statistic[2:])
-        with opened(module, algorithm) as (session, optimizer):
-            train(session, optimizer, batches(6))
-            with session.consensus():
-                return [parameter.detach().clone() for parameter in module.parameters()]
-
-
 @pytest.mark.parametrize(
     "algorithm", [AllReduce(), Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, Nesterov(), overlap=1)], ids=str
 )
-def test_buffers_in_the_memory_of_parameters_change_nothing(ranks: Pool, algorithm: Algorithm) -> None:
-    for with_views, without in zip(
-        *(ranks(2, _trained_with_views, algorithm, on) for on in (True, False)), strict=True
-    ):
-        assert all(map(torch.equal, with_views, without))
+@on_ranks(2)
+def test_buffers_in_the_memory_of_parameters_change_nothing(algorithm: Algorithm) -> None:
+    """Nor do buffers in that of another buffer."""
+    ended = []
+    with process_group():
+        for views in (False, True):
+            module = model()
+            if views:
+                module.register_buffer("row", module[0].weight.data[0])
+                module.register_buffer("statistic", torch.full((4,), dist.get_rank() + 1.0))
+                module.register_buffer("half_of_it", module.statistic[2:])
+            with opened(module, copy.deepcopy(algorithm)) as (session, optimizer):
+                train(session, optimizer, batches(6))
+                with session.consensus():
+                    ended.append([parameter.detach().clone() for parameter in module.parameters()])
+    assert all(map(torch.equal, *ended))
 
 
 @pytest.mark.parametrize("algorithm", [Gossip(), LocalSGD(2, Nesterov()), LocalSGD(2, overlap=1)], ids=str)
@@ -191,28 +189,26 @@ def test_buffers_without_a_mean_are_rank_0s(algorithm: Algorithm) -> None:
             assert all(torch.equal(buffer, own[name]) for name, buffer in module.named_buffers())
 
 
-def _odd(odd: Tensor, words: str) -> None:
-    module = model()
-    module.register_parameter("odd", odd) if isinstance(odd, nn.Parameter) else module.register_buffer("odd", odd)
-    session = Session(module, AllReduce(BlockInt(8)), timeout=MINUTE)
-    try:
-        with pytest.raises((TypeError, ValueError), match=words):
-            session.open(CPU)
-        dist.barrier()  # the other rank may still connect
-    finally:
-        session.close()
-
-
 @on_ranks(2)
 def test_tensors_that_cannot_be_exchanged_are_named() -> None:
     with process_group():
-        _odd(nn.Parameter(torch.eye(3).to_sparse()), "parameter odd is sparse .*to_dense")
-        _odd(torch.eye(3).to_sparse_csr(), "buffer odd is sparse .*to_dense")
-        _odd(nn.Parameter(torch.ones(3).expand(2, 3)), r"parameter odd has several .*contiguous\(\)")
-        _odd(torch.ones(1, 3).expand(2, 3), r"buffer odd has several .*contiguous\(\)")
-        _odd(nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), "parameter odd is of torch.float8_e5m2.*bfloat16")
-        _odd(torch.ones(3).to(torch.float8_e4m3fn), "buffer odd is of torch.float8_e4m3fn.*bfloat16")
-        _odd(nn.Parameter(torch.ones(3, dtype=torch.complex64)), r"parameter odd: BlockInt.*pass codec=Identity\(\)")
+        for odd, words in (
+            (nn.Parameter(torch.eye(3).to_sparse()), "parameter odd is sparse .*to_dense"),
+            (torch.eye(3).to_sparse_csr(), "buffer odd is sparse .*to_dense"),
+            (nn.Parameter(torch.ones(3).expand(2, 3)), r"parameter odd has several .*contiguous\(\)"),
+            (torch.ones(1, 3).expand(2, 3), r"buffer odd has several .*contiguous\(\)"),
+            (nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), "parameter odd is of torch.float8_e5m2.*bfloat16"),
+            (torch.ones(3).to(torch.float8_e4m3fn), "buffer odd is of torch.float8_e4m3fn.*bfloat16"),
+            (nn.Parameter(torch.ones(3, dtype=torch.complex64)), r"parameter odd: BlockInt.*codec=Identity\(\)"),
+        ):
+            module = model()
+            add = module.register_parameter if isinstance(odd, nn.Parameter) else module.register_buffer
+            add("odd", odd)
+            session = Session(module, AllReduce(BlockInt(8)), timeout=MINUTE)
+            with pytest.raises((TypeError, ValueError), match=words):
+                session.open(CPU)
+            dist.barrier()  # the other rank may still connect
+            session.close()
 
 
 @on_ranks(2)
@@ -267,8 +263,11 @@ def test_a_step_that_one_rank_drops_is_a_step_unless_nobody_knows_whose() -> Non
             torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def _announces(scales: list[float]) -> tuple[float, bool]:
-    """What is in residuals, and whether torch's hooks counted the step too."""
+@pytest.mark.parametrize(
+    ("scales", "counts"), [([], True), ([4.0, 4.0], True), ([4.0, 8.0], True), ([4.0, 2.0], False)]
+)
+@on_ranks(2)
+def test_a_step_that_the_caller_announces_counts_unless_its_scaler_backs_off(scales: list[float], counts: bool) -> None:
     fed = AllReduce(BlockInt(2), error_feedback=True)
     with process_group(), opened(model(), fed, notice_steps=False) as (session, optimizer):
         _backward(session, [optimizer])
@@ -276,18 +275,9 @@ def _announces(scales: list[float]) -> tuple[float, bool]:
         with session.stepping(optimizer, lambda: next(scale, None)):
             optimizer.step()
         session.end_batch(1)
-        return sum(float(residual.abs().sum()) for _, residual in fed.residuals()), session._noticed == 1
-
-
-@pytest.mark.parametrize(
-    ("scales", "counts"), [([], True), ([4.0, 4.0], True), ([4.0, 8.0], True), ([4.0, 2.0], False)]
-)
-def test_a_step_that_the_caller_announces_counts_unless_its_scaler_backs_off(
-    ranks: Pool, scales: list[float], counts: bool
-) -> None:
-    for left, once in ranks(2, _announces, scales):
-        assert (left > 0) == counts, "a skipped step has taken the residuals back"
-        assert once
+        left = any(residual.any() for _, residual in fed.residuals())
+        assert left == counts, "a skipped step has taken the residuals back"
+        assert session._noticed == 1, "torch's hooks have counted the step too"
 
 
 # Whose steps are noticed
@@ -298,15 +288,14 @@ class CallsItsBase(torch.optim.SGD):
         return super().step(closure)
 
 
-@contextmanager
-def noticed() -> Iterator[list[tuple[str, torch.optim.Optimizer]]]:
-    calls: list[tuple[str, torch.optim.Optimizer]] = []
+@pytest.fixture
+def calls() -> Iterator[Calls]:
+    """What is noticed of all optimizers' steps."""
+    calls: Calls = []
     before, after = (lambda o: calls.append(("before", o))), (lambda o: calls.append(("after", o)))
     watching = OptimizerSteps(before, after, within_backward=lambda o: calls.append(("within backward", o)))
-    try:
-        yield calls
-    finally:
-        watching.close()
+    yield calls
+    watching.close()
 
 
 def parameter() -> nn.Parameter:
@@ -315,14 +304,13 @@ def parameter() -> nn.Parameter:
     return made
 
 
-def test_a_step_that_calls_its_base_is_one_step() -> None:
+def test_a_step_that_calls_its_base_is_one_step(calls: Calls) -> None:
     torch.optim.SGD([parameter()], 0.1)  # from now on torch calls hooks at the base's steps too
     optimizer = CallsItsBase([parameter()], 0.1)
-    with noticed() as calls:
-        optimizer.step()
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step(lambda: 1 / 0)
-        optimizer.step()
+    optimizer.step()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.step()
     assert calls == [("before", optimizer), ("after", optimizer)] * 2
 
 
@@ -332,28 +320,21 @@ def test_a_step_that_calls_its_base_is_one_step() -> None:
 def test_before_comes_before_a_step_unless_a_closure_makes_its_gradients(args: Any, seen: float) -> None:
     """As Accelerate does, which passes the closure that it has, or None."""
     stepped, values = parameter(), []
-    optimizer = torch.optim.SGD([stepped], 0.1)
     watching = OptimizerSteps(lambda _: values.append(stepped[0].item()), lambda _: None, lambda _: None)
-    optimizer.step(*args)
+    torch.optim.SGD([stepped], 0.1).step(*args)
     watching.close()
     assert values == [pytest.approx(seen)]
 
 
-def test_a_step_of_another_thread_hides_none() -> None:
-    inside, leave = threading.Event(), threading.Event()
-
-    def closure() -> None:
-        inside.set()
-        assert leave.wait(10)
-
+def test_a_step_of_another_thread_hides_none(calls: Calls) -> None:
     theirs, mine = (torch.optim.SGD([parameter()], 0.1) for _ in range(2))
-    with noticed() as calls:
-        thread = threading.Thread(target=theirs.step, args=(closure,))
+
+    def meanwhile() -> None:
+        thread = threading.Thread(target=mine.step)
         thread.start()
-        assert inside.wait(10)
-        mine.step()
-        leave.set()
         thread.join()
+
+    theirs.step(meanwhile)
     assert [what for what, optimizer in calls if optimizer is mine] == ["before", "after"]
 
 

@@ -14,11 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from pool import Pool
-from test_strategy import Net, fit
+from on_ranks import on_ranks
+from test_strategy import Net, fit, same_everywhere
 from torch import nn
 
 from ringstrategy import AllReduce, BlockInt, Gossip, RingStrategy
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import stopping
 from ringstrategy.integrations.lightning.stopping import _GO_ON, _REQUEUE, _STOP, _TAKE_IN, Stopping
 
@@ -36,78 +37,67 @@ class Signals(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def strategies() -> dict[str, RingStrategy]:
-    return {
-        "ring": RingStrategy(),
-        "feedback": RingStrategy(AllReduce(BlockInt(4), error_feedback=True)),
-        "gossip": RingStrategy(Gossip()),
-    }
-
-
 def deep() -> Net:
     torch.manual_seed(int(os.environ["RANK"]))
     return Net(nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)))
 
 
-def _stop_and_go_on(kind: str, rank: int, folder: str, save_last: Any) -> tuple[int, int]:
-    """Beside the last checkpoint of another run. Returns where it stopped, and where the run that goes on ended."""
+@pytest.mark.parametrize(
+    ("algorithm", "rank", "save_last"),
+    [
+        (AllReduce(BlockInt(4), error_feedback=True), 0, True),
+        (Gossip(), 1, "link"),
+        pytest.param(AllReduce(), 1, True, marks=pytest.mark.slow),
+    ],
+    ids=["feedback", "gossip", "ring"],
+)
+@on_ranks(2)
+def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
+    algorithm: Algorithm, rank: int, save_last: Any, tmp_path: Path
+) -> None:
+    """Beside the last checkpoint of another run."""
+    (tmp_path / "last.ckpt").write_bytes(b"another run's")
     stopping._LOOK_SECONDS = 0.0  # or rank 0 would not look before the end
     before = signal.getsignal(signal.SIGTERM)
-    saver = ModelCheckpoint(folder, save_last=save_last, every_n_epochs=10)
+    saver = ModelCheckpoint(tmp_path, save_last=save_last, every_n_epochs=10)
     with pytest.raises(SIGTERMException):
-        fit(strategies()[kind], deep(), callbacks=[saver, Signals(rank, 6)], enable_checkpointing=True)
+        fit(RingStrategy(algorithm), deep(), callbacks=[saver, Signals(rank, 6)], enable_checkpointing=True)
     assert signal.getsignal(signal.SIGTERM) == before
-    files = sorted(path.name for path in Path(folder).iterdir() if path.suffix == ".ckpt")
-    assert files == ["last-v1.ckpt", "last.ckpt"]
-    saved = Path(folder) / "last-v1.ckpt"
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last-v1.ckpt", "last.ckpt"]
+    assert (tmp_path / "last.ckpt").read_bytes() == b"another run's"
+    saved = str(tmp_path / "last-v1.ckpt")
     stopped = torch.load(saved, weights_only=True)["global_step"]
-    resumed = fit(strategies()[kind], deep(), ckpt_path=str(saved))
+    assert 6 <= stopped <= 8, "at the next batch that rank 0 begins after it was told"
+    resumed = fit(RingStrategy(algorithm), deep(), ckpt_path=saved)
+    assert same_everywhere(torch.tensor(resumed.global_step))
     if stopped == STEPS // 2:  # within an epoch Lightning itself begins with the epoch's first batch
-        undisturbed = fit(strategies()[kind], deep()).lightning_module.state_dict()
+        undisturbed = fit(RingStrategy(algorithm), deep()).lightning_module.state_dict()
         for name, value in resumed.lightning_module.state_dict().items():
             assert torch.equal(value, undisturbed[name]), name
-    return stopped, resumed.global_step
 
 
-@pytest.mark.parametrize(
-    ("kind", "rank", "save_last"),
-    [("feedback", 0, True), ("gossip", 1, "link"), pytest.param("ring", 1, True, marks=pytest.mark.slow)],
-)
-def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
-    ranks: Pool, tmp_path: Path, kind: str, rank: int, save_last: Any
-) -> None:
-    (tmp_path / "last.ckpt").write_bytes(b"another run's")
-    every_rank = ranks(2, _stop_and_go_on, kind, rank, str(tmp_path), save_last)
-    stopped, end = every_rank[0]
-    assert every_rank == [(stopped, end)] * 2
-    assert 6 <= stopped <= 8, "at the next batch that rank 0 begins after it was told"
-    assert (tmp_path / "last.ckpt").read_bytes() == b"another run's"
+class Slurm(Callback):
+    """Its handler is called by all ranks at one batch, after rank 1 alone got the signal; training goes on."""
+
+    def __init__(self) -> None:
+        self.called: list[int] = []
+
+    def setup(self, trainer: Any, *_: Any, stage: str) -> None:
+        trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: self.called.append(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if (trainer.global_rank, trainer.global_step) == (1, 4):
+            trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
 
 
-def _requeue() -> tuple[int, int]:
-    """As under Slurm, whose handler is called by all ranks at one batch; training goes on until Slurm ends it."""
-    called: list[int] = []
+@on_ranks(2)
+def test_slurm_requeues_all_ranks_at_one_batch() -> None:
     stopping._LOOK_SECONDS = 0.0
-
-    class Slurm(Callback):
-        def setup(self, trainer: Any, *_: Any, stage: str) -> None:
-            trainer._signal_connector._slurm_sigusr_handler_fn = lambda *_: called.append(trainer.global_step)
-
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if (trainer.global_rank, trainer.global_step) == (1, 4):
-                trainer._signal_connector._slurm_sigusr_handler_fn(signal.SIGUSR1, None)
-
-    trainer = fit("ring", deep(), callbacks=[Slurm()])
-    [step] = called
-    return step, trainer.global_step
-
-
-def test_slurm_requeues_all_ranks_at_one_batch(ranks: Pool) -> None:
-    every_rank = ranks(2, _requeue)
-    step, end = every_rank[0]
-    assert every_rank == [(step, end)] * 2
+    trainer = fit("ring", deep(), callbacks=[slurm := Slurm()])
+    assert trainer.global_step == STEPS
+    [step] = slurm.called
     assert 4 <= step <= 6
-    assert end == STEPS
+    assert same_everywhere(torch.tensor(step))
 
 
 # What a rank does, without the others
@@ -173,20 +163,17 @@ def test_ranks_that_meet_do_what_one_was_asked(rank: Stopping) -> None:
         rank.check()
 
 
-class _Handler(Callback):
+class Handler(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.of_this_fit = signal.getsignal(signal.SIGTERM)
 
 
-def _too_late() -> list[bool]:
+@on_ranks(2)
+def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on() -> None:
     in_the_last_batch = fit("ring", deep(), callbacks=[Signals(0, STEPS)])
-    handler = _Handler()
-    before_lightning_takes_the_handler_away = fit("ring", deep(), callbacks=[handler])
-    assert callable(handler.of_this_fit)
-    if before_lightning_takes_the_handler_away.global_rank == 0:
+    before_lightning_takes_the_handler_away = fit("ring", deep(), callbacks=[handler := Handler()])
+    got_it = before_lightning_takes_the_handler_away.global_rank == 0
+    if got_it:
         handler.of_this_fit(signal.SIGTERM, None)
-    return [in_the_last_batch.received_sigterm, before_lightning_takes_the_handler_away.received_sigterm]
-
-
-def test_a_signal_that_comes_too_late_for_the_fit_is_passed_on(ranks: Pool) -> None:
-    assert ranks(2, _too_late) == [[True, True], [False, False]]
+    for trainer in (in_the_last_batch, before_lightning_takes_the_handler_away):
+        assert trainer.received_sigterm == got_it

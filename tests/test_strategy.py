@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import json
 import multiprocessing
 import os
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,28 +21,15 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from listening import listening
 from on_ranks import on_ranks
-from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from ringstrategy import (
-    AllReduce,
-    Auto,
-    BlockInt,
-    Cast,
-    CommunicationMonitor,
-    Direct,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    RingStrategy,
-    Stats,
-)
+import ringstrategy as ring
+from ringstrategy import AllReduce, Auto, BlockInt, Cast, CommunicationMonitor, Direct, Gossip, RingStrategy, Stats
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import meeting
-from ringstrategy.names import STRATEGIES
 
 
 class Net(L.LightningModule):
@@ -78,14 +65,9 @@ class Net(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
-def net(*layers: nn.Module) -> Net:
-    """As `Net`, but with `layers` drawn by this rank."""
-    return Net(nn.Sequential(*layers))
-
-
 def normed(norm: type[nn.Module] = nn.BatchNorm1d) -> Net:
     torch.manual_seed(int(os.environ["LOCAL_RANK"]))
-    return net(nn.Linear(6, 5), norm(5), nn.Linear(5, 3))
+    return Net(nn.Sequential(nn.Linear(6, 5), norm(5), nn.Linear(5, 3)))
 
 
 def rows(count: int = 48, **options: Any) -> DataLoader[Any]:
@@ -96,10 +78,6 @@ def rows(count: int = 48, **options: Any) -> DataLoader[Any]:
 
 def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def several_buckets() -> RingStrategy:
-    return RingStrategy(AllReduce(bucket_mb=1e-4))
 
 
 def trainer_with(strategy: Any, **options: Any) -> L.Trainer:
@@ -137,22 +115,6 @@ def check_replicas(trainer: L.Trainer) -> None:
         assert same_everywhere(parameter), f"{name} differs between ranks"
 
 
-def check_equal(ours: L.Trainer, theirs: L.Trainer) -> None:
-    """Every parameter and buffer of this rank, bit for bit; and `ours` has really been trained by us."""
-    check_replicas(ours)
-    assert not isinstance(theirs.strategy, RingStrategy)
-    mine, reference = ours.lightning_module.state_dict(), theirs.lightning_module.state_dict()
-    assert mine.keys() == reference.keys()
-    for name, value in reference.items():
-        assert torch.equal(mine[name], value), name
-
-
-def said(output: str) -> list[Any]:
-    """What the ranks printed as lines of JSON."""
-    lines = (line for line in output.splitlines() if not line.startswith("[Gloo]"))  # torch 2.9 talks on stdout
-    return [json.loads(line) for line in lines if line.startswith(("{", "["))]
-
-
 # One training
 
 
@@ -182,22 +144,20 @@ class Watches(L.Callback):
         assert all(same_everywhere(parameter.grad) for parameter in pl_module.parameters())
 
 
-def _watched(folder: str) -> int:
-    watch, logger = Watches(), CSVLogger(folder, name="", version="")
+@on_ranks(3)
+def test_hooks_see_means_and_the_monitor_logs_them(tmp_path: Path) -> None:
+    watch, logger = Watches(), CSVLogger(tmp_path, name="", version="")
     how: dict[str, Any] = {"logger": logger, "callbacks": [watch, CommunicationMonitor()], "log_every_n_steps": 4}
-    trainer = fit(several_buckets(), Net(), data=rows(96), max_epochs=1, **how)
+    trainer = fit(RingStrategy(AllReduce(bucket_mb=1e-4)), Net(), data=rows(96), max_epochs=1, **how)
     check_replicas(trainer)
     assert watch.seen == trainer.global_step == 8
     trainer.strategy.teardown()  # again
-    return watch.sent
-
-
-def test_hooks_see_means_and_the_monitor_logs_them(ranks: Pool, tmp_path: Path) -> None:
-    sent = ranks(3, _watched, str(tmp_path))
+    if not trainer.is_global_zero:
+        return
     with open(tmp_path / "metrics.csv") as file:
         logged = list(csv.DictReader(file))
     assert [int(row["step"]) for row in logged] == [3, 7]
-    assert sum(4 * float(row["communication/bytes_sent"]) for row in logged) == sent[0] > 0
+    assert sum(4 * float(row["communication/bytes_sent"]) for row in logged) == watch.sent > 0
     assert all(float(row[f"communication/{key}"]) > 0 for row in logged for key in ("exposed_ms", "communication_ms"))
 
 
@@ -245,26 +205,6 @@ def test_lightning_cli_builds_the_strategy_from_class_paths() -> None:
     check_replicas(cli.trainer)
 
 
-# Manual optimization
-
-
-class Manual(Net):
-    """Steps at every second batch; the first backward's mean is averaged again, as under ddp."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch))
-        assert same_everywhere(self.layers[0].weight.grad)
-        if batch_idx % 2:
-            self.clip_gradients(optimizer, 0.1, "norm")
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 # One process
 
 
@@ -273,7 +213,8 @@ class Lbfgs(Net):
         return torch.optim.LBFGS(self.parameters(), max_iter=1)
 
 
-def _tells_of_one_process() -> list[list[str]]:
+@on_ranks(1, 2)
+def test_one_process_is_told_how_to_get_more() -> None:
     trainer, model = trainer_with("ring"), Lbfgs() if world() == 1 else Net()
     heard = []
     for loop in (trainer.validate, trainer.test, trainer.fit, trainer.fit):
@@ -281,50 +222,33 @@ def _tells_of_one_process() -> list[list[str]]:
         with listening() as lines:
             loop(model, rows())
         heard.append([line for line in lines if "nothing is averaged" in line])
-    return heard
-
-
-def test_one_process_is_told_how_to_get_more(ranks: Pool) -> None:
-    [[validated, tested, [line], again]] = ranks(1, _tells_of_one_process)
-    assert validated == tested == again == []
-    assert "devices=2" in line
-    assert "torchrun" in line
-    assert ranks(2, _tells_of_one_process) == [[[], [], [], []]] * 2
+    assert [len(lines) for lines in heard] == [0, 0, int(world() == 1), 0]
+    assert all("devices=2" in line and "torchrun" in line for line in heard[2])
 
 
 # Loops other than one fit
 
 
-def _find_learning_rate(algorithm: Algorithm) -> float | None:
+@pytest.mark.parametrize(
+    "algorithm",
+    [AllReduce(BlockInt(4), Direct(), error_feedback=True), Gossip(), ring.LocalSGD(2, ring.Nesterov(), overlap=1)],
+    ids=["feedback", "gossip", "local_sgd"],
+)
+@on_ranks(2)
+def test_a_learning_rate_is_found(algorithm: Algorithm, tmp_path: Path) -> None:
     """What it tries changes nothing, and the next fit is one as any other."""
+    os.chdir(tmp_path)
     model, untuned = Net(), Net()
     trainer = trainer_with(RingStrategy(algorithm), max_epochs=1)
     found = Tuner(trainer).lr_find(model, rows(400), num_training=20)
-    assert found is not None
+    assert found.suggestion() is not None
+    assert same_everywhere(torch.tensor(found.suggestion()))
     untuned.lr = model.lr
     trainer.fit(model, rows(), rows(24))
     fit(RingStrategy(algorithm), untuned, max_epochs=1)
     for one, other in zip(model.parameters(), untuned.parameters(), strict=True):
         assert torch.equal(one, other)
         assert same_everywhere(one)
-    return found.suggestion()
-
-
-@pytest.mark.parametrize(
-    "algorithm",
-    [
-        AllReduce(BlockInt(4), Direct(), error_feedback=True),
-        Gossip(),
-        LocalSGD(2, Nesterov(), overlap=1),
-    ],
-    ids=["feedback", "gossip", "local_sgd"],
-)
-def test_a_learning_rate_is_found(
-    ranks: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: Algorithm
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    first, second = ranks(2, _find_learning_rate, algorithm)
-    assert first == second is not None
 
 
 # Layers and what belongs to them
@@ -409,19 +333,9 @@ def test_ranks_start_late() -> None:
 
 def alone(function: Any, *args: Any) -> Any:
     """Its result in a process that may start others: forked as those of the pool, but no daemon."""
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(sender, function, *args))
-    process.start()
-    sender.close()
-    result = receiver.recv()  # EOFError if it died
-    process.join()
-    return result
-
-
-def _send(sender: Any, function: Any, *args: Any) -> None:
-    torch.set_num_threads(1)
-    sender.send(function(*args))
+    server = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(1, server, torch.set_num_threads, (1,)) as executor:
+        return executor.submit(function, *args).result()
 
 
 def _started(names: list[str]) -> list[tuple[Stats, Algorithm]]:
@@ -472,55 +386,3 @@ def test_validate_test_and_predict_without_fit() -> None:
     assert len(everyone.unique(dim=0)) == 48
     assert isinstance(trainer.strategy, RingStrategy)
     assert trainer.strategy.stats == Stats()
-
-
-def _fits_again(name: Any, path: Path) -> list[L.Trainer]:
-    """Fit once and save, go on; then another trainer does, and a third from what was saved."""
-    model, another = Net(), "ddp" if name == "ddp" else several_buckets()
-    trainer = fit(name, model, max_epochs=1)
-    trainer.save_checkpoint(path)
-    trainer.validate(model, rows(), verbose=False)
-    trainer.fit_loop.max_epochs = 2
-    trainer.fit(model, rows())
-    assert trainer.current_epoch == 2
-    again = fit(another, model, max_epochs=1)
-    resumed = fit("ring" if name != "ddp" else "ddp", Net(), ckpt_path=str(path))
-    assert resumed.global_step == trainer.global_step == 12
-    return [again, resumed]
-
-
-@on_ranks(2)
-def test_a_second_fit_a_new_trainer_and_a_resumed_one_go_on_averaging(tmp_path: Path) -> None:
-    path = tmp_path / "by_hand.ckpt"
-    ours = _fits_again(several_buckets(), path)
-    assert list(tmp_path.iterdir()) == [path]
-    for mine, theirs in zip(ours, _fits_again("ddp", path), strict=True):
-        check_equal(mine, theirs)
-
-
-def _train_all(size: int) -> dict[str, int]:
-    sent = {}
-    every = next(iter(rows(240 * size, batch_size=240 * size)))
-    for name in STRATEGIES:
-        model = net(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 3))
-        before = float(model.loss(every))
-        trainer = fit(name, model, data=rows(240 * size), max_epochs=1)
-        check_replicas(trainer)
-        assert float(model.loss(every)) < 0.9 * before, name
-        stats, algorithm = trainer.strategy.stats, trainer.strategy.algorithm
-        is_local_sgd = isinstance(algorithm, LocalSGD)
-        interval, parts = (algorithm.interval, algorithm.fragments) if is_local_sgd else (1, 1)
-        assert stats.steps == trainer.global_step == 60
-        assert 60 // interval <= stats.exchanges <= -(-60 // interval) * parts
-        sent[name] = stats.bytes_sent
-    return sent
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.nightly)])
-def test_every_name_trains_identical_replicas_and_sends_what_it_says(ranks: Pool, size: int) -> None:
-    sent = ranks(size, _train_all, size)[0]
-    exact = sent["ring"]
-    fewer = {"ring_fp16": 1.9, "ring_bf16": 1.9, "ring_int8": 3.5, "ring_fp8": 3.5, "ring_int4": 6, "ring_int2": 9}
-    for name, factor in {**fewer, "ring_sign": 12, "ring_topk": 14, "ring_powersgd": 4}.items():
-        assert sent[name] < exact / factor, (name, exact / sent[name])
-    assert set(sent) == set(STRATEGIES)
