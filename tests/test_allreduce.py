@@ -15,24 +15,7 @@ from fakes import FakePeers, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
-from ringstrategy import (
-    AllReduce,
-    BlockInt,
-    Cast,
-    Codec,
-    Collective,
-    Direct,
-    Gaussian,
-    Identity,
-    Native,
-    PlanMismatchError,
-    PowerSGD,
-    Ring,
-    Rotated,
-    Sign,
-    SmallExact,
-    TopK,
-)
+import ringstrategy as ring
 from ringstrategy.algorithms.gradients.nonfinite import are_finite
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 
@@ -91,7 +74,7 @@ def _noting_launches(peers: FakePeers) -> list[str]:
 def test_buckets_launch_in_index_order_not_in_order_of_readiness() -> None:
     def launches(peers: FakePeers) -> tuple[list[str], list[str]]:
         module, launched, ready = copy.deepcopy(BRANCHES), _noting_launches(peers), list[str]()
-        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), module)
+        algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), module)
         for name, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
         x = torch.ones(1, 3)
@@ -110,7 +93,7 @@ def test_hooks_of_several_devices_launch_in_index_order() -> None:
 
     def launches(peers: FakePeers) -> list[str]:
         parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
-        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), parameters)
+        algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), parameters)
         launched = _noting_launches(peers)
         first, second = algorithm._buckets
         first.rider = lambda *_: None  # type: ignore[method-assign]
@@ -144,11 +127,11 @@ def test_freezing_and_unfreezing_on_one_rank_is_an_error_on_all(freezes: bool) -
     def one_changes(peers: FakePeers) -> str:
         module = copy.deepcopy(BRANCHES)
         module.branches[1].requires_grad_(freezes)
-        algorithm = _setup(peers, AllReduce(), module)
+        algorithm = _setup(peers, ring.AllReduce(), module)
         backward(algorithm, module(X, [0]))
         if peers.rank == 1:
             module.branches[1].requires_grad_(not freezes)
-        with pytest.raises(PlanMismatchError) as caught:
+        with pytest.raises(ring.PlanMismatchError) as caught:
             backward(algorithm, module(X, [0]))
         return str(caught.value)
 
@@ -164,8 +147,8 @@ def _though_messages_are_left(size: int, function: Callable[[FakePeers], Any]) -
         return on_all_ranks(size, function)
 
 
-@pytest.mark.parametrize("collective", [None, Ring(), Native()], ids=str)
-def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> None:
+@pytest.mark.parametrize("collective", [None, ring.Ring(), ring.Native()], ids=str)
+def test_toggling_keeps_the_other_gradients(collective: ring.Collective | None) -> None:
     """As a GAN: a gradient kept from a first backward survives a second one in which its parameter is frozen.
 
     Some collectives carry beside the last bucket who used what, others do not.
@@ -173,7 +156,7 @@ def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> No
 
     def toggle(peers: FakePeers) -> dict[str, Tensor | None]:
         module = copy.deepcopy(BRANCHES)
-        algorithm = _setup(peers, AllReduce(collective=collective), module)
+        algorithm = _setup(peers, ring.AllReduce(collective=collective), module)
         x = torch.full((1, 3), 1.0 + peers.rank)
         module.branches[1].requires_grad_(False)
         backward(algorithm, module(x, [0]))
@@ -197,7 +180,7 @@ def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> N
         dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
         named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
         named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
-        algorithm = _setup(peers, AllReduce(Identity()), named, sparse=frozenset({"rows"}))
+        algorithm = _setup(peers, ring.AllReduce(ring.Identity()), named, sparse=frozenset({"rows"}))
         for _ in range(2):
             for parameter in named.values():
                 parameter.grad = None
@@ -219,11 +202,11 @@ def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> N
         assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
 
 
-@pytest.mark.parametrize(("codec", "nbytes"), [(Identity(), 2), (BlockInt(8), 1 + 2 / 256)], ids=str)
-def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(codec: Codec, nbytes: float) -> None:
+@pytest.mark.parametrize(("codec", "nbytes"), [(ring.Identity(), 2), (ring.BlockInt(8), 1 + 2 / 256)], ids=str)
+def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(codec: ring.Codec, nbytes: float) -> None:
     def sent(peers: FakePeers) -> int:
         weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
-        algorithm = _setup(peers, AllReduce(codec), {"weight": weight})
+        algorithm = _setup(peers, ring.AllReduce(codec), {"weight": weight})
         before = peers.stats.bytes_sent
         assert before is not None
         backward(algorithm, (weight * peers.rank).sum())
@@ -245,7 +228,10 @@ def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
 
     def lost(peers: FakePeers, stops: tuple[int, ...]) -> list[Tensor]:
         named = {name: nn.Parameter(torch.zeros(256)) for name in ("one", "two")}
-        original, found = AllReduce(BlockInt(2, 64, rounding="stochastic"), Direct(), True, bucket_mb=1e-4), []
+        original, found = (
+            ring.AllReduce(ring.BlockInt(2, 64, rounding="stochastic"), ring.Direct(), True, bucket_mb=1e-4),
+            [],
+        )
         algorithm = _setup(peers, original, named)
         for step in range(4):
             if step in stops:  # the run ends, and one from its state goes on
@@ -314,14 +300,19 @@ def train(peers: FakePeers, algorithm: Synchronous, place: int) -> list[list[Ten
 @pytest.mark.parametrize(
     ("algorithm", "place"),
     [
-        (lambda: AllReduce(bucket_mb=1e-3, on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(Cast("fp16"), Direct(), on_nonfinite="skip"), BIAS),
-        (lambda: AllReduce(SmallExact(BlockInt(8)), error_feedback=True, bucket_mb=1e-2, on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(Rotated(Gaussian(4)), error_feedback=True, on_nonfinite="skip"), BIAS),
-        (lambda: AllReduce(Rotated(Sign()), on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(TopK(8), Direct(), error_feedback=True, on_nonfinite="skip"), BIAS),
-        (lambda: PowerSGD(2, on_nonfinite="skip"), MATRIX),
-        (lambda: PowerSGD(1, BlockInt(8), on_nonfinite="skip"), BIAS),
+        (lambda: ring.AllReduce(bucket_mb=1e-3, on_nonfinite="skip"), MATRIX),
+        (lambda: ring.AllReduce(ring.Cast("fp16"), ring.Direct(), on_nonfinite="skip"), BIAS),
+        (
+            lambda: ring.AllReduce(
+                ring.SmallExact(ring.BlockInt(8)), error_feedback=True, bucket_mb=1e-2, on_nonfinite="skip"
+            ),
+            MATRIX,
+        ),
+        (lambda: ring.AllReduce(ring.Rotated(ring.Gaussian(4)), error_feedback=True, on_nonfinite="skip"), BIAS),
+        (lambda: ring.AllReduce(ring.Rotated(ring.Sign()), on_nonfinite="skip"), MATRIX),
+        (lambda: ring.AllReduce(ring.TopK(8), ring.Direct(), error_feedback=True, on_nonfinite="skip"), BIAS),
+        (lambda: ring.PowerSGD(2, on_nonfinite="skip"), MATRIX),
+        (lambda: ring.PowerSGD(1, ring.BlockInt(8), on_nonfinite="skip"), BIAS),
     ],
 )
 def test_a_step_that_is_skipped_changes_nothing_on_any_rank(algorithm: Any, place: int) -> None:
@@ -348,7 +339,7 @@ def one_backward(peers: FakePeers, algorithm: Synchronous) -> nn.Sequential:
 
 def test_raise_names_the_parameters_on_all_ranks() -> None:
     def words(peers: FakePeers) -> str:
-        one_backward(peers, algorithm := AllReduce(on_nonfinite="raise"))
+        one_backward(peers, algorithm := ring.AllReduce(on_nonfinite="raise"))
         with pytest.raises(RuntimeError) as caught:
             algorithm.after_backward()
         return str(caught.value)
@@ -361,7 +352,7 @@ def test_raise_names_the_parameters_on_all_ranks() -> None:
 
 def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients() -> None:
     def gradients(peers: FakePeers) -> list[bool]:
-        algorithm = AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
+        algorithm = ring.AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
         module = one_backward(peers, algorithm)
         algorithm.after_backward()
         return [parameter.grad is None for parameter in module.parameters()]
@@ -391,7 +382,7 @@ def test_every_element_counts_and_the_largest_finite_ones_pass(dtype: torch.dtyp
 def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
     def unmanaged(peers: FakePeers) -> None:
         module = copy.deepcopy(BRANCHES)
-        algorithm, everything = _setup(peers, AllReduce(), module), set(module.parameters())
+        algorithm, everything = _setup(peers, ring.AllReduce(), module), set(module.parameters())
 
         def refuses(cure: str) -> None:
             with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
@@ -418,7 +409,7 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
     def shared(peers: FakePeers) -> list[Tensor]:
         a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
         generator = torch.Generator().manual_seed(peers.rank)
-        algorithm = _setup(peers, AllReduce(BlockInt(4, block=24), Direct()), {"a": a, "b": b})
+        algorithm = _setup(peers, ring.AllReduce(ring.BlockInt(4, block=24), ring.Direct()), {"a": a, "b": b})
         loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
         algorithm.before_backward(loss)
         loss.backward()
@@ -438,7 +429,7 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
 def test_a_backward_after_one_that_failed_is_an_error() -> None:
     def swallowed(peers: FakePeers) -> None:
         weight = nn.Parameter(torch.zeros(3))
-        algorithm = _setup(peers, AllReduce(), {"weight": weight})
+        algorithm = _setup(peers, ring.AllReduce(), {"weight": weight})
         algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
         with pytest.raises(RuntimeError, match="half-way"):
             backward(algorithm, weight.sum())

@@ -21,24 +21,14 @@ from test_strategy import check_replicas, trainer_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import (
-    AllReduce,
-    Auto,
-    BlockInt,
-    Gossip,
-    Identity,
-    LocalSGD,
-    PeerLostError,
-    PowerSGD,
-    RingStrategy,
-)
+import ringstrategy as ring
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.topologies import RingGraph
 
 Batch = tuple[Tensor, Tensor, Tensor]
 COUNTS = 5, 3, 1  # batches of an epoch, by rank
-JOINS = AllReduce(uneven="join")
+JOINS = ring.AllReduce(uneven="join")
 
 
 class Net(nn.Module):
@@ -151,12 +141,12 @@ def _joined(make: Callable[[], Algorithm], accumulate: int, averages_each: bool)
 @pytest.mark.parametrize(
     ("make", "size", "accumulate", "averages_each", "most"),
     [
-        (partial(AllReduce, uneven="join"), 3, 1, False, 1e-5),
-        (partial(AllReduce, uneven="join"), 3, 2, False, 1e-5),
-        (partial(AllReduce, uneven="join"), 3, 2, True, 1e-5),  # at each backward, the mean is over its own ranks
-        (partial(Auto, [Identity()], uneven="join"), 3, 1, False, 1e-5),
-        (partial(PowerSGD, rank=8, uneven="join"), 2, 1, False, 1e-4),
-        (partial(AllReduce, BlockInt(8), uneven="join"), 3, 2, False, 0.05),
+        (partial(ring.AllReduce, uneven="join"), 3, 1, False, 1e-5),
+        (partial(ring.AllReduce, uneven="join"), 3, 2, False, 1e-5),
+        (partial(ring.AllReduce, uneven="join"), 3, 2, True, 1e-5),  # at each backward, the mean is over its own ranks
+        (partial(ring.Auto, [ring.Identity()], uneven="join"), 3, 1, False, 1e-5),
+        (partial(ring.PowerSGD, rank=8, uneven="join"), 2, 1, False, 1e-4),
+        (partial(ring.AllReduce, ring.BlockInt(8), uneven="join"), 3, 2, False, 0.05),
     ],
 )
 def test_the_mean_is_over_the_batches_that_there_are(
@@ -191,15 +181,15 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, 
     return ends
 
 
-@pytest.mark.parametrize("make", [AllReduce, Gossip])
-def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[AllReduce | Gossip]) -> None:
+@pytest.mark.parametrize("make", [ring.AllReduce, ring.Gossip])
+def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[ring.AllReduce | ring.Gossip]) -> None:
     ends = ranks(2, _buffers, make(uneven="join"), 2, 4)[0]
     assert [idle for idle, _ in ends] == [False, False, True, True]
     assert all(map(torch.equal, ends[1][1] * 2, ends[2][1] + ends[3][1]))
 
 
 def test_a_rank_without_data_takes_the_mean_of_statistics_and_adds_nothing_to_it(ranks: Pool) -> None:
-    ends = ranks(2, _buffers, LocalSGD(2, uneven="join"), 3, 6)
+    ends = ranks(2, _buffers, ring.LocalSGD(2, uneven="join"), 3, 6)
     assert [idle for idle, _ in ends[0]] == [False] * 3 + [True] * 3
     for (_, mine), (_, others) in list(zip(*ends, strict=True))[1::2]:
         assert torch.equal(mine[0], others[0])
@@ -241,7 +231,7 @@ def _gossip_oracle(size: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -> None:
-    outcomes = ranks(3, _gossip, Gossip(overlap=False, uneven="join"), zeros)
+    outcomes = ranks(3, _gossip, ring.Gossip(overlap=False, uneven="join"), zeros)
     for (values, size), expected in zip(outcomes, _gossip_oracle(3), strict=True):
         assert size == 3
         assert torch.allclose(values, expected, rtol=0, atol=1e-5)
@@ -308,7 +298,7 @@ class Module(L.LightningModule):
 def fitted(algorithm: Algorithm, kind: str = "sized", **options: Any) -> L.Trainer:
     module, ckpt_path = Module(), options.pop("ckpt_path", None)
     trainer = trainer_with(
-        RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
+        ring.RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
     )
     rank = trainer.strategy.cluster_environment.global_rank()
     trainer.fit(module, of_rank(rank, kind), DataLoader([batch(rank, 9, 0)], batch_size=None), ckpt_path=ckpt_path)
@@ -374,7 +364,7 @@ def _resumes(folder: str, algorithm: Algorithm) -> None:
 
 
 def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _resumes, str(tmp_path), AllReduce(BlockInt(8), uneven="join"))
+    ranks(2, _resumes, str(tmp_path), ring.AllReduce(ring.BlockInt(8), uneven="join"))
 
 
 # What is refused
@@ -402,7 +392,7 @@ def _fits_nothing() -> None:
 NORMED = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "SyncBatchNorm": (lambda: _joins(NORMED, JOINS), "nn.GroupNorm"),
-    "scaler": (lambda: _joins(Net(), Gossip(uneven="join"), scaled=True), "bf16-mixed"),
+    "scaler": (lambda: _joins(Net(), ring.Gossip(uneven="join"), scaled=True), "bf16-mixed"),
     "empty": (lambda: _joins(Net(), JOINS, none_on_rank_1=True), "at least one batch"),
     "empty with lightning": (_fits_nothing, "at least one batch"),
     "wrong length with lightning": (lambda: fitted(JOINS, "lying"), "correct its __len__"),
@@ -410,7 +400,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 
 
 def _refused(name: str) -> str:
-    with pytest.raises((ValueError, PeerLostError)) as caught:
+    with pytest.raises((ValueError, ring.PeerLostError)) as caught:
         REFUSED[name][0]()
     return str(caught.value)
 
