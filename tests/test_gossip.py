@@ -107,6 +107,14 @@ def train(
     return algorithm, parameters
 
 
+def trained_until(peers: Peers, algorithm: Periodic, end: int, begin: int = 0, saved: Any = None) -> Any:
+    """Parameters and the states that a checkpoint has, after these steps."""
+    trained, parameters = train(peers, algorithm, range(begin, end), saved)
+    trained.settle()
+    values = {name: parameter.detach() for name, parameter in parameters.items()}
+    return copy.deepcopy((values, trained.own_state(), trained.state_dict()))
+
+
 Found = tuple[np.ndarray, np.ndarray, float | None, dict[str, Tensor]]
 
 
@@ -436,18 +444,12 @@ def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None
 def test_a_run_that_resumes_goes_on_bit_for_bit(algorithm: Periodic) -> None:
     """And changes nothing of the state that it takes."""
 
-    def until(peers: FakePeers, end: int, begin: int = 0, saved: Any = None) -> Any:
-        trained, parameters = train(peers, algorithm, range(begin, end), saved)
-        trained.settle()
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        return copy.deepcopy((values, trained.own_state(), trained.state_dict()))
-
     def work(peers: FakePeers) -> None:
-        through, *_ = until(peers, 12)
+        through, *_ = trained_until(peers, algorithm, 12)
         for step in (1, 4, 5, 6, 7):
-            saved = until(peers, step)
+            saved = trained_until(peers, algorithm, step)
             kept = str(saved)
-            resumed, *_ = until(peers, 12, step, saved)
+            resumed, *_ = trained_until(peers, algorithm, 12, step, saved)
             assert all(torch.equal(through[name], resumed[name]) for name in through), f"after step {step}"
             assert str(saved) == kept
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import queue
 import threading
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,7 +19,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import LIMIT, FakePeers, Network, on_all_ranks
+from test_gossip import trained_until
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, LocalSGD, Nesterov, Peers, PowerSGD
 from ringstrategy.algorithms.parameters.periodic import Periodic
@@ -123,30 +125,23 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls() -> Iterator[Calls]:
     calls = Calls()
-    for name, stand_in in (
-        ("Event", Event),
-        ("Stream", Stream),
-        ("current_stream", current),
-        ("stream", _on_stream),
-        ("device", _on_device),
+    with (
+        mock.patch.multiple(
+            torch.cuda, Event=Event, Stream=Stream, current_stream=current, stream=_on_stream, device=_on_device
+        ),
+        mock.patch.multiple(
+            dist,
+            all_to_all=calls.all_to_all,
+            batch_isend_irecv=calls.batch_isend_irecv,
+            P2POp=namedtuple("P2POp", "op tensor peer group"),
+            get_process_group_ranks=lambda group: list(range(group.size)),
+            destroy_process_group=lambda group: None,
+            is_initialized=lambda: True,
+        ),
     ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-
-    def operation(op: object, tensor: Tensor, peer: int, group: FakePeers) -> SimpleNamespace:
-        return SimpleNamespace(op=op, tensor=tensor, peer=peer, group=group)
-
-    for name, stand_in in (
-        ("all_to_all", calls.all_to_all),
-        ("batch_isend_irecv", calls.batch_isend_irecv),
-        ("P2POp", operation),
-        ("get_process_group_ranks", lambda group: list(range(group.size))),
-        ("destroy_process_group", lambda group: None),
-        ("is_initialized", lambda: True),
-    ):
-        monkeypatch.setattr(dist, name, stand_in)
-    return calls
+        yield calls
 
 
 class Control(FakePeers):
@@ -174,8 +169,13 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | No
     return on_all_ranks(size, one)
 
 
-def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"), timedelta(minutes=1))  # type: ignore[arg-type]
+def nccl_peers(group: FakePeers, control: Control, timeout: timedelta = timedelta(minutes=1)) -> NcclPeers:
+    return NcclPeers(group, control, torch.device("cpu"), timeout)  # type: ignore[arg-type]
+
+
+def alone(size: int = 1, **how: Any) -> NcclPeers:
+    """Rank 0, whose peers say nothing."""
+    return nccl_peers(FakePeers(Network(size), 0), Control(Network(size), 0), **how)
 
 
 THREAD = "ringstrategy-communication"
@@ -226,7 +226,7 @@ def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_
 
 def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> None:
     done: list[int] = []
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
     peers.submit(lambda: done.append(1), "at the end")
     peers.close()
@@ -243,7 +243,7 @@ def _add(values: Tensor) -> None:
 
 def test_a_task_keeps_its_tensors_until_the_device_has_done_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
 
     def submit() -> tuple[Waitable, weakref.ref[Tensor]]:
         values = torch.zeros(3)
@@ -267,7 +267,7 @@ def test_what_the_device_never_does_is_kept_for_good(calls: Calls, monkeypatch: 
     monkeypatch.setattr(Event, "done", False)
     monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(held, "_never_done", never_done := [])
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
     values = torch.zeros(3)
     alive = weakref.ref(values)
 
@@ -291,7 +291,7 @@ def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
-    peers = nccl_peers(FakePeers(Network(2), 0), Control(Network(2), 0))
+    peers = alone(2)
     go, message = threading.Event(), torch.zeros(3, dtype=torch.uint8)
 
     def late() -> None:
@@ -313,21 +313,20 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
     """The host would wait for the device without end, in a call that is not ours."""
     monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Event, "done", False)
-    broken_off, network, looks = threading.Event(), Network(1), []
-    control, group = Control(network, 0), FakePeers(network, 0)
+    broken_off, looks = threading.Event(), []
 
     def end() -> None:
         Event.done = True
         broken_off.set()
 
-    def look_closely(where: str) -> None:
+    def look_closely(control: Control, where: str) -> None:
         looks.append(where)
         if len(looks) == 3:
             raise PeerLostError(1, "there", where, "gone")
 
-    monkeypatch.setattr(control, "look_closely", look_closely)
-    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=end), raising=False)
-    peers = nccl_peers(group, control)
+    monkeypatch.setattr(Control, "look_closely", look_closely)
+    monkeypatch.setattr(FakePeers, "_get_backend", lambda *_: SimpleNamespace(abort=end), raising=False)
+    peers = alone()
     ticket = peers.submit(lambda: None, "bucket 2")
     ticket.wait()
     assert broken_off.wait(LIMIT)
@@ -342,16 +341,15 @@ def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monke
     monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Event, "done", False)
     said = queue.SimpleQueue[str]()
-    control, group = Control(Network(1), 0), FakePeers(Network(1), 0)
 
-    def explain(error: RuntimeError, where: str) -> RuntimeError:
+    def explain(control: Control, error: RuntimeError, where: str) -> RuntimeError:
         said.put(f"{where}: {error}")
         Event.done = True
         return PeerLostError(1, "there", where, str(error))
 
-    monkeypatch.setattr(control, "explain", explain)
-    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=lambda: None), raising=False)
-    peers = NcclPeers(group, control, torch.device("cpu"), timedelta(milliseconds=50))  # type: ignore[arg-type]
+    monkeypatch.setattr(Control, "explain", explain, raising=False)
+    monkeypatch.setattr(FakePeers, "_get_backend", lambda *_: mock.Mock(), raising=False)
+    peers = alone(timeout=timedelta(milliseconds=50))
     peers.submit(lambda: None, "bucket 2").wait()
     assert "bucket 2: timed out" in said.get(timeout=LIMIT)
     peers.close()
@@ -369,52 +367,25 @@ def test_nccl_of_the_default_group_is_broken_off_too(monkeypatch: pytest.MonkeyP
 
 # Warm-up
 
-MIXED: dict[str, Callable[[], Periodic]] = {
-    "gossip": lambda: Gossip(unequal_data=True, overlap=False),
-    "choco": lambda: Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
-    "diloco": lambda: LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct(), fragments=2, overlap=1),
-}
+MIXED = [
+    Gossip(unequal_data=True, overlap=False),
+    Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
+    LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct(), fragments=2, overlap=1),
+]
 
 
-def mixed(peers: Peers, name: str, state: dict[str, Any] | None = None) -> tuple[list[Tensor], dict[str, Any], int]:
-    """Parameters after five steps, of which some are mixed; state; and bytes of training."""
-    algorithm, generator = MIXED[name](), torch.Generator().manual_seed(peers.rank)
-    shapes = {"weight": (30, 17), "bias": (17,), "matrix": (64, 24)}
-    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    before = peers.stats.bytes_sent
-    algorithm.setup(parameters, peers)
-    if state is not None:
-        algorithm.load_own_state(state)
-    algorithm.bind(set(parameters.values()))
-    assert before is not None
-    for _ in range(5):
-        for parameter in parameters.values():
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator))
-        algorithm.after_step(set(parameters.values()))
-    algorithm.settle()
-    kept = copy.deepcopy(algorithm.own_state())
-    peers.stats.bytes_sent, sent = 0, peers.stats.bytes_sent
-    algorithm.close()
-    assert sent is not None
-    return [parameter.detach() for parameter in parameters.values()], kept, sent - before
+@pytest.mark.parametrize("algorithm", MIXED, ids=str)
+def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, algorithm: Periodic) -> None:
+    def trained(peers: Peers) -> Any:
+        first = trained_until(peers, algorithm, 5)
+        return first, trained_until(peers, algorithm, 10, 5, first), peers.stats.bytes_sent, peers.stats
 
-
-@pytest.mark.parametrize("name", MIXED)
-def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, name: str) -> None:
-    size = 3
-    plain = on_all_ranks(size, lambda peers: (first := mixed(peers, name), mixed(peers, name, first[1])))
-
-    def warm(peers: NcclPeers) -> Any:
-        first = mixed(peers, name)
-        assert peers.stats.probe_bytes_sent > 0
-        return first, mixed(peers, name, first[1])
-
-    for expected, found in zip(plain, on_all_gpus(size, warm), strict=True):
-        for (parameters, kept, sent), (others, also_kept, also_sent) in zip(expected, found, strict=True):
-            assert all(map(torch.equal, parameters, others))
-            for what in ("kept", "others"):
-                torch.testing.assert_close(kept[what], also_kept[what], rtol=0, atol=0)
-            assert sent == also_sent > 0
+    plain, warm = on_all_ranks(3, trained), on_all_gpus(3, trained)
+    for (*expected, sent, _), (*found, also_sent, stats) in zip(plain, warm, strict=True):
+        for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        assert stats.probe_bytes_sent > 0
+        assert sent == also_sent > 0
 
 
 def test_whoever_is_met_later_is_connected_at_setup(calls: Calls) -> None:
