@@ -331,11 +331,7 @@ def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_no
         ),
         (lambda peers: peers.abort("ValueError: no"), ["detector.fail", "break_off"], "detector.linger"),
         # goes on with others
-        (
-            lambda peers: peers.abort(None),
-            ["detector.report_broken_connection", "break_off"],
-            "detector.barrier.leave",
-        ),
+        (lambda peers: peers.abort(None), ["detector.report_broken_connection", "break_off"], "detector.barrier.leave"),
     ],
 )
 def test_last_words_are_written_before_connections_close(

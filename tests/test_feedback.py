@@ -16,12 +16,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state
-from test_strategy import (
-    Net,
-    check_replicas,
-    rows,
-    trainer_with,
-)
+from test_strategy import Net, check_replicas, rows, trainer_with
 from torch import Tensor, nn
 
 from ringstrategy import (

@@ -42,12 +42,7 @@ def test_random_configurations_are_what_an_exact_mean_gives(ranks: Pool) -> None
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        "soak --minutes 0.1 --growth 1000",
-        "fuzz --payloads 20000",
-        "faults --faults 6 --first 1000",
-    ],
+    "arguments", ["soak --minutes 0.1 --growth 1000", "fuzz --payloads 20000", "faults --faults 6 --first 1000"]
 )
 def test_others_each_night(arguments: str, tmp_path: Path) -> None:
     """What is found says its seed."""
