@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes import FakePeers, on_all_ranks
+from fakes import FakePeers, of_each_rank, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
@@ -88,35 +88,31 @@ def test_buckets_launch_in_index_order_not_in_order_of_readiness() -> None:
     assert first == second == [f"at step 0, in bucket {index} of 10" for index in range(10)]
 
 
-def test_hooks_of_several_devices_launch_in_index_order() -> None:
+@of_each_rank(2)
+def test_hooks_of_several_devices_launch_in_index_order(peers: FakePeers) -> None:
     """Which fire in several threads: here while the first bucket is being packed."""
+    parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
+    algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), parameters)
+    launched = _noting_launches(peers)
+    first, second = algorithm._buckets
+    first.rider = lambda *_: None  # type: ignore[method-assign]
+    algorithm.before_backward()
+    other = threading.Thread(target=algorithm._on_gradient, args=(second.slots[0].parameter,))
+    pack = first.pack
 
-    def launches(peers: FakePeers) -> list[str]:
-        parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
-        algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), parameters)
-        launched = _noting_launches(peers)
-        first, second = algorithm._buckets
-        first.rider = lambda *_: None  # type: ignore[method-assign]
-        algorithm.before_backward()
-        other = threading.Thread(target=algorithm._on_gradient, args=(second.slots[0].parameter,))
-        pack = first.pack
+    def slowly(*how: Any) -> None:
+        other.start()
+        other.join(0.2)  # longer than it takes, unless it waits for this one
+        pack(*how)
 
-        def slowly(*how: Any) -> None:
-            other.start()
-            other.join(0.2)  # longer than it takes, unless it waits for this one
-            pack(*how)
-
-        first.pack = slowly  # type: ignore[method-assign]
-        for parameter in parameters.values():
-            parameter.grad = torch.full((10,), float(peers.rank))
-        algorithm._on_gradient(first.slots[0].parameter)
-        other.join()
-        algorithm.after_backward()
-        assert all(parameter.grad[0] == 0.5 for parameter in parameters.values() if parameter.grad is not None)
-        return launched
-
-    expected = [f"at step 0, in bucket {index} of 2" for index in range(2)]
-    assert on_all_ranks(2, launches) == [expected, expected]
+    first.pack = slowly  # type: ignore[method-assign]
+    for parameter in parameters.values():
+        parameter.grad = torch.full((10,), float(peers.rank))
+    algorithm._on_gradient(first.slots[0].parameter)
+    other.join()
+    algorithm.after_backward()
+    assert all(parameter.grad[0] == 0.5 for parameter in parameters.values() if parameter.grad is not None)
+    assert launched == [f"at step 0, in bucket {index} of 2" for index in range(2)]
 
 
 # Frozen
@@ -203,21 +199,19 @@ def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> N
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [(ring.Identity(), 2), (ring.BlockInt(8), 1 + 2 / 256)], ids=str)
-def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(codec: ring.Codec, nbytes: float) -> None:
-    def sent(peers: FakePeers) -> int:
-        weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
-        algorithm = _setup(peers, ring.AllReduce(codec), {"weight": weight})
-        before = peers.stats.bytes_sent
-        assert before is not None
-        backward(algorithm, (weight * peers.rank).sum())
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
-        assert peers.stats.bytes_sent is not None
-        return peers.stats.bytes_sent - before
-
+@of_each_rank(4)
+def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(peers: FakePeers, codec: ring.Codec, nbytes: float) -> None:
+    weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
+    algorithm = _setup(peers, ring.AllReduce(codec), {"weight": weight})
+    before = peers.stats.bytes_sent
+    assert before is not None
+    backward(algorithm, (weight * peers.rank).sum())
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
+    assert peers.stats.bytes_sent is not None
     values = 2 * 3 / 4 * 2048
-    for found in on_all_ranks(4, sent):
-        assert values * nbytes <= found <= values * nbytes + 128, "with what ranks agree on"
+    least = values * nbytes
+    assert least <= peers.stats.bytes_sent - before <= least + 128, "with what ranks agree on"
 
 
 # Noise
@@ -337,27 +331,21 @@ def one_backward(peers: FakePeers, algorithm: Synchronous) -> nn.Sequential:
     return module
 
 
-def test_raise_names_the_parameters_on_all_ranks() -> None:
-    def words(peers: FakePeers) -> str:
-        one_backward(peers, algorithm := ring.AllReduce(on_nonfinite="raise"))
-        with pytest.raises(RuntimeError) as caught:
-            algorithm.after_backward()
-        return str(caught.value)
-
-    first, *others = on_all_ranks(3, words)
-    assert first.startswith("the mean gradient of 2.bias is not finite at step 0")
-    assert "on_nonfinite='skip'" in first
-    assert others == [first, first]
-
-
-def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients() -> None:
-    def gradients(peers: FakePeers) -> list[bool]:
-        algorithm = ring.AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
-        module = one_backward(peers, algorithm)
+@of_each_rank(3)
+def test_raise_names_the_parameters_on_all_ranks(peers: FakePeers) -> None:
+    one_backward(peers, algorithm := ring.AllReduce(on_nonfinite="raise"))
+    with pytest.raises(RuntimeError) as caught:
         algorithm.after_backward()
-        return [parameter.grad is None for parameter in module.parameters()]
+    assert str(caught.value).startswith("the mean gradient of 2.bias is not finite at step 0")
+    assert "on_nonfinite='skip'" in str(caught.value)
 
-    assert on_all_ranks(2, gradients) == [[True, True, True, True, True, False]] * 2
+
+@of_each_rank(2)
+def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients(peers: FakePeers) -> None:
+    algorithm = ring.AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
+    module = one_backward(peers, algorithm)
+    algorithm.after_backward()
+    assert [parameter.grad is None for parameter in module.parameters()] == [True] * 5 + [False]
 
 
 @pairs(
@@ -379,27 +367,25 @@ def test_every_element_counts_and_the_largest_finite_ones_pass(dtype: torch.dtyp
 # Errors
 
 
-def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
-    def unmanaged(peers: FakePeers) -> None:
-        module = copy.deepcopy(BRANCHES)
-        algorithm, everything = _setup(peers, ring.AllReduce(), module), set(module.parameters())
+@of_each_rank(2)
+def test_stepping_what_a_backward_behind_our_back_made_is_an_error(peers: FakePeers) -> None:
+    module = copy.deepcopy(BRANCHES)
+    algorithm, everything = _setup(peers, ring.AllReduce(), module), set(module.parameters())
 
-        def refuses(cure: str) -> None:
-            with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
-                algorithm.before_step(everything)
-
-        for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
-            module(X, [0, 1]).backward()
-            refuses("manual_backward")
-            algorithm.before_step({module.branches[2].weight})  # another optimizer's
-            drop()
+    def refuses(cure: str) -> None:
+        with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
             algorithm.before_step(everything)
-        backward(algorithm, module(X, [0, 1]), sync=False)
-        refuses("block_backward_sync")
-        backward(algorithm, module(X, [0, 1]))  # averages what was there too
-        algorithm.before_step(everything)
 
-    on_all_ranks(2, unmanaged)
+    for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
+        module(X, [0, 1]).backward()
+        refuses("manual_backward")
+        algorithm.before_step({module.branches[2].weight})  # another optimizer's
+        drop()
+        algorithm.before_step(everything)
+    backward(algorithm, module(X, [0, 1]), sync=False)
+    refuses("block_backward_sync")
+    backward(algorithm, module(X, [0, 1]))  # averages what was there too
+    algorithm.before_step(everything)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakePeers, on_all_ranks
+from fakes import FakePeers, of_each_rank, on_all_ranks
 from torch import Tensor, nn
 
 import ringstrategy as ring
@@ -212,24 +212,22 @@ def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
     assert on_all_ranks(2, anew) == [False, False]
 
 
-def test_without_feedback_nothing_is_tried_until_all_is_delivered() -> None:
-    def train(peers: FakePeers) -> Tensor:
-        algorithm = ring.Auto()
-        parameters = set_up(peers, algorithm)
-        algorithm._inner.delivers = True
-        algorithm._take(algorithm._chosen, deliver=True)
-        assert algorithm.load_residuals({"0": torch.ones(1000)}) == []
-        parameters[0].requires_grad_(False)  # nothing delivers its residual
-        passes(algorithm, parameters, peers.rank, range(20))
-        assert algorithm._chosen == 0, "still the first"
-        parameters[0].requires_grad_(True)
-        before = gradients_of(20, 0) / 2 + gradients_of(20, 1) / 2
-        delivered = one_pass(algorithm, parameters, gradients_of(20, peers.rank))[0] - before[0]
-        passes(algorithm, parameters, peers.rank, range(21, 37))
-        assert algorithm._chosen == 2, "the next turn, 4 passes after the look at the 32nd"
-        return delivered
-
-    assert all(torch.allclose(delivered, torch.full((1000,), 2.0)) for delivered in on_all_ranks(2, train))
+@of_each_rank(2)
+def test_without_feedback_nothing_is_tried_until_all_is_delivered(peers: FakePeers) -> None:
+    algorithm = ring.Auto()
+    parameters = set_up(peers, algorithm)
+    algorithm._inner.delivers = True
+    algorithm._take(algorithm._chosen, deliver=True)
+    assert algorithm.load_residuals({"0": torch.ones(1000)}) == []
+    parameters[0].requires_grad_(False)  # nothing delivers its residual
+    passes(algorithm, parameters, peers.rank, range(20))
+    assert algorithm._chosen == 0, "still the first"
+    parameters[0].requires_grad_(True)
+    before = gradients_of(20, 0) / 2 + gradients_of(20, 1) / 2
+    delivered = one_pass(algorithm, parameters, gradients_of(20, peers.rank))[0] - before[0]
+    passes(algorithm, parameters, peers.rank, range(21, 37))
+    assert algorithm._chosen == 2, "the next turn, 4 passes after the look at the 32nd"
+    assert torch.allclose(delivered, torch.full((1000,), 2.0))
 
 
 def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

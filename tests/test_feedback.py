@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from fakes import FakePeers, Toy, on_all_ranks
+from fakes import FakePeers, Toy, of_each_rank, on_all_ranks
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from listening import listening
 from pool import Pool
@@ -343,18 +343,15 @@ def test_small_exact_divides_by_size_dimension_and_name() -> None:
     assert repr(AllReduce(pickle.loads(pickle.dumps(policy)))) == repr(AllReduce(policy)), "or ranks would differ"
 
 
-def test_steps_that_torch_does_not_tell_of_are_said() -> None:
-    def one(peers: FakePeers) -> tuple[list[str], State]:
-        run = run_on(peers, WIRES[0], 25.0, None, a=9, b=5)
-        for step in range(25):
-            run.backward(step)
-            with torch.no_grad():
-                for parameter in run.module.values():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # by hand
-                    parameter.grad = None
-        return run.algorithm.news(), run.close()
-
-    for news, left in on_all_ranks(2, one):
-        [line] = news
-        assert "error feedback keeps nothing" in line
-        assert not any(value.any() for value in left.values())
+@of_each_rank(2)
+def test_steps_that_torch_does_not_tell_of_are_said(peers: FakePeers) -> None:
+    run = run_on(peers, WIRES[0], 25.0, None, a=9, b=5)
+    for step in range(25):
+        run.backward(step)
+        with torch.no_grad():
+            for parameter in run.module.values():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # by hand
+                parameter.grad = None
+    [line] = run.algorithm.news()
+    assert "error feedback keeps nothing" in line
+    assert not any(value.any() for value in run.close().values())

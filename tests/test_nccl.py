@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import LIMIT, FakePeers, Network, on_all_ranks
+from fakes import LIMIT, FakePeers, Network, of_each_rank, on_all_ranks
 from test_gossip import trained_until
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -207,21 +207,21 @@ def test_the_thread_of_the_hooks_calls_nothing_of_nccl(calls: Calls) -> None:
     assert {stream.priority for stream in calls.streams} == {-1}
 
 
-def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(calls: Calls) -> None:
-    def one(peers: NcclPeers) -> None:
-        on, training = queue.SimpleQueue[Any](), current()
-        before = len(training.waited)
-        begin = threading.Event()
-        ticket = peers.submit(lambda: (begin.wait(LIMIT), on.put(current())), "now")  # type: ignore[arg-type]
-        assert on.empty()
-        begin.set()
-        peers.finish([ticket])
-        side = on.get(timeout=LIMIT)
-        assert side is not training
-        assert [event.on for event in side.waited] == [training]
-        assert [event.on for event in training.waited[before:]] == [side]
-
-    on_all_gpus(1, one)
+@of_each_rank(1, on_all_gpus)
+def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(
+    peers: NcclPeers, calls: Calls
+) -> None:
+    on, training = queue.SimpleQueue[Any](), current()
+    before = len(training.waited)
+    begin = threading.Event()
+    ticket = peers.submit(lambda: (begin.wait(LIMIT), on.put(current())), "now")  # type: ignore[arg-type]
+    assert on.empty()
+    begin.set()
+    peers.finish([ticket])
+    side = on.get(timeout=LIMIT)
+    assert side is not training
+    assert [event.on for event in side.waited] == [training]
+    assert [event.on for event in training.waited[before:]] == [side]
 
 
 def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> None:
@@ -388,27 +388,24 @@ def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, algor
         assert sent == also_sent > 0
 
 
-def test_whoever_is_met_later_is_connected_at_setup(calls: Calls) -> None:
+@of_each_rank(6, on_all_gpus)
+def test_whoever_is_met_later_is_connected_at_setup(peers: NcclPeers, calls: Calls) -> None:
     """Neighbours of gossip; of sparse gradients all pairs."""
-
-    def one(peers: NcclPeers) -> None:
-        posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
-        gossip, parameter = Gossip(OnePeerExponential(), overlap=False), nn.Parameter(torch.randn(70))
-        gossip.setup({"weight": parameter}, peers)
-        gossip.bind({parameter})
-        connected, before = {target for post in posts for target in post.targets}, len(posts)
-        for _ in range(7):
-            gossip.after_step({parameter})
-        met = {target for post in posts[before:] for target in post.targets}
-        assert len(met) == 3
-        assert met <= connected
-        gossip.close()
-        before, averaging = len(posts), AllReduce()
-        averaging.setup({"weight": nn.Embedding(9, 4).weight}, peers, sparse=frozenset({"weight"}))
-        assert {target for post in posts[before:] for target in post.targets} == set(range(6)) - {peers.rank}
-        averaging.close()
-
-    on_all_gpus(6, one)
+    posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
+    gossip, parameter = Gossip(OnePeerExponential(), overlap=False), nn.Parameter(torch.randn(70))
+    gossip.setup({"weight": parameter}, peers)
+    gossip.bind({parameter})
+    connected, before = {target for post in posts for target in post.targets}, len(posts)
+    for _ in range(7):
+        gossip.after_step({parameter})
+    met = {target for post in posts[before:] for target in post.targets}
+    assert len(met) == 3
+    assert met <= connected
+    gossip.close()
+    before, averaging = len(posts), AllReduce()
+    averaging.setup({"weight": nn.Embedding(9, 4).weight}, peers, sparse=frozenset({"weight"}))
+    assert {target for post in posts[before:] for target in post.targets} == set(range(6)) - {peers.rank}
+    averaging.close()
 
 
 @pytest.mark.parametrize("make", [lambda: AllReduce(BlockInt(8), error_feedback=True), lambda: PowerSGD(2)])
