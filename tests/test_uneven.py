@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from on_ranks import on_ranks
 from pool import Pool
 from test_session import CPU, MINUTE, gathered, opened, process_group
 from test_strategy import check_replicas, trainer_with
@@ -246,7 +247,7 @@ EPOCH = 5, 7, 4  # batches, by rank
 class Endless(IterableDataset[Batch]):
     """Of no known length."""
 
-    def __init__(self, data: list[Batch]) -> None:
+    def __init__(self, data: Any) -> None:
         self.data = data
 
     def __iter__(self) -> Iterator[Batch]:
@@ -348,23 +349,21 @@ def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size
     assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
 
 
-def _resumes(folder: str, algorithm: Algorithm) -> None:
-    saving: dict[str, Any] = {"dirpath": folder, "filename": "{step}", "save_top_k": -1}
+@on_ranks(2)
+def test_resuming_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    algorithm = ring.AllReduce(ring.BlockInt(8), uneven="join")
+    saving: dict[str, Any] = {"dirpath": tmp_path, "filename": "{step}", "save_top_k": -1}
     callbacks = [ModelCheckpoint(every_n_epochs=1, **saving), ModelCheckpoint(every_n_train_steps=5, **saving)]
     whole = fitted(algorithm, enable_checkpointing=True, callbacks=callbacks)
-    resumed = fitted(algorithm, ckpt_path=f"{folder}/step=7.ckpt")
+    resumed = fitted(algorithm, ckpt_path=tmp_path / "step=7.ckpt")
     for one, other in zip(whole.lightning_module.parameters(), resumed.lightning_module.parameters(), strict=True):
         assert torch.equal(one, other)
     assert whole.global_step == resumed.global_step == 14
     # within an epoch, after rank 0 had run out; Lightning begins this loader anew
-    rest = fitted(algorithm, max_epochs=1, ckpt_path=f"{folder}/step=5.ckpt")
+    rest = fitted(algorithm, max_epochs=1, ckpt_path=tmp_path / "step=5.ckpt")
     assert rest.global_step == 7
     assert isinstance(rest.lightning_module, Module)
     assert rest.lightning_module.idle == 2 * [dist.get_rank() == 0]
-
-
-def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _resumes, str(tmp_path), ring.AllReduce(ring.BlockInt(8), uneven="join"))
 
 
 # What is refused
@@ -399,12 +398,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
-def _refused(name: str) -> str:
-    with pytest.raises((ValueError, ring.PeerLostError)) as caught:
-        REFUSED[name][0]()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_joined_is_refused_on_all_ranks(ranks: Pool, name: str) -> None:
-    assert all(REFUSED[name][1] in message for message in ranks(2, _refused, name))
+@on_ranks(2)
+def test_what_cannot_be_joined_is_refused_on_all_ranks(name: str) -> None:
+    joins, cure = REFUSED[name]
+    with pytest.raises((ValueError, ring.PeerLostError), match=cure):
+        joins()
