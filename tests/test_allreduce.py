@@ -214,9 +214,6 @@ def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(peers: FakePeers, codec
     assert least <= peers.stats.bytes_sent - before <= least + 128, "with what ranks agree on"
 
 
-# Noise
-
-
 def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
     """All ranks round the same gradient, at each step and in each bucket: what they lose shows what they drew."""
 

@@ -383,9 +383,6 @@ def test_a_sample_estimates_the_consensus_distance(peers: FakePeers) -> None:
     assert exact != estimate == pytest.approx(exact, rel=0.05)
 
 
-# Optimizers
-
-
 @pytest.mark.parametrize(
     "algorithm", [Gossip(), PushSum(directed(3)), Choco(), LocalSGD(2, Nesterov(), overlap=1)], ids=str
 )

@@ -165,9 +165,6 @@ def test_rounding_to_16_bits_is_no_progress(peers: FakePeers) -> None:
     assert len(found) == 1
 
 
-# Fragments and schedules
-
-
 def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
     def parts(layers: int, embedding: int, count: int) -> list[set[str]]:
         """The layers of each fragment."""
@@ -184,9 +181,6 @@ def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
     assert parts(7, 100, 4)[0] == {"embed.weight"}, "apart, though smaller than the others"
     assert len(parts(7, 20, 4)[0]) > 1, "too small for that"
     assert len(parts(9, 1, 1)) == 1
-
-
-# Checkpoints
 
 
 def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
@@ -213,9 +207,6 @@ def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
 
     one, two = on_all_ranks(2, work)
     assert one == two
-
-
-# The end
 
 
 @pytest.mark.parametrize(

@@ -154,9 +154,6 @@ def test_means_are_the_papers(size: int, rank: int) -> None:
             assert _close(mean[name].flatten(1), expected, 1e-4)
 
 
-# What is a matrix
-
-
 def test_only_what_gets_smaller_is_compressed() -> None:
     shapes = {"scalar": (), "bias": (50,), "row": (1, 90), "column": (90, 1), "empty": (0, 40), "small": (4, 4)}
     shapes |= {"border": (8, 8), "beyond": (8, 7), "wide": (1, 40, 50), "matrix": (30, 40)}

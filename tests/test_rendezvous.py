@@ -183,8 +183,6 @@ def test_a_port_scanner_kills_no_rank(ranks: Pool) -> None:
     assert of_rank_0 > LOW > of_rank_1
 
 
-# As a shell starts them
-
 ENDLESS = """
 import time
 from lightning.pytorch.callbacks import Callback

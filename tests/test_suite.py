@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import re
 import shlex
@@ -34,20 +33,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 # Rows
-
-
-def test_published_rows_can_be_read_and_are_of_the_campaign():
-    count = 0
-    for path in sorted(RESULTS.rglob("*.jsonl")):
-        if path.name == "accuracy.jsonl":
-            continue
-        found = read(path)
-        assert found, path
-        for row, line in zip(found, path.read_text().splitlines(), strict=True):
-            known = asdict(row)
-            assert all(known[name] == value for name, value in json.loads(line).items()), path
-        count += len(found) * (path.parent.name != "gpu")  # those are no step of the campaign
-    assert len(list(rows.campaign(RESULTS))) == count > 1000
 
 
 def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path):
@@ -199,17 +184,6 @@ def test_only_a_throttle_that_holds_is_taken_and_a_busy_second_forgiven():
             harness.check_throttle(lambda part=part: link(part))
     measured = iter([link(0.5), link(0.956), link(0.91)])
     assert harness.check_throttle(lambda: next(measured)) == link(0.956).bytes_per_second
-
-
-def test_cases_are_chosen_by_part_or_exactly():
-    def chosen(cases: str | None) -> list[str]:
-        return harness.chosen(("ring", "ring_fp16", "ring_int8"), cases)
-
-    assert chosen("=ring,int8") == ["ring", "ring_int8"]
-    assert chosen(None) == ["ring", "ring_fp16", "ring_int8"]
-    assert chosen("none") == []
-    with pytest.raises(ValueError, match="'=ring_int' is in no case's name; they are ring, ring_fp16, ring_int8"):
-        chosen("ring,=ring_int")
 
 
 # The campaign
