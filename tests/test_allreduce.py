@@ -171,31 +171,29 @@ def test_toggling_keeps_the_other_gradients(collective: ring.Collective | None) 
             assert value is None or torch.equal(value, results[0][name]), name  # type: ignore[arg-type]
 
 
-def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> None:
-    def mixed(peers: FakePeers) -> dict[str, Tensor]:
-        dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
-        named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
-        named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
-        algorithm = _setup(peers, ring.AllReduce(ring.Identity()), named, sparse=frozenset({"rows"}))
-        for _ in range(2):
-            for parameter in named.values():
-                parameter.grad = None
-            weight = torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (peers.rank > 0))
-            row = nn.functional.embedding(torch.tensor([1]), named["rows"], sparse=True)
-            losses = [(row * weight.bfloat16()).sum().double()]
-            losses += [(named[name] * weight.to(dtype)).sum().double() for name, dtype in dtypes.items()]
-            backward(algorithm, torch.stack(losses).sum())
-        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())
-        return {name: p.grad.to_dense() for name, p in named.items()}  # type: ignore[union-attr]
-
+@of_each_rank(8)
+def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits(peers: FakePeers) -> None:
     weights = [torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (rank > 0)) for rank in range(8)]
+    dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
+    named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
+    named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
+    algorithm = _setup(peers, ring.AllReduce(ring.Identity()), named, sparse=frozenset({"rows"}))
+    for _ in range(2):
+        for parameter in named.values():
+            parameter.grad = None
+        weight = weights[peers.rank]
+        row = nn.functional.embedding(torch.tensor([1]), named["rows"], sparse=True)
+        losses = [(row * weight.bfloat16()).sum().double()]
+        losses += [(named[name] * weight.to(dtype)).sum().double() for name, dtype in dtypes.items()]
+        backward(algorithm, torch.stack(losses).sum())
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())
+    found = {name: p.grad.to_dense() for name, p in named.items()}  # type: ignore[union-attr]
     half = torch.stack([weight.bfloat16().float() / 8 for weight in weights]).sum(0).bfloat16()
     assert not torch.equal(half, sum(weight.bfloat16() / 8 for weight in weights)), "or this tests nothing"
-    for found in on_all_ranks(8, mixed):
-        assert torch.equal(found["sixteen"], half)
-        assert torch.equal(found["rows"][1], half)
-        assert torch.allclose(found["thirty_two"], torch.stack(weights).mean(0), rtol=1e-6)
-        assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
+    assert torch.equal(found["sixteen"], half)
+    assert torch.equal(found["rows"][1], half)
+    assert torch.allclose(found["thirty_two"], torch.stack(weights).mean(0), rtol=1e-6)
+    assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [(ring.Identity(), 2), (ring.BlockInt(8), 1 + 2 / 256)], ids=str)

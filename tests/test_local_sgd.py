@@ -221,39 +221,36 @@ def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
     ],
     ids=str,
 )
+@of_each_rank(2)
 def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(
-    algorithm: LocalSGD, places: list[float], means: list[float]
+    peers: FakePeers, algorithm: LocalSGD, places: list[float], means: list[float]
 ) -> None:
     """Rank r moves by 1 + r a step: how far is the model after 14 steps, 28, and when its optimizer gets another?
 
     And where is this rank after the first agreement that follows the first end?
     """
+    named = {"weight": nn.Parameter(torch.zeros(8)), "other": nn.Parameter(torch.zeros(3))}
+    mine, parameter, found, trail = begun(peers, algorithm, named, "weight"), named["weight"], [], []
 
-    def ends(peers: FakePeers) -> tuple[list[float], float]:
-        named = {"weight": nn.Parameter(torch.zeros(8)), "other": nn.Parameter(torch.zeros(3))}
-        mine, parameter, found, trail = begun(peers, algorithm, named, "weight"), named["weight"], [], []
+    def steps(count: int) -> None:
+        for _ in range(count):
+            parameter.data.add_(1.0 + peers.rank)
+            mine.after_step({parameter})
+            trail.append(parameter[0].item())
 
-        def steps(count: int) -> None:
-            for _ in range(count):
-                parameter.data.add_(1.0 + peers.rank)
-                mine.after_step({parameter})
-                trail.append(parameter[0].item())
-
-        for _ in range(2):
-            steps(14)
-            mine.finish()
-            found += parameter.detach().aminmax()
-        steps(6)
-        mine.bind({*named.values()})
+    for _ in range(2):
+        steps(14)
+        mine.finish()
         found += parameter.detach().aminmax()
-        return [float(value) for value in found], trail[15]
-
-    for rank, (found, place) in enumerate(on_all_ranks(2, ends)):
-        if not places:
-            assert len(set(found[:2])) == len(set(found[2:4])) == 1, "all ranks end alike"
-        else:
-            assert place == pytest.approx(places[rank])
-            assert found == pytest.approx(np.repeat(means, 2), rel=1e-5)
+    steps(6)
+    mine.bind({*named.values()})
+    found += parameter.detach().aminmax()
+    found = [float(value) for value in found]
+    if not places:
+        assert len(set(found[:2])) == len(set(found[2:4])) == 1, "all ranks end alike"
+    else:
+        assert trail[15] == pytest.approx(places[peers.rank])
+        assert found == pytest.approx(np.repeat(means, 2), rel=1e-5)
 
 
 # Beside the parameters
@@ -431,18 +428,14 @@ def test_ranks_with_other_outer_optimizers_or_codecs_are_told(peers: FakePeers) 
     assert all(each in codec for each in ("bits=4", "bits=8"))
 
 
-def test_directions_agree_from_minus_one_to_one() -> None:
-    def told(peers: FakePeers, sign: float) -> dict[str, float]:
-        named = _weight(64)
-        algorithm = begun(peers, LocalSGD(1), named)
-        named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
-        algorithm.after_step(named.values())
-        metrics = algorithm.metrics()
-        assert algorithm.metrics() == {}
-        return metrics
-
-    norm = torch.linspace(0, 1, 64).norm()
-    for sign in (1.0, -1.0):
-        for metrics in on_all_ranks(2, lambda peers, sign=sign: told(peers, sign)):
-            assert metrics["direction_agreement"] == pytest.approx(sign)
-            assert metrics["outer_gradient_norm"] == pytest.approx(norm if sign > 0 else 0.0)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@of_each_rank(2)
+def test_directions_agree_from_minus_one_to_one(peers: FakePeers, sign: float) -> None:
+    named = _weight(64)
+    algorithm = begun(peers, LocalSGD(1), named)
+    named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
+    algorithm.after_step(named.values())
+    metrics = algorithm.metrics()
+    assert metrics["direction_agreement"] == pytest.approx(sign)
+    assert metrics["outer_gradient_norm"] == pytest.approx(torch.linspace(0, 1, 64).norm() if sign > 0 else 0.0)
+    assert algorithm.metrics() == {}

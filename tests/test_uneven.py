@@ -198,18 +198,6 @@ def test_a_rank_without_data_takes_the_mean_of_statistics_and_adds_nothing_to_it
     assert not torch.equal(ends[1][3][1][0], ends[1][4][1][0])
 
 
-def _gossip(algorithm: Algorithm, zeros: bool) -> tuple[Tensor, int]:
-    with process_group():
-        module = Net()
-        if zeros:  # gradients that are not dropped must not be stepped either
-            original = torch.optim.SGD.zero_grad
-            with mock.patch.object(torch.optim.SGD, "zero_grad", lambda self: original(self, set_to_none=False)):
-                train(algorithm, module)
-        else:
-            train(algorithm, module)
-        return flat(module.parameters()), dist.get_world_size()
-
-
 def _gossip_oracle(size: int) -> list[Tensor]:
     modules = [Net(sparse=False).double() for _ in range(size)]
     optimizers = [make_optimizer(module) for module in modules]
@@ -231,12 +219,14 @@ def _gossip_oracle(size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -> None:
-    outcomes = ranks(3, _gossip, ring.Gossip(overlap=False, uneven="join"), zeros)
-    for (values, size), expected in zip(outcomes, _gossip_oracle(3), strict=True):
-        assert size == 3
-        assert torch.allclose(values, expected, rtol=0, atol=1e-5)
-    assert not torch.equal(outcomes[0][0], outcomes[1][0])
+@on_ranks(3)
+def test_a_rank_without_data_mixes_and_does_not_step(zeros: bool) -> None:
+    """Gradients that are not dropped must not be stepped either."""
+    module, zero_grad, expected = Net(), torch.optim.SGD.zero_grad, _gossip_oracle(3)
+    keeping = mock.patch.object(torch.optim.SGD, "zero_grad", lambda self: zero_grad(self, set_to_none=False))
+    with process_group(), keeping if zeros else nullcontext():
+        train(ring.Gossip(overlap=False, uneven="join"), module)
+        assert torch.allclose(flat(module.parameters()), expected[dist.get_rank()], rtol=0, atol=1e-5)
 
 
 # Lightning
@@ -306,47 +296,34 @@ def fitted(algorithm: Algorithm, kind: str = "sized", **options: Any) -> L.Train
     return trainer
 
 
-def _fits(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = fitted(JOINS, kind, **options)
-    module = trainer.lightning_module
-    assert isinstance(module, Module)
-    check_replicas(trainer)
-    return {
-        "idle": module.idle,
-        "validated": module.validated,
-        "steps": trainer.global_step,
-        "rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "count": float(trainer.callback_metrics["count"]),
-        "kept": [torch.equal(*pair) for pair in pairwise(module.statistics)],
-        "values": flat(module.net.parameters()),
-        "length": trainer.num_training_batches,
-    }
-
-
 @pytest.mark.parametrize(
-    ("kind", "size", "options"),
+    ("kind", "options"),
     [
-        ("sized", 3, {}),
-        ("sized", 2, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        pytest.param("endless", 2, {"val_check_interval": 4}, marks=pytest.mark.slow),
+        ("sized", {}),
+        ("sized", {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+        pytest.param("endless", {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
 )
-def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size: int, options: dict[str, Any]) -> None:
-    outcomes = ranks(size, _fits, kind, options)
-    accumulate = options.get("accumulate_grad_batches", 1)
+@on_ranks(3)
+def test_lightning_trains_until_no_rank_has_a_batch(kind: str, options: dict[str, Any]) -> None:
+    trainer = fitted(JOINS, kind, **options)
+    check_replicas(trainer)
+    module, rank = trainer.lightning_module, dist.get_rank()
+    assert isinstance(module, Module)
+    accumulate, idle = options.get("accumulate_grad_batches", 1), 2 * [place >= EPOCH[rank] for place in range(7)]
     steps = 2 * -(-max(EPOCH) // accumulate)
-    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=0.9)
-    validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
-    for rank, outcome in enumerate(outcomes):
-        assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
-        assert outcome["steps"] == steps
-        assert outcome["rate"] == pytest.approx(0.2 * 0.9**steps)
-        assert outcome["validated"] == 2 * validates
-        assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
-        assert outcome["length"] == (float("inf") if kind == "endless" else 7)
-        assert torch.allclose(outcome["values"], expected, rtol=0, atol=1e-5)
-    # statistics are rank 0's, and stay while it repeats a batch
-    assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
+    assert trainer.num_training_batches == (float("inf") if kind == "endless" else 7)
+    assert trainer.global_step == steps
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.2 * 0.9**steps)
+    assert float(trainer.callback_metrics["count"]) == pytest.approx(
+        1.0, rel=0.02
+    )  # Lightning divides by whole numbers
+    assert module.idle == idle
+    assert module.validated == 2 * {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
+    expected = oracle(range(3), EPOCH, accumulate, same_epochs=True, decay=0.9)
+    assert torch.allclose(flat(module.net.parameters()), expected, rtol=0, atol=1e-5)
+    if rank == 0:  # whose statistics all get: they stay while it repeats a batch
+        assert [torch.equal(*pair) for pair in pairwise(module.statistics)] == idle[1:]
 
 
 @on_ranks(2)
