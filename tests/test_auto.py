@@ -22,12 +22,8 @@ def gradients_of(step: int, rank: int) -> Tensor:
     return torch.randn(3, 1000, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def module(numel: int = 1000) -> nn.ParameterList:
-    return nn.ParameterList([nn.Parameter(torch.zeros(numel)) for _ in range(3)])
-
-
-def set_up(peers: FakePeers, algorithm: ring.Auto | ring.AllReduce, numel: int = 1000) -> nn.ParameterList:
-    parameters = module(numel)
+def set_up(peers: FakePeers, algorithm: ring.Auto | ring.AllReduce) -> nn.ParameterList:
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(1000)) for _ in range(3)])
     algorithm.setup(dict(parameters.named_parameters()), peers)
     return parameters
 
@@ -53,11 +49,6 @@ def passes(
 
 def take(algorithm: ring.Auto, codec: Any) -> None:
     algorithm._take(next(place for place, made in enumerate(algorithm._candidates) if made.codec == codec))
-
-
-def holds(algorithm: ring.Auto) -> bool:
-    """Residuals?"""
-    return any(bool(residual.any()) for _, residual in algorithm.residuals())
 
 
 # What it may choose
@@ -196,7 +187,7 @@ def test_a_resumed_run_goes_on_with_what_was_chosen_bit_for_bit() -> None:
         again, parameters = made(peers)
         again.load_state_dict(state)
         assert again.load_residuals(residuals) == []
-        assert holds(again)
+        assert any(residual.any() for _, residual in again.residuals())
         assert (again._tuned, repr(again.chosen)) == (True, state["auto"])
         found = passes(again, parameters, peers.rank, range(60, 70))
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

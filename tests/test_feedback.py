@@ -264,10 +264,6 @@ class Remembers(L.Callback):
         self.last = residuals(trainer.strategy.algorithm)
 
 
-def about_residuals(heard: list[str]) -> list[str]:
-    return [text for text in heard if "residual" in text and not text.startswith("Rest")]  # Lightning names a path
-
-
 class Fails(Net):
     """Rank 1 fails in batch 3, when half of its gradients are on their way."""
 
@@ -296,7 +292,8 @@ def _trains(folder: str, epochs: int) -> tuple[State, State, list[str]]:
         check_replicas(trainer)
     if not fails:
         trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
-    return remember.first, remember.last, about_residuals(heard)
+    said = [text for text in heard if "residual" in text and not text.startswith("Rest")]  # Lightning names a path
+    return remember.first, remember.last, said
 
 
 def test_residuals_keep_their_sum_though_a_rank_fails_or_trains_alone_or_its_file_is_gone(

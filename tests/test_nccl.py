@@ -237,17 +237,13 @@ def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> Non
         peers.submit(lambda: None, "later")
 
 
-def _add(values: Tensor) -> None:
-    values.add_(1)
-
-
 def test_a_task_keeps_its_tensors_until_the_device_has_done_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
     peers = alone()
 
     def submit() -> tuple[Waitable, weakref.ref[Tensor]]:
         values = torch.zeros(3)
-        return peers.submit(partial(_add, values), "now"), weakref.ref(values)
+        return peers.submit(partial(values.add_, 1), "now"), weakref.ref(values)
 
     ticket, first = submit()
     ticket.wait()
