@@ -407,12 +407,10 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
         assert torch.equal(second, every_rank[0][1])
 
 
-def test_a_backward_after_one_that_failed_is_an_error() -> None:
-    def swallowed(peers: FakePeers) -> None:
-        weight = nn.Parameter(torch.zeros(3))
-        algorithm = _setup(peers, ring.AllReduce(), {"weight": weight})
-        algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
-        with pytest.raises(RuntimeError, match="half-way"):
-            backward(algorithm, weight.sum())
-
-    _though_messages_are_left(2, swallowed)
+@of_each_rank(2, _though_messages_are_left)
+def test_a_backward_after_one_that_failed_is_an_error(peers: FakePeers) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    algorithm = _setup(peers, ring.AllReduce(), {"weight": weight})
+    algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
+    with pytest.raises(RuntimeError, match="half-way"):
+        backward(algorithm, weight.sum())

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -221,23 +222,19 @@ def test_without_feedback_nothing_is_tried_until_all_is_delivered(peers: FakePee
     assert torch.allclose(delivered, torch.full((1000,), 2.0))
 
 
-def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "_MOST_POSTPONED", 5)
-    monkeypatch.setattr(ring.AllReduce, "undecided", True)
-
-    def train(peers: FakePeers) -> list[str]:
-        algorithm = ring.Auto()
-        parameters = set_up(peers, algorithm)
-        passes(algorithm, parameters, peers.rank, range(11))
-        assert algorithm._trials is not None, "due after 7, and postponed 4 times"
-        passes(algorithm, parameters, peers.rank, range(11, 30))
-        assert algorithm._trials is None
-        assert algorithm._chosen == 0
-        assert not algorithm.state_dict()["tuned"], "another run may be able to"
-        return algorithm.news()
-
-    for line, *_ in on_all_ranks(2, train):
-        assert "it was just trying: after 5 passes in a row" in line
+@mock.patch.object(auto, "_MOST_POSTPONED", 5)
+@mock.patch.object(ring.AllReduce, "undecided", True)
+@of_each_rank(2)
+def test_a_loss_scaler_that_never_decides_ends_the_search_with_a_line(peers: FakePeers) -> None:
+    algorithm = ring.Auto()
+    parameters = set_up(peers, algorithm)
+    passes(algorithm, parameters, peers.rank, range(11))
+    assert algorithm._trials is not None, "due after 7, and postponed 4 times"
+    passes(algorithm, parameters, peers.rank, range(11, 30))
+    assert algorithm._trials is None
+    assert algorithm._chosen == 0
+    assert not algorithm.state_dict()["tuned"], "another run may be able to"
+    assert "it was just trying: after 5 passes in a row" in algorithm.news()[0]
 
 
 def turns(tried: list[int], seconds: Callable[[int, int], float]) -> tuple[list[int], int | None]:
