@@ -207,8 +207,7 @@ def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(peers: FakePeers, codec
     assert weight.grad is not None
     assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
     assert peers.stats.bytes_sent is not None
-    values = 2 * 3 / 4 * 2048
-    least = values * nbytes
+    least = 2 * 3 / 4 * 2048 * nbytes
     assert least <= peers.stats.bytes_sent - before <= least + 128, "with what ranks agree on"
 
 

@@ -381,6 +381,8 @@ def test_a_sample_estimates_the_consensus_distance(peers: FakePeers) -> None:
     exact, estimate = algorithm.consensus_distance(), algorithm.consensus_distance(10_000)
     assert exact == pytest.approx(50_000, rel=0.02)  # of two normal values 1/4 (x - y)^2 each
     assert exact != estimate == pytest.approx(exact, rel=0.05)
+    peers.all_reduce_(total := torch.tensor([exact, estimate]))
+    assert torch.equal(total, 2 * torch.tensor([exact, estimate])), "all ranks see the same"
 
 
 @pytest.mark.parametrize(
