@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import os
 import queue
@@ -198,6 +199,21 @@ def on_all_ranks(size: int, function: Callable[[FakePeers], Any], hosts: Sequenc
         raise error
     network.check()
     return [future.result() for future in futures]
+
+
+def of_each_rank(size: int, run: Callable[..., Any] = on_all_ranks) -> Callable[[Callable[..., None]], Any]:
+    """A test that is one function on each rank: `@of_each_rank(2)`. After its peers it takes what pytest gives."""
+
+    def as_test(story: Callable[..., None]) -> Any:
+        @functools.wraps(story)
+        def test(**given: Any) -> None:
+            run(size, lambda peers: story(peers, **given))
+
+        _, *others = inspect.signature(story).parameters.values()
+        vars(test)["__signature__"] = inspect.Signature(others)
+        return test
+
+    return as_test
 
 
 def _wait_for_all(futures: list[Future[Any]], network: Network) -> None:

@@ -11,28 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from fakes import FakePeers, on_all_ranks
+from fakes import FakePeers, of_each_rank, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
-from ringstrategy import (
-    AllReduce,
-    BlockInt,
-    Cast,
-    Codec,
-    Collective,
-    Direct,
-    Gaussian,
-    Identity,
-    Native,
-    PlanMismatchError,
-    PowerSGD,
-    Ring,
-    Rotated,
-    Sign,
-    SmallExact,
-    TopK,
-)
+import ringstrategy as ring
 from ringstrategy.algorithms.gradients.nonfinite import are_finite
 from ringstrategy.algorithms.gradients.synchronous import Synchronous
 
@@ -91,7 +74,7 @@ def _noting_launches(peers: FakePeers) -> list[str]:
 def test_buckets_launch_in_index_order_not_in_order_of_readiness() -> None:
     def launches(peers: FakePeers) -> tuple[list[str], list[str]]:
         module, launched, ready = copy.deepcopy(BRANCHES), _noting_launches(peers), list[str]()
-        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), module)
+        algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), module)
         for name, parameter in module.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: ready.append(name))
         x = torch.ones(1, 3)
@@ -105,35 +88,31 @@ def test_buckets_launch_in_index_order_not_in_order_of_readiness() -> None:
     assert first == second == [f"at step 0, in bucket {index} of 10" for index in range(10)]
 
 
-def test_hooks_of_several_devices_launch_in_index_order() -> None:
+@of_each_rank(2)
+def test_hooks_of_several_devices_launch_in_index_order(peers: FakePeers) -> None:
     """Which fire in several threads: here while the first bucket is being packed."""
+    parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
+    algorithm = _setup(peers, ring.AllReduce(bucket_mb=1e-6), parameters)
+    launched = _noting_launches(peers)
+    first, second = algorithm._buckets
+    first.rider = lambda *_: None  # type: ignore[method-assign]
+    algorithm.before_backward()
+    other = threading.Thread(target=algorithm._on_gradient, args=(second.slots[0].parameter,))
+    pack = first.pack
 
-    def launches(peers: FakePeers) -> list[str]:
-        parameters = {name: nn.Parameter(torch.zeros(10)) for name in "ab"}
-        algorithm = _setup(peers, AllReduce(bucket_mb=1e-6), parameters)
-        launched = _noting_launches(peers)
-        first, second = algorithm._buckets
-        first.rider = lambda *_: None  # type: ignore[method-assign]
-        algorithm.before_backward()
-        other = threading.Thread(target=algorithm._on_gradient, args=(second.slots[0].parameter,))
-        pack = first.pack
+    def slowly(*how: Any) -> None:
+        other.start()
+        other.join(0.2)  # longer than it takes, unless it waits for this one
+        pack(*how)
 
-        def slowly(*how: Any) -> None:
-            other.start()
-            other.join(0.2)  # longer than it takes, unless it waits for this one
-            pack(*how)
-
-        first.pack = slowly  # type: ignore[method-assign]
-        for parameter in parameters.values():
-            parameter.grad = torch.full((10,), float(peers.rank))
-        algorithm._on_gradient(first.slots[0].parameter)
-        other.join()
-        algorithm.after_backward()
-        assert all(parameter.grad[0] == 0.5 for parameter in parameters.values() if parameter.grad is not None)
-        return launched
-
-    expected = [f"at step 0, in bucket {index} of 2" for index in range(2)]
-    assert on_all_ranks(2, launches) == [expected, expected]
+    first.pack = slowly  # type: ignore[method-assign]
+    for parameter in parameters.values():
+        parameter.grad = torch.full((10,), float(peers.rank))
+    algorithm._on_gradient(first.slots[0].parameter)
+    other.join()
+    algorithm.after_backward()
+    assert all(parameter.grad[0] == 0.5 for parameter in parameters.values() if parameter.grad is not None)
+    assert launched == [f"at step 0, in bucket {index} of 2" for index in range(2)]
 
 
 # Frozen
@@ -144,11 +123,11 @@ def test_freezing_and_unfreezing_on_one_rank_is_an_error_on_all(freezes: bool) -
     def one_changes(peers: FakePeers) -> str:
         module = copy.deepcopy(BRANCHES)
         module.branches[1].requires_grad_(freezes)
-        algorithm = _setup(peers, AllReduce(), module)
+        algorithm = _setup(peers, ring.AllReduce(), module)
         backward(algorithm, module(X, [0]))
         if peers.rank == 1:
             module.branches[1].requires_grad_(not freezes)
-        with pytest.raises(PlanMismatchError) as caught:
+        with pytest.raises(ring.PlanMismatchError) as caught:
             backward(algorithm, module(X, [0]))
         return str(caught.value)
 
@@ -164,8 +143,8 @@ def _though_messages_are_left(size: int, function: Callable[[FakePeers], Any]) -
         return on_all_ranks(size, function)
 
 
-@pytest.mark.parametrize("collective", [None, Ring(), Native()], ids=str)
-def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> None:
+@pytest.mark.parametrize("collective", [None, ring.Ring(), ring.Native()], ids=str)
+def test_toggling_keeps_the_other_gradients(collective: ring.Collective | None) -> None:
     """As a GAN: a gradient kept from a first backward survives a second one in which its parameter is frozen.
 
     Some collectives carry beside the last bucket who used what, others do not.
@@ -173,7 +152,7 @@ def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> No
 
     def toggle(peers: FakePeers) -> dict[str, Tensor | None]:
         module = copy.deepcopy(BRANCHES)
-        algorithm = _setup(peers, AllReduce(collective=collective), module)
+        algorithm = _setup(peers, ring.AllReduce(collective=collective), module)
         x = torch.full((1, 3), 1.0 + peers.rank)
         module.branches[1].requires_grad_(False)
         backward(algorithm, module(x, [0]))
@@ -192,52 +171,44 @@ def test_toggling_keeps_the_other_gradients(collective: Collective | None) -> No
             assert value is None or torch.equal(value, results[0][name]), name  # type: ignore[arg-type]
 
 
-def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits() -> None:
-    def mixed(peers: FakePeers) -> dict[str, Tensor]:
-        dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
-        named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
-        named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
-        algorithm = _setup(peers, AllReduce(Identity()), named, sparse=frozenset({"rows"}))
-        for _ in range(2):
-            for parameter in named.values():
-                parameter.grad = None
-            weight = torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (peers.rank > 0))
-            row = nn.functional.embedding(torch.tensor([1]), named["rows"], sparse=True)
-            losses = [(row * weight.bfloat16()).sum().double()]
-            losses += [(named[name] * weight.to(dtype)).sum().double() for name, dtype in dtypes.items()]
-            backward(algorithm, torch.stack(losses).sum())
-        assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())
-        return {name: p.grad.to_dense() for name, p in named.items()}  # type: ignore[union-attr]
-
+@of_each_rank(8)
+def test_sums_are_not_taken_in_16_bits_and_other_dtypes_keep_their_digits(peers: FakePeers) -> None:
     weights = [torch.arange(5.0) + 1.0001 * 2.0 ** (-8 * (rank > 0)) for rank in range(8)]
+    dtypes = {"sixteen": torch.bfloat16, "thirty_two": torch.float32, "sixty_four": torch.float64}
+    named = {name: nn.Parameter(torch.ones(5, dtype=dtype)) for name, dtype in dtypes.items()}
+    named["rows"] = nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16))
+    algorithm = _setup(peers, ring.AllReduce(ring.Identity()), named, sparse=frozenset({"rows"}))
+    for _ in range(2):
+        for parameter in named.values():
+            parameter.grad = None
+        weight = weights[peers.rank]
+        row = nn.functional.embedding(torch.tensor([1]), named["rows"], sparse=True)
+        losses = [(row * weight.bfloat16()).sum().double()]
+        losses += [(named[name] * weight.to(dtype)).sum().double() for name, dtype in dtypes.items()]
+        backward(algorithm, torch.stack(losses).sum())
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in named.values())
+    found = {name: p.grad.to_dense() for name, p in named.items()}  # type: ignore[union-attr]
     half = torch.stack([weight.bfloat16().float() / 8 for weight in weights]).sum(0).bfloat16()
     assert not torch.equal(half, sum(weight.bfloat16() / 8 for weight in weights)), "or this tests nothing"
-    for found in on_all_ranks(8, mixed):
-        assert torch.equal(found["sixteen"], half)
-        assert torch.equal(found["rows"][1], half)
-        assert torch.allclose(found["thirty_two"], torch.stack(weights).mean(0), rtol=1e-6)
-        assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
+    assert torch.equal(found["sixteen"], half)
+    assert torch.equal(found["rows"][1], half)
+    assert torch.allclose(found["thirty_two"], torch.stack(weights).mean(0), rtol=1e-6)
+    assert torch.allclose(found["sixty_four"], torch.stack([w.double() for w in weights]).mean(0), rtol=1e-14)
 
 
-@pytest.mark.parametrize(("codec", "nbytes"), [(Identity(), 2), (BlockInt(8), 1 + 2 / 256)], ids=str)
-def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(codec: Codec, nbytes: float) -> None:
-    def sent(peers: FakePeers) -> int:
-        weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
-        algorithm = _setup(peers, AllReduce(codec), {"weight": weight})
-        before = peers.stats.bytes_sent
-        assert before is not None
-        backward(algorithm, (weight * peers.rank).sum())
-        assert weight.grad is not None
-        assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
-        assert peers.stats.bytes_sent is not None
-        return peers.stats.bytes_sent - before
-
-    values = 2 * 3 / 4 * 2048
-    for found in on_all_ranks(4, sent):
-        assert values * nbytes <= found <= values * nbytes + 128, "with what ranks agree on"
-
-
-# Noise
+@pytest.mark.parametrize(("codec", "nbytes"), [(ring.Identity(), 2), (ring.BlockInt(8), 1 + 2 / 256)], ids=str)
+@of_each_rank(4)
+def test_gradients_of_16_bits_travel_in_16_bits_or_fewer(peers: FakePeers, codec: ring.Codec, nbytes: float) -> None:
+    weight = nn.Parameter(torch.ones(2048, dtype=torch.bfloat16))
+    algorithm = _setup(peers, ring.AllReduce(codec), {"weight": weight})
+    before = peers.stats.bytes_sent
+    assert before is not None
+    backward(algorithm, (weight * peers.rank).sum())
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((2048,), 1.5, dtype=torch.bfloat16))
+    assert peers.stats.bytes_sent is not None
+    least = 2 * 3 / 4 * 2048 * nbytes
+    assert least <= peers.stats.bytes_sent - before <= least + 128, "with what ranks agree on"
 
 
 def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
@@ -245,7 +216,10 @@ def test_noise_follows_from_rank_step_and_bucket_alone() -> None:
 
     def lost(peers: FakePeers, stops: tuple[int, ...]) -> list[Tensor]:
         named = {name: nn.Parameter(torch.zeros(256)) for name in ("one", "two")}
-        original, found = AllReduce(BlockInt(2, 64, rounding="stochastic"), Direct(), True, bucket_mb=1e-4), []
+        original, found = (
+            ring.AllReduce(ring.BlockInt(2, 64, rounding="stochastic"), ring.Direct(), True, bucket_mb=1e-4),
+            [],
+        )
         algorithm = _setup(peers, original, named)
         for step in range(4):
             if step in stops:  # the run ends, and one from its state goes on
@@ -314,14 +288,19 @@ def train(peers: FakePeers, algorithm: Synchronous, place: int) -> list[list[Ten
 @pytest.mark.parametrize(
     ("algorithm", "place"),
     [
-        (lambda: AllReduce(bucket_mb=1e-3, on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(Cast("fp16"), Direct(), on_nonfinite="skip"), BIAS),
-        (lambda: AllReduce(SmallExact(BlockInt(8)), error_feedback=True, bucket_mb=1e-2, on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(Rotated(Gaussian(4)), error_feedback=True, on_nonfinite="skip"), BIAS),
-        (lambda: AllReduce(Rotated(Sign()), on_nonfinite="skip"), MATRIX),
-        (lambda: AllReduce(TopK(8), Direct(), error_feedback=True, on_nonfinite="skip"), BIAS),
-        (lambda: PowerSGD(2, on_nonfinite="skip"), MATRIX),
-        (lambda: PowerSGD(1, BlockInt(8), on_nonfinite="skip"), BIAS),
+        (lambda: ring.AllReduce(bucket_mb=1e-3, on_nonfinite="skip"), MATRIX),
+        (lambda: ring.AllReduce(ring.Cast("fp16"), ring.Direct(), on_nonfinite="skip"), BIAS),
+        (
+            lambda: ring.AllReduce(
+                ring.SmallExact(ring.BlockInt(8)), error_feedback=True, bucket_mb=1e-2, on_nonfinite="skip"
+            ),
+            MATRIX,
+        ),
+        (lambda: ring.AllReduce(ring.Rotated(ring.Gaussian(4)), error_feedback=True, on_nonfinite="skip"), BIAS),
+        (lambda: ring.AllReduce(ring.Rotated(ring.Sign()), on_nonfinite="skip"), MATRIX),
+        (lambda: ring.AllReduce(ring.TopK(8), ring.Direct(), error_feedback=True, on_nonfinite="skip"), BIAS),
+        (lambda: ring.PowerSGD(2, on_nonfinite="skip"), MATRIX),
+        (lambda: ring.PowerSGD(1, ring.BlockInt(8), on_nonfinite="skip"), BIAS),
     ],
 )
 def test_a_step_that_is_skipped_changes_nothing_on_any_rank(algorithm: Any, place: int) -> None:
@@ -346,27 +325,21 @@ def one_backward(peers: FakePeers, algorithm: Synchronous) -> nn.Sequential:
     return module
 
 
-def test_raise_names_the_parameters_on_all_ranks() -> None:
-    def words(peers: FakePeers) -> str:
-        one_backward(peers, algorithm := AllReduce(on_nonfinite="raise"))
-        with pytest.raises(RuntimeError) as caught:
-            algorithm.after_backward()
-        return str(caught.value)
-
-    first, *others = on_all_ranks(3, words)
-    assert first.startswith("the mean gradient of 2.bias is not finite at step 0")
-    assert "on_nonfinite='skip'" in first
-    assert others == [first, first]
-
-
-def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients() -> None:
-    def gradients(peers: FakePeers) -> list[bool]:
-        algorithm = AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
-        module = one_backward(peers, algorithm)
+@of_each_rank(3)
+def test_raise_names_the_parameters_on_all_ranks(peers: FakePeers) -> None:
+    one_backward(peers, algorithm := ring.AllReduce(on_nonfinite="raise"))
+    with pytest.raises(RuntimeError) as caught:
         algorithm.after_backward()
-        return [parameter.grad is None for parameter in module.parameters()]
+    assert str(caught.value).startswith("the mean gradient of 2.bias is not finite at step 0")
+    assert "on_nonfinite='skip'" in str(caught.value)
 
-    assert on_all_ranks(2, gradients) == [[True, True, True, True, True, False]] * 2
+
+@of_each_rank(2)
+def test_local_parameters_are_skipped_too_and_toggled_ones_keep_their_gradients(peers: FakePeers) -> None:
+    algorithm = ring.AllReduce(local=lambda name, _: name == "0.bias", on_nonfinite="skip")
+    module = one_backward(peers, algorithm)
+    algorithm.after_backward()
+    assert [parameter.grad is None for parameter in module.parameters()] == [True] * 5 + [False]
 
 
 @pairs(
@@ -388,27 +361,25 @@ def test_every_element_counts_and_the_largest_finite_ones_pass(dtype: torch.dtyp
 # Errors
 
 
-def test_stepping_what_a_backward_behind_our_back_made_is_an_error() -> None:
-    def unmanaged(peers: FakePeers) -> None:
-        module = copy.deepcopy(BRANCHES)
-        algorithm, everything = _setup(peers, AllReduce(), module), set(module.parameters())
+@of_each_rank(2)
+def test_stepping_what_a_backward_behind_our_back_made_is_an_error(peers: FakePeers) -> None:
+    module = copy.deepcopy(BRANCHES)
+    algorithm, everything = _setup(peers, ring.AllReduce(), module), set(module.parameters())
 
-        def refuses(cure: str) -> None:
-            with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
-                algorithm.before_step(everything)
-
-        for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
-            module(X, [0, 1]).backward()
-            refuses("manual_backward")
-            algorithm.before_step({module.branches[2].weight})  # another optimizer's
-            drop()
+    def refuses(cure: str) -> None:
+        with pytest.raises(RuntimeError, match=f"is this rank's alone.*{cure}"):
             algorithm.before_step(everything)
-        backward(algorithm, module(X, [0, 1]), sync=False)
-        refuses("block_backward_sync")
-        backward(algorithm, module(X, [0, 1]))  # averages what was there too
-        algorithm.before_step(everything)
 
-    on_all_ranks(2, unmanaged)
+    for drop in (lambda: module.zero_grad(set_to_none=False), module.zero_grad):
+        module(X, [0, 1]).backward()
+        refuses("manual_backward")
+        algorithm.before_step({module.branches[2].weight})  # another optimizer's
+        drop()
+        algorithm.before_step(everything)
+    backward(algorithm, module(X, [0, 1]), sync=False)
+    refuses("block_backward_sync")
+    backward(algorithm, module(X, [0, 1]))  # averages what was there too
+    algorithm.before_step(everything)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -418,7 +389,7 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
     def shared(peers: FakePeers) -> list[Tensor]:
         a, b = (nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((40, 10), (20, 20)))
         generator = torch.Generator().manual_seed(peers.rank)
-        algorithm = _setup(peers, AllReduce(BlockInt(4, block=24), Direct()), {"a": a, "b": b})
+        algorithm = _setup(peers, ring.AllReduce(ring.BlockInt(4, block=24), ring.Direct()), {"a": a, "b": b})
         loss = ((a.view(-1) + b.view(-1)) * torch.randn(400, generator=generator).to(dtype)).sum()
         algorithm.before_backward(loss)
         loss.backward()
@@ -435,12 +406,10 @@ def test_gradients_in_one_memory_each_get_their_own_mean(dtype: torch.dtype) -> 
         assert torch.equal(second, every_rank[0][1])
 
 
-def test_a_backward_after_one_that_failed_is_an_error() -> None:
-    def swallowed(peers: FakePeers) -> None:
-        weight = nn.Parameter(torch.zeros(3))
-        algorithm = _setup(peers, AllReduce(), {"weight": weight})
-        algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
-        with pytest.raises(RuntimeError, match="half-way"):
-            backward(algorithm, weight.sum())
-
-    _though_messages_are_left(2, swallowed)
+@of_each_rank(2, _though_messages_are_left)
+def test_a_backward_after_one_that_failed_is_an_error(peers: FakePeers) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    algorithm = _setup(peers, ring.AllReduce(), {"weight": weight})
+    algorithm.before_backward(weight.sum())  # and then backward raised, and somebody caught it
+    with pytest.raises(RuntimeError, match="half-way"):
+        backward(algorithm, weight.sum())

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from fakes import FakePeers, Network, Toy, on_all_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_ranks import on_ranks
 from pairs import all_pairs
-from pool import Pool
 from torch import Tensor
 
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Codec, Gaussian, Identity, Rotated, Sign, TopK
@@ -262,9 +262,6 @@ def test_long_messages_go_to_one_rank_after_the_other_and_short_ones_to_all_at_o
             assert posted_while_under_way[0] == segments * (size - 1)
 
 
-# The two halves of a ring, by themselves
-
-
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != Sign()], ids=str)
 def test_each_rank_gets_its_chunk_of_the_sum_and_nothing_is_lost(codec: Codec) -> None:
     def one(peers: FakePeers, shard: int, collective: Collective) -> tuple[Tensor, Tensor]:
@@ -294,20 +291,6 @@ def test_each_rank_gets_its_chunk_of_the_sum_and_nothing_is_lost(codec: Codec) -
         assert (own + lost.double().sum(0) - true).abs().max() < 3e-5, cell
         for rank in range(size):
             assert not lost[rank, rank * shard : (rank + 1) * shard].any(), "what a rank keeps is not encoded"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_all_ranks_get_every_chunk_bit_for_bit(dtype: torch.dtype) -> None:
-    def one(peers: FakePeers, shard: int) -> Tensor:
-        values = torch.zeros(peers.size * shard, dtype=dtype)
-        values[peers.rank * shard : (peers.rank + 1) * shard] = (data(peers.rank, shard) * 9).to(dtype)
-        Ring().gather_(values, peers)
-        assert peers.stats.bytes_sent == (peers.size - 1) * shard * dtype.itemsize
-        return values
-
-    for size, shard in ((1, 7), (2, 0), (3, 1), (5, 9003)):
-        true = torch.cat([(data(rank, shard) * 9).to(dtype) for rank in range(size)])
-        assert all(torch.equal(found, true) for found in on_all_ranks(size, partial(one, shard=shard))), (size, shard)
 
 
 # What leaves a host
@@ -363,33 +346,23 @@ def _mean(peers: Peers) -> Tensor:
     return values
 
 
-def _on_hosts(cases: Sequence[Sequence[str]]) -> list[tuple[Sequence[str], Tensor]]:
-    """Ranks 0 and 2 have a host of one name; each rank's kernel has booted as a case says."""
-    minute, found = timedelta(seconds=60), []
-    dist.init_process_group("gloo", timeout=minute)
+@pytest.mark.parametrize(("boots", "hosts"), [("xxx", "aba"), ("xxy", "abc"), (["", "", ""], "aba")])
+@on_ranks(3)
+def test_ranks_share_a_host_if_its_name_and_its_kernel_are_one(boots: Sequence[str], hosts: str) -> None:
+    """Ranks 0 and 2 have a host of one name; each rank's kernel has booted as `boots` says."""
+    dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for boots in cases:
-        with (
-            patch.object(socket, "gethostname", lambda: f"host-{rank % 2}"),
-            patch("ringstrategy.transport.connect._boot_id", lambda boots=boots: boots[rank]),
-        ):
-            peers = connect(torch.device("cpu"), minute)
-        found.append((peers.hosts, _mean(peers)))
-        dist.barrier()  # the store is in rank 0's process
-        peers.close()
-    return found
-
-
-def test_ranks_share_a_host_if_its_name_and_its_kernel_are_one(ranks: Pool) -> None:
-    cases = {("x", "x", "x"): "aba", ("x", "x", "y"): "abc", ("", "", ""): "aba"}
-    every_rank = ranks(3, _on_hosts, list(cases))
-    for case, hosts in enumerate(cases.values()):
-        expected = on_all_ranks(3, _mean, hosts)
-        for rank in every_rank:
-            told, values = rank[case]
-            assert (told[0] == told[2]) == (hosts == "aba")
-            assert told[1] not in (told[0], told[2])
-            assert torch.equal(values, expected[0])
+    with (
+        patch.object(socket, "gethostname", lambda: f"host-{rank % 2}"),
+        patch("ringstrategy.transport.connect._boot_id", lambda: boots[rank]),
+    ):
+        peers = connect(torch.device("cpu"), timedelta(minutes=1))
+    first, second, third = peers.hosts
+    assert (first == third) == (hosts == "aba")
+    assert second not in (first, third)
+    assert torch.equal(_mean(peers), on_all_ranks(3, _mean, hosts)[rank])
+    dist.barrier()  # the store is in rank 0's process
+    peers.close()
 
 
 # How values are cut

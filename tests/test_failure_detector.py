@@ -9,7 +9,9 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent import futures
 from datetime import timedelta
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -78,21 +80,18 @@ class Switched:
 def test_no_thread_disconnects_before_the_last_words_are_there(second: Callable[[FailureDetector], None]) -> None:
     store, (rank, _) = lines_of(2, store=Switched())
     store.arrive.clear()
-    disconnects: list[bool] = []
 
-    def leave() -> None:
+    def leave() -> bool:
         second(rank)
-        disconnects.append(store.store.check(["left/0"]))
+        return bool(store.store.check(["left/0"]))
 
-    threads = [threading.Thread(target=rank.report_broken_connection), threading.Thread(target=leave)]
-    threads[0].start()
-    assert store.begun.wait(HARD_END)
-    threads[1].start()
-    threads[1].join(BLOCKED)
-    store.arrive.set()
-    for thread in threads:
-        thread.join(HARD_END)
-    assert disconnects == [True]
+    with futures.ThreadPoolExecutor(2) as threads:
+        threads.submit(rank.report_broken_connection)
+        assert store.begun.wait(HARD_END)
+        left = threads.submit(leave)
+        futures.wait([left], BLOCKED)
+        store.arrive.set()
+    assert left.result(), "it disconnects before the last words are there"
     assert store.store.get("left/0") == b"lost touch"
     assert not store.store.check(["lost"]), "only the first reason counts"
 
@@ -125,7 +124,7 @@ def test_a_store_that_is_gone_is_not_asked_again() -> None:
 
 def go(rank: FailureDetector, moves: str) -> None:
     for move in moves.split():
-        if move in ("trains", "begins", "skips"):
+        if move in ("comes", "trains", "begins", "skips"):
             rank.progress.begin_batch()
         if move in ("trains", "begins", "exchanges"):
             rank.progress.begin_exchange()
@@ -332,11 +331,7 @@ def test_a_failed_rank_that_is_late_and_lives_is_waited_for_and_a_dead_one_is_no
         ),
         (lambda peers: peers.abort("ValueError: no"), ["detector.fail", "break_off"], "detector.linger"),
         # goes on with others
-        (
-            lambda peers: peers.abort(None),
-            ["detector.report_broken_connection", "break_off"],
-            "detector.barrier.leave",
-        ),
+        (lambda peers: peers.abort(None), ["detector.report_broken_connection", "break_off"], "detector.barrier.leave"),
     ],
 )
 def test_last_words_are_written_before_connections_close(
@@ -388,13 +383,7 @@ class Interleaved:
         self.again = True
 
     def run(self, step: Callable[[], object], other: Callable[[], object], *, opcodes: bool) -> None:
-        left, errors, threads = self.places, list[BaseException](), list[threading.Thread]()
-
-        def beside() -> None:
-            try:
-                other()
-            except BaseException as error:
-                errors.append(error)
+        left, begun = self.places, list[futures.Future[object]]()
 
         def at(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal left
@@ -402,73 +391,46 @@ class Interleaved:
                 return None
             frame.f_trace_opcodes = opcodes
             if event == ("opcode" if opcodes else "line"):
-                if not left and not threads:
-                    threads.append(threading.Thread(target=beside))
-                    threads[0].start()
-                    threads[0].join(BLOCKED)
+                if not left and not begun:
+                    begun.append(thread.submit(other))
+                    futures.wait(begun, BLOCKED)
                 left -= 1
             return at
 
         tracing = sys.gettrace()
-        sys.settrace(at)
-        try:
-            step()
-        finally:
-            sys.settrace(tracing)
-        self.again = bool(threads)
+        with futures.ThreadPoolExecutor(1) as thread:
+            sys.settrace(at)
+            try:
+                step()
+            finally:
+                sys.settrace(tracing)
+        self.again = bool(begun)
         self.places += self.again
-        for thread in threads:
-            thread.join(HARD_END)
-            assert not thread.is_alive()
-        for error in errors:
-            raise error
+        for future in begun:
+            future.result()
 
 
-def begins(rank: FailureDetector) -> None:
-    rank.progress.begin_batch()
-
-
-def exchanges(rank: FailureDetector) -> None:
-    rank.progress.begin_batch()
-    rank.progress.begin_exchange()
-
-
-def trains(rank: FailureDetector) -> None:
-    rank.progress.begin_batch()
-    rank.progress.begin_exchange()
-    rank.progress.end_batch()
-
-
-MOVES = [begins, exchanges, trains, lambda rank: rank.progress.leave_training("its validation")]
-
-
-@pairs(move=MOVES, other_first=[False, True], looks_within=[False, True])
-def test_ranks_that_do_the_same_are_never_accused(
-    move: Callable[[FailureDetector], None], other_first: bool, looks_within: bool
-) -> None:
+@pairs(move=["comes", "begins", "trains", "validates"], other_first=[False, True], looks_within=[False, True])
+def test_ranks_that_do_the_same_are_never_accused(move: str, other_first: bool, looks_within: bool) -> None:
     """A look within a move, or a move within a look, at each of its lines."""
     interleaved = Interleaved()
     while interleaved.again:
         store, (mine, theirs) = lines_of(2)
         for rank in (mine, theirs):
-            trains(rank)
-            rank.progress.leave_training("its validation")
-            trains(rank)
+            go(rank, "trains validates trains")
         if other_first:
-            move(theirs)
+            go(theirs, move)
             assert theirs.check("here") is None
         found: list[object] = []
 
         def look(rank: FailureDetector = mine, found: list[object] = found) -> None:
             found.append(rank.check("here"))
 
-        def go_on(rank: FailureDetector = mine) -> None:
-            move(rank)
-
+        go_on = partial(go, mine, move)
         step, other = (look, go_on) if looks_within else (go_on, look)
         interleaved.run(step, other, opcodes=not looks_within)
         if not other_first:
-            move(theirs)
+            go(theirs, move)
         found += [rank.check("here") for rank in (theirs, mine, theirs)]
         assert found.count(None) == len(found), found
         assert not store.check(["lost"])

@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,11 +26,12 @@ import torch.distributed as dist
 from jobs import die
 from jobs import job as job  # a fixture
 from lightning.pytorch.callbacks import Callback
+from on_ranks import on_ranks
 from pairs import all_pairs
-from pool import Pool
 from test_strategy import Net, fit, rows, trainer_with
+from test_uneven import Endless
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks import faults
 from benchmarks.faulted import STEPS, Plan, be_a_rank
@@ -156,13 +157,6 @@ class Strays(Net):
             self.log("alone", 1.0, sync_dist=True)
 
 
-def _strays(how: str, epochs: int) -> str:
-    trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=epochs)
-    with mock.patch.object(progress, "DOUBT_SECONDS", 2.0), pytest.raises(RuntimeError) as caught:
-        trainer.fit(Strays(how), rows(), rows(12) if how == "logs" else None)
-    return str(caught.value)
-
-
 IN_BARRIER = r"it waits in barrier\(\) at .*{}.py:\d+, and rank 0 in {}:.*on all ranks or on none"
 
 
@@ -176,9 +170,12 @@ IN_BARRIER = r"it waits in barrier\(\) at .*{}.py:\d+, and rank 0 in {}:.*on all
         ("logs", 2, IN_BARRIER.format("distributed", "the broadcast before its next batch")),  # in Lightning
     ],
 )
-def test_a_rank_that_strays_is_named_by_all_with_its_place(ranks: Pool, how: str, epochs: int, where: str) -> None:
-    for said in ranks(2, _strays, how, epochs):
-        assert re.search(f"^lost rank 1 .*{where}", said), said
+@on_ranks(2)
+def test_a_rank_that_strays_is_named_by_all_with_its_place(how: str, epochs: int, where: str) -> None:
+    trainer = trainer_with("ring", num_sanity_val_steps=0, max_epochs=epochs)
+    said = pytest.raises(RuntimeError, match=f"^lost rank 1 .*{where}")
+    with mock.patch.object(progress, "DOUBT_SECONDS", 2.0), said:
+        trainer.fit(Strays(how), rows(), rows(12) if how == "logs" else None)
 
 
 # The others go on, as an oracle does
@@ -325,9 +322,6 @@ def test_what_the_last_survivor_trained_alone_is_shared_with_its_replacement(
     assert [noted(tmp_path / f"joined{rank}") for rank in range(2)] == [[{"distance": 0.0}]] * 2
 
 
-# Signals
-
-
 class Signals(Callback):
     """These ranks get the signal at the end of this batch. Rank 0 never looks whether another rank has got one."""
 
@@ -356,9 +350,6 @@ def test_a_loss_makes_no_rank_forget_sigterm(job: Callable[..., Job], tmp_path: 
     [saved] = plan.saved.glob("*.ckpt")
     assert saved.name == "last.ckpt"
     assert torch.load(saved, weights_only=True)["global_step"] == 2
-
-
-# What is left of an epoch
 
 
 @pytest.mark.parametrize(("samples", "skip", "size"), [(10, 0, 3), (10, 4, 3), (10, 9, 3), (10, 10, 2), (12, 6, 1)])
@@ -438,19 +429,8 @@ def test_processes_that_were_let_go_end_nobody() -> None:
     assert watched.return_value._child_processes == []
 
 
-class Endless(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from iter(rows())
-
-
-def _on_one_rank(data: Any) -> str:
-    try:
+@pytest.mark.parametrize("data", [DataLoader(Endless(rows()), batch_size=4), {"a": rows(), "b": rows()}], ids=type)
+@on_ranks(2)
+def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(data: Any) -> None:
+    with pytest.raises(ValueError, match="one DataLoader over a data set with a length"):
         fit(RingStrategy(AllReduce(), on_peer_loss="shrink"), Net(), data=data)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("data", [DataLoader(Endless(), batch_size=4), {"a": rows(), "b": rows()}], ids=type)
-def test_what_cannot_be_shared_out_again_is_refused_before_the_first_batch(ranks: Pool, data: Any) -> None:
-    assert all("one DataLoader over a data set with a length" in said for said in ranks(2, _on_one_rank, data))

@@ -11,17 +11,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from fakes import FakePeers, Toy, on_all_ranks
+from fakes import FakePeers, Toy, of_each_rank, on_all_ranks
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from listening import listening
 from pool import Pool
 from rank_files import rank_file, rank_state
-from test_strategy import (
-    Net,
-    check_replicas,
-    rows,
-    trainer_with,
-)
+from test_strategy import Net, check_replicas, rows, trainer_with
 from torch import Tensor, nn
 
 from ringstrategy import (
@@ -269,10 +264,6 @@ class Remembers(L.Callback):
         self.last = residuals(trainer.strategy.algorithm)
 
 
-def about_residuals(heard: list[str]) -> list[str]:
-    return [text for text in heard if "residual" in text and not text.startswith("Rest")]  # Lightning names a path
-
-
 class Fails(Net):
     """Rank 1 fails in batch 3, when half of its gradients are on their way."""
 
@@ -301,7 +292,8 @@ def _trains(folder: str, epochs: int) -> tuple[State, State, list[str]]:
         check_replicas(trainer)
     if not fails:
         trainer.save_checkpoint(f"{folder}/{epochs}.ckpt")
-    return remember.first, remember.last, about_residuals(heard)
+    said = [text for text in heard if "residual" in text and not text.startswith("Rest")]  # Lightning names a path
+    return remember.first, remember.last, said
 
 
 def test_residuals_keep_their_sum_though_a_rank_fails_or_trains_alone_or_its_file_is_gone(
@@ -348,18 +340,15 @@ def test_small_exact_divides_by_size_dimension_and_name() -> None:
     assert repr(AllReduce(pickle.loads(pickle.dumps(policy)))) == repr(AllReduce(policy)), "or ranks would differ"
 
 
-def test_steps_that_torch_does_not_tell_of_are_said() -> None:
-    def one(peers: FakePeers) -> tuple[list[str], State]:
-        run = run_on(peers, WIRES[0], 25.0, None, a=9, b=5)
-        for step in range(25):
-            run.backward(step)
-            with torch.no_grad():
-                for parameter in run.module.values():
-                    parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # by hand
-                    parameter.grad = None
-        return run.algorithm.news(), run.close()
-
-    for news, left in on_all_ranks(2, one):
-        [line] = news
-        assert "error feedback keeps nothing" in line
-        assert not any(value.any() for value in left.values())
+@of_each_rank(2)
+def test_steps_that_torch_does_not_tell_of_are_said(peers: FakePeers) -> None:
+    run = run_on(peers, WIRES[0], 25.0, None, a=9, b=5)
+    for step in range(25):
+        run.backward(step)
+        with torch.no_grad():
+            for parameter in run.module.values():
+                parameter -= 0.1 * parameter.grad  # type: ignore[operator]  # by hand
+                parameter.grad = None
+    [line] = run.algorithm.news()
+    assert "error feedback keeps nothing" in line
+    assert not any(value.any() for value in run.close().values())

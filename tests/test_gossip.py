@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from fakes import FakePeers, on_all_ranks
+from fakes import FakePeers, of_each_rank, on_all_ranks
 from lightning.pytorch.callbacks import Callback, OnExceptionCheckpoint
 from pool import Pool
 from rank_files import rank_state
@@ -105,6 +105,14 @@ def train(
             algorithm.after_epoch(set(parameters.values()))
         note(algorithm)
     return algorithm, parameters
+
+
+def trained_until(peers: Peers, algorithm: Periodic, end: int, begin: int = 0, saved: Any = None) -> Any:
+    """Parameters and the states that a checkpoint has, after these steps."""
+    trained, parameters = train(peers, algorithm, range(begin, end), saved)
+    trained.settle()
+    values = {name: parameter.detach() for name, parameter in parameters.items()}
+    return copy.deepcopy((values, trained.own_state(), trained.state_dict()))
 
 
 Found = tuple[np.ndarray, np.ndarray, float | None, dict[str, Tensor]]
@@ -320,70 +328,61 @@ def _of_rank(peers: FakePeers, dtype: torch.dtype = torch.float32) -> nn.Paramet
     return nn.Parameter(torch.full((5,), float(peers.rank), dtype=dtype))
 
 
-def test_a_consensus_that_fails_half_way_gives_own_values_back() -> None:
-    def interrupted(peers: FakePeers) -> None:
-        algorithm = Gossip()
-        parameters = {"narrow": _of_rank(peers), "wide": _of_rank(peers, torch.float64)}
-        algorithm.setup(parameters, peers)
-        algorithm.after_step(set(parameters.values()))
-        finish, calls = peers.finish, []
+@of_each_rank(2)
+def test_a_consensus_that_fails_half_way_gives_own_values_back(peers: FakePeers) -> None:
+    algorithm = Gossip()
+    parameters = {"narrow": _of_rank(peers), "wide": _of_rank(peers, torch.float64)}
+    algorithm.setup(parameters, peers)
+    algorithm.after_step(set(parameters.values()))
+    finish, calls = peers.finish, []
 
-        def fail_at_second(tickets: Any) -> None:
-            finish(tickets)
-            calls.append(tickets)
-            if len(calls) == 3:  # the first is of the mixing
-                raise RuntimeError("a peer was lost")
+    def fail_at_second(tickets: Any) -> None:
+        finish(tickets)
+        calls.append(tickets)
+        if len(calls) == 3:  # the first is of the mixing
+            raise RuntimeError("a peer was lost")
 
-        peers.finish = fail_at_second  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="lost"):
-            algorithm.enter_consensus()
-        assert parameters["narrow"][0] == 0.5
-        algorithm.leave_consensus()
-        assert all((parameter == peers.rank).all() for parameter in parameters.values())
-
-    on_all_ranks(2, interrupted)
+    peers.finish = fail_at_second  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="lost"):
+        algorithm.enter_consensus()
+    assert parameters["narrow"][0] == 0.5
+    algorithm.leave_consensus()
+    assert all((parameter == peers.rank).all() for parameter in parameters.values())
 
 
-def test_who_changes_a_tensor_while_the_mean_is_shown_keeps_the_change() -> None:
+@of_each_rank(2)
+def test_who_changes_a_tensor_while_the_mean_is_shown_keeps_the_change(peers: FakePeers) -> None:
     """As a callback does that restores the best weights at the end."""
-
-    def work(peers: FakePeers) -> None:
-        one, two, buffer, count = _of_rank(peers), _of_rank(peers), _of_rank(peers).data, torch.tensor(peers.rank)
-        algorithm = Gossip()
-        algorithm.setup({"one": one, "two": two}, peers)
-        algorithm.bind({one, two})
-        assert algorithm.enter_consensus([buffer, count])
-        assert not algorithm.enter_consensus([buffer]), "it is entered already"
-        assert [each[0].item() for each in (one, two, buffer)] == [0.5] * 3
-        assert count == peers.rank, "a whole number has no mean"
-        with algorithm.as_own():
-            assert [each[0].item() for each in (one, two, buffer)] == [peers.rank] * 3
-        assert [each[0].item() for each in (one, two, buffer)] == [0.5] * 3
-        two.data[4] = 7.0
-        algorithm.leave_consensus()
-        assert one.tolist() == buffer.tolist() == [peers.rank] * 5
-        assert two.tolist() == [0.5, 0.5, 0.5, 0.5, 7.0]
-        with pytest.raises(ValueError, match=r"two optimizers step one.*such as 'ring'"):
-            algorithm.after_step({one})
-
-    on_all_ranks(2, work)
+    one, two, buffer, count = _of_rank(peers), _of_rank(peers), _of_rank(peers).data, torch.tensor(peers.rank)
+    algorithm = Gossip()
+    algorithm.setup({"one": one, "two": two}, peers)
+    algorithm.bind({one, two})
+    assert algorithm.enter_consensus([buffer, count])
+    assert not algorithm.enter_consensus([buffer]), "it is entered already"
+    assert [each[0].item() for each in (one, two, buffer)] == [0.5] * 3
+    assert count == peers.rank, "a whole number has no mean"
+    with algorithm.as_own():
+        assert [each[0].item() for each in (one, two, buffer)] == [peers.rank] * 3
+    assert [each[0].item() for each in (one, two, buffer)] == [0.5] * 3
+    two.data[4] = 7.0
+    algorithm.leave_consensus()
+    assert one.tolist() == buffer.tolist() == [peers.rank] * 5
+    assert two.tolist() == [0.5, 0.5, 0.5, 0.5, 7.0]
+    with pytest.raises(ValueError, match=r"two optimizers step one.*such as 'ring'"):
+        algorithm.after_step({one})
 
 
-def test_a_sample_estimates_the_consensus_distance() -> None:
-    def sampled(peers: FakePeers) -> tuple[float | None, float | None]:
-        algorithm, random = Gossip(interval=100), torch.Generator().manual_seed(peers.rank)
-        parameters = {name: nn.Parameter(torch.randn(50_000, generator=random)) for name in ("one", "two")}
-        algorithm.setup(parameters, peers)
-        algorithm.after_step(set(parameters.values()))
-        return algorithm.consensus_distance(), algorithm.consensus_distance(10_000)
-
-    (exact, estimate), other = on_all_ranks(2, sampled)
-    assert (exact, estimate) == other
+@of_each_rank(2)
+def test_a_sample_estimates_the_consensus_distance(peers: FakePeers) -> None:
+    algorithm, random = Gossip(interval=100), torch.Generator().manual_seed(peers.rank)
+    parameters = {name: nn.Parameter(torch.randn(50_000, generator=random)) for name in ("one", "two")}
+    algorithm.setup(parameters, peers)
+    algorithm.after_step(set(parameters.values()))
+    exact, estimate = algorithm.consensus_distance(), algorithm.consensus_distance(10_000)
     assert exact == pytest.approx(50_000, rel=0.02)  # of two normal values 1/4 (x - y)^2 each
     assert exact != estimate == pytest.approx(exact, rel=0.05)
-
-
-# Optimizers
+    peers.all_reduce_(total := torch.tensor([exact, estimate]))
+    assert torch.equal(total, 2 * torch.tensor([exact, estimate])), "all ranks see the same"
 
 
 @pytest.mark.parametrize(
@@ -433,43 +432,32 @@ def test_parameters_in_one_memory_are_averaged_once(algorithm: Periodic) -> None
     ],
     ids=str,
 )
-def test_a_run_that_resumes_goes_on_bit_for_bit(algorithm: Periodic) -> None:
+@of_each_rank(3)
+def test_a_run_that_resumes_goes_on_bit_for_bit(peers: FakePeers, algorithm: Periodic) -> None:
     """And changes nothing of the state that it takes."""
-
-    def until(peers: FakePeers, end: int, begin: int = 0, saved: Any = None) -> Any:
-        trained, parameters = train(peers, algorithm, range(begin, end), saved)
-        trained.settle()
-        values = {name: parameter.detach() for name, parameter in parameters.items()}
-        return copy.deepcopy((values, trained.own_state(), trained.state_dict()))
-
-    def work(peers: FakePeers) -> None:
-        through, *_ = until(peers, 12)
-        for step in (1, 4, 5, 6, 7):
-            saved = until(peers, step)
-            kept = str(saved)
-            resumed, *_ = until(peers, 12, step, saved)
-            assert all(torch.equal(through[name], resumed[name]) for name in through), f"after step {step}"
-            assert str(saved) == kept
-
-    on_all_ranks(3, work)
+    through, *_ = trained_until(peers, algorithm, 12)
+    for step in (1, 4, 5, 6, 7):
+        saved = trained_until(peers, algorithm, step)
+        kept = str(saved)
+        resumed, *_ = trained_until(peers, algorithm, 12, step, saved)
+        assert all(torch.equal(through[name], resumed[name]) for name in through), f"after step {step}"
+        assert str(saved) == kept
 
 
-def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so() -> None:
-    def work(peers: FakePeers) -> list[bool]:
-        weight = _of_rank(peers)
-        choco = Choco()
-        choco.setup({"weight": weight}, peers)
-        choco.after_step({weight})
-        torn = choco.own_state()
-        choco.settle()
-        whole = choco.own_state()
-        assert "correction" in whole["kept"]["weight"]
-        assert choco.load_own_state(whole)
-        for other in (Choco(Star()), Gossip(), PushSum(), Gossip(unequal_data=True)):
-            assert not other.load_own_state(whole)
-        return [torn["torn"], whole["torn"]]
-
-    assert on_all_ranks(2, work) == [[True, False]] * 2
+@of_each_rank(2)
+def test_state_of_another_algorithm_is_of_no_use_and_a_torn_one_says_so(peers: FakePeers) -> None:
+    weight = _of_rank(peers)
+    choco = Choco()
+    choco.setup({"weight": weight}, peers)
+    choco.after_step({weight})
+    torn = choco.own_state()
+    choco.settle()
+    whole = choco.own_state()
+    assert "correction" in whole["kept"]["weight"]
+    assert choco.load_own_state(whole)
+    for other in (Choco(Star()), Gossip(), PushSum(), Gossip(unequal_data=True)):
+        assert not other.load_own_state(whole)
+    assert (torn["torn"], whole["torn"]) == (True, False)
 
 
 class Fails(Net):

@@ -272,8 +272,7 @@ def outcome(kind: str, operation: Operation[..., Any], call: Call) -> list[Tenso
 
 @pytest.mark.parametrize("cores", [1, 3] if KIND == "cpu" else [1])
 @pytest.mark.parametrize(
-    "operation",
-    [pytest.param(each, id=made.__name__) for each, made in CALLS.items() if KIND in each._kernels],
+    "operation", [pytest.param(each, id=made.__name__) for each, made in CALLS.items() if KIND in each._kernels]
 )
 def test_an_operation_is_what_torch_makes_of_it(operation: Operation[..., Any], cores: int) -> None:
     for call in CALLS[operation]():

@@ -243,9 +243,6 @@ class Training:
             self.algorithm.settle()  # until the other thread has queued all that is counted
 
 
-# No step waits for the device
-
-
 def waiting() -> dict[str, Algorithm]:
     """All names, and each codec, by turns over `Direct` and over `Ring`."""
     found = {name: make() for name, make in STRATEGIES.items() if name != "ring_auto"}  # which is one of the others

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import FakePeers, on_all_ranks
+from fakes import FakePeers, of_each_rank, on_all_ranks
 from lightning.pytorch.callbacks import Callback
 from pool import Pool
 from test_gossip import SHAPES, flat_of, of_ranks, run
@@ -152,23 +152,17 @@ def test_what_a_codec_lost_is_sent_later() -> None:
     assert np.abs(lost[1:] - 1.5).min() > 0.4, "so small a progress is rounded to nothing"
 
 
-def test_rounding_to_16_bits_is_no_progress() -> None:
+@of_each_rank(2)
+def test_rounding_to_16_bits_is_no_progress(peers: FakePeers) -> None:
     """Nothing moves, though the shared parameters are no values of this dtype."""
-
-    def narrow(peers: FakePeers) -> set[float]:
-        named = _weight(3, dtype=torch.bfloat16)
-        algorithm = begun(peers, LocalSGD(1, Nesterov(0.4, 0.0)), named)
-        named["weight"].data.fill_(1.0 + peers.rank * 2**-7)
-        found = set()
-        for _ in range(5):
-            algorithm.after_step(named.values())
-            found.add(algorithm.shared_values()["weight"][0].item())
-        return found
-
-    assert {len(found) for found in on_all_ranks(2, narrow)} == {1}
-
-
-# Fragments and schedules
+    named = _weight(3, dtype=torch.bfloat16)
+    algorithm = begun(peers, LocalSGD(1, Nesterov(0.4, 0.0)), named)
+    named["weight"].data.fill_(1.0 + peers.rank * 2**-7)
+    found = set()
+    for _ in range(5):
+        algorithm.after_step(named.values())
+        found.add(algorithm.shared_values()["weight"][0].item())
+    assert len(found) == 1
 
 
 def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
@@ -187,9 +181,6 @@ def test_fragments_are_whole_layers_of_about_the_same_bytes() -> None:
     assert parts(7, 100, 4)[0] == {"embed.weight"}, "apart, though smaller than the others"
     assert len(parts(7, 20, 4)[0]) > 1, "too small for that"
     assert len(parts(9, 1, 1)) == 1
-
-
-# Checkpoints
 
 
 def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
@@ -218,9 +209,6 @@ def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
     assert one == two
 
 
-# The end
-
-
 @pytest.mark.parametrize(
     ("algorithm", "places", "means"),
     [
@@ -233,121 +221,109 @@ def test_a_checkpoint_of_another_dtype_or_outer_optimizer_goes_on() -> None:
     ],
     ids=str,
 )
+@of_each_rank(2)
 def test_no_step_is_lost_at_the_end_nor_where_an_optimizer_gets_more(
-    algorithm: LocalSGD, places: list[float], means: list[float]
+    peers: FakePeers, algorithm: LocalSGD, places: list[float], means: list[float]
 ) -> None:
     """Rank r moves by 1 + r a step: how far is the model after 14 steps, 28, and when its optimizer gets another?
 
     And where is this rank after the first agreement that follows the first end?
     """
+    named = {"weight": nn.Parameter(torch.zeros(8)), "other": nn.Parameter(torch.zeros(3))}
+    mine, parameter, found, trail = begun(peers, algorithm, named, "weight"), named["weight"], [], []
 
-    def ends(peers: FakePeers) -> tuple[list[float], float]:
-        named = {"weight": nn.Parameter(torch.zeros(8)), "other": nn.Parameter(torch.zeros(3))}
-        mine, parameter, found, trail = begun(peers, algorithm, named, "weight"), named["weight"], [], []
+    def steps(count: int) -> None:
+        for _ in range(count):
+            parameter.data.add_(1.0 + peers.rank)
+            mine.after_step({parameter})
+            trail.append(parameter[0].item())
 
-        def steps(count: int) -> None:
-            for _ in range(count):
-                parameter.data.add_(1.0 + peers.rank)
-                mine.after_step({parameter})
-                trail.append(parameter[0].item())
-
-        for _ in range(2):
-            steps(14)
-            mine.finish()
-            found += parameter.detach().aminmax()
-        steps(6)
-        mine.bind({*named.values()})
+    for _ in range(2):
+        steps(14)
+        mine.finish()
         found += parameter.detach().aminmax()
-        return [float(value) for value in found], trail[15]
-
-    for rank, (found, place) in enumerate(on_all_ranks(2, ends)):
-        if not places:
-            assert len(set(found[:2])) == len(set(found[2:4])) == 1, "all ranks end alike"
-        else:
-            assert place == pytest.approx(places[rank])
-            assert found == pytest.approx(np.repeat(means, 2), rel=1e-5)
+    steps(6)
+    mine.bind({*named.values()})
+    found += parameter.detach().aminmax()
+    found = [float(value) for value in found]
+    if not places:
+        assert len(set(found[:2])) == len(set(found[2:4])) == 1, "all ranks end alike"
+    else:
+        assert trail[15] == pytest.approx(places[peers.rank])
+        assert found == pytest.approx(np.repeat(means, 2), rel=1e-5)
 
 
 # Beside the parameters
 
 
 @pytest.mark.parametrize("overlap", [False, 1])
-def test_buffers_that_have_a_mean_get_it_once_however_many_optimizers_there_are(overlap: bool | int) -> None:
-    def work(peers: FakePeers) -> list[float]:
-        mask, seen = torch.full((3,), -torch.inf), torch.tensor([peers.rank + 1.0, 0.0])
-        turns = torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)
-        named, found = {f"{number}": nn.Parameter(torch.zeros(3)) for number in range(3)}, []
-        algorithm = LocalSGD(1, overlap=overlap)
-        algorithm.setup(named, peers)
-        count = torch.tensor([0, 2**60 + peers.rank])
-        algorithm.attend(lambda: [mask, turns, seen], lambda: [count])
+@of_each_rank(2)
+def test_buffers_that_have_a_mean_get_it_once_however_many_optimizers_there_are(
+    peers: FakePeers, overlap: bool | int
+) -> None:
+    mask, seen = torch.full((3,), -torch.inf), torch.tensor([peers.rank + 1.0, 0.0])
+    turns = torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)
+    named, found = {f"{number}": nn.Parameter(torch.zeros(3)) for number in range(3)}, []
+    algorithm = LocalSGD(1, overlap=overlap)
+    algorithm.setup(named, peers)
+    count = torch.tensor([0, 2**60 + peers.rank])
+    algorithm.attend(lambda: [mask, turns, seen], lambda: [count])
+    for parameter in named.values():
+        algorithm.bind({parameter})
+    for _ in range(6):
+        seen[1] += peers.rank  # which the mean must not lose, though it comes later
+        count[0] += 1  # nor what rank 0 has
         for parameter in named.values():
-            algorithm.bind({parameter})
-        for _ in range(6):
-            seen[1] += peers.rank  # which the mean must not lose, though it comes later
-            count[0] += 1  # nor what rank 0 has
-            for parameter in named.values():
-                algorithm.after_step({parameter})
-            found.append(seen[0].item())
-        algorithm.settle()
-        assert torch.equal(mask, torch.full((3,), -torch.inf))
-        assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)), "has no real mean"
-        assert count.tolist() == [6, 2**60]
-        assert seen[1] == (3.0 if not overlap else 2.5 + peers.rank)
-        return found
-
-    for found in on_all_ranks(2, work):
-        assert found[2:] == [1.5] * 4
+            algorithm.after_step({parameter})
+        found.append(seen[0].item())
+    algorithm.settle()
+    assert torch.equal(mask, torch.full((3,), -torch.inf))
+    assert torch.equal(turns, torch.polar(torch.ones(3), torch.arange(3.0) + peers.rank)), "has no real mean"
+    assert count.tolist() == [6, 2**60]
+    assert seen[1] == (3.0 if not overlap else 2.5 + peers.rank)
+    assert found[2:] == [1.5] * 4
 
 
 @pytest.mark.parametrize("thaws", [True, False])
-def test_frozen_parameters_are_neither_sent_nor_moved_until_they_are_thawed(thaws: bool) -> None:
-    def sent(peers: FakePeers) -> int:
-        named = {"frozen": nn.Parameter(torch.zeros(7), False), "nothing": nn.Parameter(torch.zeros(0, 4))}
-        named["trained"] = nn.Parameter(torch.zeros(5))
-        algorithm = begun(peers, LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct()), named)
-        for step in range(6):
-            named["frozen"].requires_grad_(thaws and step > 1)
-            for parameter in named.values():
-                parameter.data += (1.0 + peers.rank) * parameter.requires_grad
-            algorithm.bind(set(named.values()))
-            algorithm.adopt(named)
-            algorithm.after_step(set(named.values()))
-        assert bool(named["frozen"].any()) == thaws
-        return peers.stats.values_averaged
-
-    assert on_all_ranks(2, sent) == [15 + 14 * thaws] * 2
+@of_each_rank(2)
+def test_frozen_parameters_are_neither_sent_nor_moved_until_they_are_thawed(peers: FakePeers, thaws: bool) -> None:
+    named = {"frozen": nn.Parameter(torch.zeros(7), False), "nothing": nn.Parameter(torch.zeros(0, 4))}
+    named["trained"] = nn.Parameter(torch.zeros(5))
+    algorithm = begun(peers, LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct()), named)
+    for step in range(6):
+        named["frozen"].requires_grad_(thaws and step > 1)
+        for parameter in named.values():
+            parameter.data += (1.0 + peers.rank) * parameter.requires_grad
+        algorithm.bind(set(named.values()))
+        algorithm.adopt(named)
+        algorithm.after_step(set(named.values()))
+    assert bool(named["frozen"].any()) == thaws
+    assert peers.stats.values_averaged == 15 + 14 * thaws
 
 
-def test_looking_before_the_first_agreement_changes_nothing() -> None:
+@of_each_rank(2)
+def test_looking_before_the_first_agreement_changes_nothing(peers: FakePeers) -> None:
     """Though after some steps, none of which is a turn where the interval counts epochs."""
-
-    def work(peers: FakePeers) -> None:
-        named = _weight(3)
-        algorithm = begun(peers, LocalSGD(1, Nesterov(), unit="epoch"), named)
-        named["weight"].data += 1.0 + peers.rank
-        algorithm.after_step(named.values())
-        assert algorithm.enter_consensus()
-        assert named["weight"].tolist() == [0.0] * 3
-        algorithm.leave_consensus()
-        assert named["weight"].tolist() == [1.0 + peers.rank] * 3
-
-    on_all_ranks(2, work)
+    named = _weight(3)
+    algorithm = begun(peers, LocalSGD(1, Nesterov(), unit="epoch"), named)
+    named["weight"].data += 1.0 + peers.rank
+    algorithm.after_step(named.values())
+    assert algorithm.enter_consensus()
+    assert named["weight"].tolist() == [0.0] * 3
+    algorithm.leave_consensus()
+    assert named["weight"].tolist() == [1.0 + peers.rank] * 3
 
 
-def test_weights_that_are_loaded_when_training_starts_are_shared() -> None:
+@of_each_rank(2)
+def test_weights_that_are_loaded_when_training_starts_are_shared(peers: FakePeers) -> None:
     """And are no progress, by which momentum would go on."""
-
-    def work(peers: FakePeers) -> list[float]:
-        named = _weight(3)
-        algorithm = begun(peers, LocalSGD(2, Nesterov()), named)
-        named["weight"].data += 100.0
-        for _ in range(6):
-            algorithm.start()
-            algorithm.after_step(named.values())
-        return named["weight"].tolist()
-
-    assert on_all_ranks(2, work) == [[100.0] * 3] * 2
+    named = _weight(3)
+    algorithm = begun(peers, LocalSGD(2, Nesterov()), named)
+    named["weight"].data += 100.0
+    for _ in range(6):
+        algorithm.start()
+        algorithm.after_step(named.values())
+    assert named["weight"].tolist() == [100.0] * 3
 
 
 # Hosts
@@ -438,34 +414,28 @@ def test_a_checkpoint_holds_what_ranks_share_for_any_number_of_them(
     assert len(list(tmp_path.glob("*.ckpt"))) == 4
 
 
-def test_ranks_with_other_outer_optimizers_or_codecs_are_told() -> None:
-    def told(peers: FakePeers) -> list[str]:
-        policies = SmallExact(BlockInt(8)), SmallExact(BlockInt(4))
-        by_policy = LocalSGD(codec=lambda *named: policies[peers.rank](*named), collective=Direct())
-        messages = []
-        for algorithm in (LocalSGD(outer=Nesterov((0.7, 0.5)[peers.rank])), by_policy):
-            with pytest.raises(PlanMismatchError) as raised:
-                algorithm.setup({"weight": nn.Parameter(torch.zeros(64, 64))}, peers)
-            messages.append(str(raised.value))
-        return messages
-
-    for outer, codec in on_all_ranks(2, told):
-        assert all(each in outer for each in ("lr=0.7", "lr=0.5"))
-        assert all(each in codec for each in ("bits=4", "bits=8"))
+@of_each_rank(2)
+def test_ranks_with_other_outer_optimizers_or_codecs_are_told(peers: FakePeers) -> None:
+    policies = SmallExact(BlockInt(8)), SmallExact(BlockInt(4))
+    by_policy = LocalSGD(codec=lambda *named: policies[peers.rank](*named), collective=Direct())
+    messages = []
+    for algorithm in (LocalSGD(outer=Nesterov((0.7, 0.5)[peers.rank])), by_policy):
+        with pytest.raises(PlanMismatchError) as raised:
+            algorithm.setup({"weight": nn.Parameter(torch.zeros(64, 64))}, peers)
+        messages.append(str(raised.value))
+    outer, codec = messages
+    assert all(each in outer for each in ("lr=0.7", "lr=0.5"))
+    assert all(each in codec for each in ("bits=4", "bits=8"))
 
 
-def test_directions_agree_from_minus_one_to_one() -> None:
-    def told(peers: FakePeers, sign: float) -> dict[str, float]:
-        named = _weight(64)
-        algorithm = begun(peers, LocalSGD(1), named)
-        named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
-        algorithm.after_step(named.values())
-        metrics = algorithm.metrics()
-        assert algorithm.metrics() == {}
-        return metrics
-
-    norm = torch.linspace(0, 1, 64).norm()
-    for sign in (1.0, -1.0):
-        for metrics in on_all_ranks(2, lambda peers, sign=sign: told(peers, sign)):
-            assert metrics["direction_agreement"] == pytest.approx(sign)
-            assert metrics["outer_gradient_norm"] == pytest.approx(norm if sign > 0 else 0.0)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@of_each_rank(2)
+def test_directions_agree_from_minus_one_to_one(peers: FakePeers, sign: float) -> None:
+    named = _weight(64)
+    algorithm = begun(peers, LocalSGD(1), named)
+    named["weight"].data.add_(torch.linspace(0, 1, 64) * (sign if peers.rank else 1.0))
+    algorithm.after_step(named.values())
+    metrics = algorithm.metrics()
+    assert metrics["direction_agreement"] == pytest.approx(sign)
+    assert metrics["outer_gradient_norm"] == pytest.approx(torch.linspace(0, 1, 64).norm() if sign > 0 else 0.0)
+    assert algorithm.metrics() == {}

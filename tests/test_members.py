@@ -79,11 +79,6 @@ class Net:
         ]
 
 
-@pytest.fixture
-def net(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Net]:
-    return lambda size, **options: Net(monkeypatch, size, **options)
-
-
 @pytest.mark.parametrize(
     ("sides", "winner"),
     [
@@ -93,8 +88,10 @@ def net(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Net]:
         ([[2, 0], [1]], [0, 2]),
     ],
 )
-def test_one_part_of_a_network_goes_on(net: Callable[..., Net], sides: list[list[int]], winner: list[int]) -> None:
-    hosts = net(sum(map(len, sides)))
+def test_one_part_of_a_network_goes_on(
+    monkeypatch: pytest.MonkeyPatch, sides: list[list[int]], winner: list[int]
+) -> None:
+    hosts = Net(monkeypatch, sum(map(len, sides)))
     hosts.part(*sides)
     for number, result in hosts.regroup(list(range(len(hosts.all)))).items():
         if number in winner:
@@ -115,9 +112,9 @@ def test_one_part_of_a_network_goes_on(net: Callable[..., Net], sides: list[list
     ],
 )
 def test_members_that_are_proven_dead_do_not_count(
-    net: Callable[..., Net], hosts: list[int], gone: list[int], left: list[int], go_on: bool
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], gone: list[int], left: list[int], go_on: bool
 ) -> None:
-    members = net(len(hosts), hosts=hosts)
+    members = Net(monkeypatch, len(hosts), hosts=hosts)
     for number in gone:
         members.all[number].close()
     results = members.regroup(left)
@@ -132,8 +129,8 @@ def test_members_that_are_proven_dead_do_not_count(
         assert members.clock.now < PATIENCE.total_seconds(), "nobody waits for the dead"
 
 
-def test_a_world_that_may_not_have_formed_does_not_replace_the_last(net: Callable[..., Net]) -> None:
-    hosts = net(5)
+def test_a_world_that_may_not_have_formed_does_not_replace_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Net(monkeypatch, 5)
     hosts.part([0, 1, 2], [3, 4])
     founded = hosts.all[2]._worlds
     assert all(isinstance(result, Membership) for result in hosts.regroup([0, 1, 2]).values())
@@ -143,9 +140,9 @@ def test_a_world_that_may_not_have_formed_does_not_replace_the_last(net: Callabl
     assert [isinstance(results[number], Membership) for number in range(5)] == [False, False, True, True, True]
 
 
-def test_who_is_not_in_the_others_world_of_the_same_generation_is_left_behind(net: Callable[..., Net]) -> None:
+def test_who_is_not_in_the_others_world_of_the_same_generation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks 1 and 2 have taken a decision without rank 0, and rank 0 one with somebody else."""
-    hosts = net(3)
+    hosts = Net(monkeypatch, 3)
     hosts.part([0], [1, 2])
     hosts.regroup([1, 2])
     hosts.cut = set()
@@ -156,9 +153,9 @@ def test_who_is_not_in_the_others_world_of_the_same_generation_is_left_behind(ne
     assert "train on without this process, in generation 1" in str(result)
 
 
-def test_each_decision_has_a_key_of_its_own(net: Callable[..., Net]) -> None:
+def test_each_decision_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a process group meets nobody may have written before: the spare store is the same."""
-    hosts, keys = net(2), []
+    hosts, keys = Net(monkeypatch, 2), []
     for _ in range(2):
         hosts.regroup([0, 1])
         keys.append(hosts.can_form())
@@ -167,10 +164,10 @@ def test_each_decision_has_a_key_of_its_own(net: Callable[..., Net]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_never_two_worlds(net: Callable[..., Net], seed: int) -> None:
+def test_never_two_worlds(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Whatever connections fail, in each direction, while members come late, twice in a row."""
     draw = random.Random(seed)
-    hosts = net(draw.choice([3, 4, 5]))
+    hosts = Net(monkeypatch, draw.choice([3, 4, 5]))
     everyone = list(range(len(hosts.all)))
     for _ in range(2):
         hosts.cut = {(one, other) for one in everyone for other in everyone if one != other and draw.random() < 0.3}
@@ -181,8 +178,8 @@ def test_never_two_worlds(net: Callable[..., Net], seed: int) -> None:
     assert len(hosts.can_form()) <= 1
 
 
-def test_newcomers_come_after_the_others(net: Callable[..., Net]) -> None:
-    hosts = net(2)
+def test_newcomers_come_after_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts = Net(monkeypatch, 2)
     newcomers = [hosts.member() for _ in range(2)]
 
     def join(members: Members) -> Membership:
@@ -205,9 +202,9 @@ def test_newcomers_come_after_the_others(net: Callable[..., Net]) -> None:
     assert hosts.all[0].newcomers() == 0
 
 
-def test_a_newcomer_is_let_in_once(net: Callable[..., Net]) -> None:
+def test_a_newcomer_is_let_in_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may not have gone yet from where it waited when ranks look for newcomers again."""
-    hosts = net(1)
+    hosts = Net(monkeypatch, 1)
     [member] = hosts.all
     member._own.set("newcomer/1", json.dumps(("its ticket", hosts.member().me)))
     member._own.add("newcomers", 1)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import queue
 import threading
 import weakref
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,8 +18,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fakes import LIMIT, FakePeers, Network, on_all_ranks
+from fakes import LIMIT, FakePeers, Network, of_each_rank, on_all_ranks
+from test_gossip import trained_until
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ringstrategy import AllReduce, BlockInt, Choco, Gossip, Identity, LocalSGD, Nesterov, Peers, PowerSGD
 from ringstrategy.algorithms.parameters.periodic import Periodic
@@ -123,30 +125,23 @@ class Calls:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+def calls() -> Iterator[Calls]:
     calls = Calls()
-    for name, stand_in in (
-        ("Event", Event),
-        ("Stream", Stream),
-        ("current_stream", current),
-        ("stream", _on_stream),
-        ("device", _on_device),
+    with (
+        mock.patch.multiple(
+            torch.cuda, Event=Event, Stream=Stream, current_stream=current, stream=_on_stream, device=_on_device
+        ),
+        mock.patch.multiple(
+            dist,
+            all_to_all=calls.all_to_all,
+            batch_isend_irecv=calls.batch_isend_irecv,
+            P2POp=namedtuple("P2POp", "op tensor peer group"),
+            get_process_group_ranks=lambda group: list(range(group.size)),
+            destroy_process_group=lambda group: None,
+            is_initialized=lambda: True,
+        ),
     ):
-        monkeypatch.setattr(torch.cuda, name, stand_in)
-
-    def operation(op: object, tensor: Tensor, peer: int, group: FakePeers) -> SimpleNamespace:
-        return SimpleNamespace(op=op, tensor=tensor, peer=peer, group=group)
-
-    for name, stand_in in (
-        ("all_to_all", calls.all_to_all),
-        ("batch_isend_irecv", calls.batch_isend_irecv),
-        ("P2POp", operation),
-        ("get_process_group_ranks", lambda group: list(range(group.size))),
-        ("destroy_process_group", lambda group: None),
-        ("is_initialized", lambda: True),
-    ):
-        monkeypatch.setattr(dist, name, stand_in)
-    return calls
+        yield calls
 
 
 class Control(FakePeers):
@@ -174,8 +169,13 @@ def on_all_gpus(size: int, function: Callable[[NcclPeers], Any], hosts: str | No
     return on_all_ranks(size, one)
 
 
-def nccl_peers(group: FakePeers, control: Control) -> NcclPeers:
-    return NcclPeers(group, control, torch.device("cpu"), timedelta(minutes=1))  # type: ignore[arg-type]
+def nccl_peers(group: FakePeers, control: Control, timeout: timedelta = timedelta(minutes=1)) -> NcclPeers:
+    return NcclPeers(group, control, torch.device("cpu"), timeout)  # type: ignore[arg-type]
+
+
+def alone(size: int = 1, **how: Any) -> NcclPeers:
+    """Rank 0, whose peers say nothing."""
+    return nccl_peers(FakePeers(Network(size), 0), Control(Network(size), 0), **how)
 
 
 THREAD = "ringstrategy-communication"
@@ -207,26 +207,26 @@ def test_the_thread_of_the_hooks_calls_nothing_of_nccl(calls: Calls) -> None:
     assert {stream.priority for stream in calls.streams} == {-1}
 
 
-def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(calls: Calls) -> None:
-    def one(peers: NcclPeers) -> None:
-        on, training = queue.SimpleQueue[Any](), current()
-        before = len(training.waited)
-        begin = threading.Event()
-        ticket = peers.submit(lambda: (begin.wait(LIMIT), on.put(current())), "now")  # type: ignore[arg-type]
-        assert on.empty()
-        begin.set()
-        peers.finish([ticket])
-        side = on.get(timeout=LIMIT)
-        assert side is not training
-        assert [event.on for event in side.waited] == [training]
-        assert [event.on for event in training.waited[before:]] == [side]
-
-    on_all_gpus(1, one)
+@of_each_rank(1, on_all_gpus)
+def test_a_task_waits_for_the_stream_that_submits_it_and_the_one_that_waits_for_it(
+    peers: NcclPeers, calls: Calls
+) -> None:
+    on, training = queue.SimpleQueue[Any](), current()
+    before = len(training.waited)
+    begin = threading.Event()
+    ticket = peers.submit(lambda: (begin.wait(LIMIT), on.put(current())), "now")  # type: ignore[arg-type]
+    assert on.empty()
+    begin.set()
+    peers.finish([ticket])
+    side = on.get(timeout=LIMIT)
+    assert side is not training
+    assert [event.on for event in side.waited] == [training]
+    assert [event.on for event in training.waited[before:]] == [side]
 
 
 def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> None:
     done: list[int] = []
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
     threads = [thread for thread in threading.enumerate() if thread.name == THREAD]
     peers.submit(lambda: done.append(1), "at the end")
     peers.close()
@@ -237,17 +237,13 @@ def test_closing_ends_the_thread_and_drains_the_stream_once(calls: Calls) -> Non
         peers.submit(lambda: None, "later")
 
 
-def _add(values: Tensor) -> None:
-    values.add_(1)
-
-
 def test_a_task_keeps_its_tensors_until_the_device_has_done_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Event, "done", False)
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
 
     def submit() -> tuple[Waitable, weakref.ref[Tensor]]:
         values = torch.zeros(3)
-        return peers.submit(partial(_add, values), "now"), weakref.ref(values)
+        return peers.submit(partial(values.add_, 1), "now"), weakref.ref(values)
 
     ticket, first = submit()
     ticket.wait()
@@ -267,7 +263,7 @@ def test_what_the_device_never_does_is_kept_for_good(calls: Calls, monkeypatch: 
     monkeypatch.setattr(Event, "done", False)
     monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
     monkeypatch.setattr(held, "_never_done", never_done := [])
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
     values = torch.zeros(3)
     alive = weakref.ref(values)
 
@@ -291,7 +287,7 @@ def test_a_thread_that_outlives_its_peers_sends_nothing_to_the_default_group(
     calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.1)
-    peers = nccl_peers(FakePeers(Network(2), 0), Control(Network(2), 0))
+    peers = alone(2)
     go, message = threading.Event(), torch.zeros(3, dtype=torch.uint8)
 
     def late() -> None:
@@ -313,8 +309,7 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
     """The host would wait for the device without end, in a call that is not ours."""
     monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Event, "done", False)
-    broken_off, network, looks, order = threading.Event(), Network(1), [], []
-    control, group, default = Control(network, 0), FakePeers(network, 0), mock.Mock()
+    broken_off, looks, order, default = threading.Event(), [], [], mock.Mock()
 
     def end() -> None:
         order.append("ours")
@@ -324,17 +319,17 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
         order.append("the default group's")
         broken_off.set()
 
-    def look_closely(where: str) -> None:
+    def look_closely(control: Control, where: str) -> None:
         looks.append(where)
         if len(looks) == 3:
             raise PeerLostError(1, "there", where, "gone")
 
-    monkeypatch.setattr(control, "look_closely", look_closely)
-    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=end), raising=False)
+    monkeypatch.setattr(Control, "look_closely", look_closely)
+    monkeypatch.setattr(FakePeers, "_get_backend", lambda *_: SimpleNamespace(abort=end), raising=False)
     default._get_backend.return_value.abort = end_default
     monkeypatch.setattr(nccl, "_get_default_group", lambda: default)
     monkeypatch.setattr(nccl, "backend_of", lambda device: "nccl")
-    peers = nccl_peers(group, control)
+    peers = alone()
     ticket = peers.submit(lambda: None, "bucket 2")
     ticket.wait()
     assert broken_off.wait(LIMIT)
@@ -347,7 +342,7 @@ def test_an_exchange_that_does_not_end_is_broken_off_when_a_rank_is_lost(
 
 
 def test_a_loss_that_nobody_was_told_of_is_raised_at_the_end(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers = nccl_peers(FakePeers(Network(1), 0), Control(Network(1), 0))
+    peers = alone()
     peers._lost = PeerLostError(1, "there", "bucket 2", "gone")
     with pytest.raises(PeerLostError, match="bucket 2"):
         peers.close()
@@ -358,17 +353,16 @@ def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monke
     monkeypatch.setattr(nccl, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(Event, "done", False)
     said = queue.SimpleQueue[str]()
-    control, group = Control(Network(1), 0), FakePeers(Network(1), 0)
 
-    def explain(error: RuntimeError, where: str) -> RuntimeError:
+    def explain(control: Control, error: RuntimeError, where: str) -> RuntimeError:
         said.put(f"{where}: {error}")
         Event.done = True
         return PeerLostError(1, "there", where, str(error))
 
-    monkeypatch.setattr(control, "explain", explain)
-    monkeypatch.setattr(group, "_get_backend", lambda device: SimpleNamespace(abort=lambda: None), raising=False)
+    monkeypatch.setattr(Control, "explain", explain, raising=False)
+    monkeypatch.setattr(FakePeers, "_get_backend", lambda *_: mock.Mock(), raising=False)
     monkeypatch.setattr(nccl, "backend_of", lambda device: "gloo")
-    peers = NcclPeers(group, control, torch.device("cpu"), timedelta(milliseconds=50))  # type: ignore[arg-type]
+    peers = alone(timeout=timedelta(milliseconds=50))
     peers.submit(lambda: None, "bucket 2").wait()
     assert "bucket 2: timed out" in said.get(timeout=LIMIT)
     with pytest.raises(PeerLostError, match="bucket 2"):
@@ -377,75 +371,45 @@ def test_a_rank_that_stays_silent_beyond_the_timeout_is_lost(calls: Calls, monke
 
 # Warm-up
 
-MIXED: dict[str, Callable[[], Periodic]] = {
-    "gossip": lambda: Gossip(unequal_data=True, overlap=False),
-    "choco": lambda: Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
-    "diloco": lambda: LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct(), fragments=2, overlap=1),
-}
+MIXED = [
+    Gossip(unequal_data=True, overlap=False),
+    Choco(codec=Rotated(Gaussian(4)), interval=2, overlap=1),
+    LocalSGD(2, Nesterov(), Rotated(Gaussian(4)), Direct(), fragments=2, overlap=1),
+]
 
 
-def mixed(peers: Peers, name: str, state: dict[str, Any] | None = None) -> tuple[list[Tensor], dict[str, Any], int]:
-    """Parameters after five steps, of which some are mixed; state; and bytes of training."""
-    algorithm, generator = MIXED[name](), torch.Generator().manual_seed(peers.rank)
-    shapes = {"weight": (30, 17), "bias": (17,), "matrix": (64, 24)}
-    parameters = {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in shapes.items()}
-    before = peers.stats.bytes_sent
-    algorithm.setup(parameters, peers)
-    if state is not None:
-        algorithm.load_own_state(state)
-    algorithm.bind(set(parameters.values()))
-    assert before is not None
-    for _ in range(5):
-        for parameter in parameters.values():
-            parameter.data.add_(torch.randn(parameter.shape, generator=generator))
-        algorithm.after_step(set(parameters.values()))
-    algorithm.settle()
-    kept = copy.deepcopy(algorithm.own_state())
-    peers.stats.bytes_sent, sent = 0, peers.stats.bytes_sent
-    algorithm.close()
-    assert sent is not None
-    return [parameter.detach() for parameter in parameters.values()], kept, sent - before
+@pytest.mark.parametrize("algorithm", MIXED, ids=str)
+def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, algorithm: Periodic) -> None:
+    def trained(peers: Peers) -> Any:
+        first = trained_until(peers, algorithm, 5)
+        return first, trained_until(peers, algorithm, 10, 5, first), peers.stats.bytes_sent, peers.stats
+
+    plain, warm = on_all_ranks(3, trained), on_all_gpus(3, trained)
+    for (*expected, sent, _), (*found, also_sent, stats) in zip(plain, warm, strict=True):
+        for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+            assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
+        assert stats.probe_bytes_sent > 0
+        assert sent == also_sent > 0
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_a_warm_up_changes_no_bit_of_gossip_and_counts_apart(calls: Calls, name: str) -> None:
-    size = 3
-    plain = on_all_ranks(size, lambda peers: (first := mixed(peers, name), mixed(peers, name, first[1])))
-
-    def warm(peers: NcclPeers) -> Any:
-        first = mixed(peers, name)
-        assert peers.stats.probe_bytes_sent > 0
-        return first, mixed(peers, name, first[1])
-
-    for expected, found in zip(plain, on_all_gpus(size, warm), strict=True):
-        for (parameters, kept, sent), (others, also_kept, also_sent) in zip(expected, found, strict=True):
-            assert all(map(torch.equal, parameters, others))
-            for what in ("kept", "others"):
-                torch.testing.assert_close(kept[what], also_kept[what], rtol=0, atol=0)
-            assert sent == also_sent > 0
-
-
-def test_whoever_is_met_later_is_connected_at_setup(calls: Calls) -> None:
+@of_each_rank(6, on_all_gpus)
+def test_whoever_is_met_later_is_connected_at_setup(peers: NcclPeers, calls: Calls) -> None:
     """Neighbours of gossip; of sparse gradients all pairs."""
-
-    def one(peers: NcclPeers) -> None:
-        posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
-        gossip, parameter = Gossip(OnePeerExponential(), overlap=False), nn.Parameter(torch.randn(70))
-        gossip.setup({"weight": parameter}, peers)
-        gossip.bind({parameter})
-        connected, before = {target for post in posts for target in post.targets}, len(posts)
-        for _ in range(7):
-            gossip.after_step({parameter})
-        met = {target for post in posts[before:] for target in post.targets}
-        assert len(met) == 3
-        assert met <= connected
-        gossip.close()
-        before, averaging = len(posts), AllReduce()
-        averaging.setup({"weight": nn.Embedding(9, 4).weight}, peers, sparse=frozenset({"weight"}))
-        assert {target for post in posts[before:] for target in post.targets} == set(range(6)) - {peers.rank}
-        averaging.close()
-
-    on_all_gpus(6, one)
+    posts = peers._group.network.posts[peers.rank]  # type: ignore[union-attr]
+    gossip, parameter = Gossip(OnePeerExponential(), overlap=False), nn.Parameter(torch.randn(70))
+    gossip.setup({"weight": parameter}, peers)
+    gossip.bind({parameter})
+    connected, before = {target for post in posts for target in post.targets}, len(posts)
+    for _ in range(7):
+        gossip.after_step({parameter})
+    met = {target for post in posts[before:] for target in post.targets}
+    assert len(met) == 3
+    assert met <= connected
+    gossip.close()
+    before, averaging = len(posts), AllReduce()
+    averaging.setup({"weight": nn.Embedding(9, 4).weight}, peers, sparse=frozenset({"weight"}))
+    assert {target for post in posts[before:] for target in post.targets} == set(range(6)) - {peers.rank}
+    averaging.close()
 
 
 @pytest.mark.parametrize("make", [lambda: AllReduce(BlockInt(8), error_feedback=True), lambda: PowerSGD(2)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import DoneTicket, FakePeers, Toy, on_all_ranks
+from fakes import DoneTicket, FakePeers, Toy, of_each_rank, on_all_ranks
 from pairs import pairs
 from torch import Tensor, nn
 
@@ -154,9 +154,6 @@ def test_means_are_the_papers(size: int, rank: int) -> None:
             assert _close(mean[name].flatten(1), expected, 1e-4)
 
 
-# What is a matrix
-
-
 def test_only_what_gets_smaller_is_compressed() -> None:
     shapes = {"scalar": (), "bias": (50,), "row": (1, 90), "column": (90, 1), "empty": (0, 40), "small": (4, 4)}
     shapes |= {"border": (8, 8), "beyond": (8, 7), "wide": (1, 40, 50), "matrix": (30, 40)}
@@ -207,25 +204,22 @@ def test_what_is_not_finite_is_seen_everywhere_and_leaves_no_trace(codec: Codec,
     assert _same(on_all_ranks(3, run))
 
 
-def test_zeros_stay_zeros_and_their_q_stays_alive() -> None:
-    def run(peers: FakePeers) -> Tensor:
-        me = _Rank(PowerSGD(2), peers, _parameters({"matrix": (40, 30)}))
-        fresh = me.queries()["matrix"]
-        mean = me.step({"matrix": torch.zeros(40, 30)})["matrix"]
-        assert torch.equal(mean, torch.zeros(40, 30))
-        assert torch.equal(me.queries()["matrix"], fresh)
-        assert torch.equal(me.residuals()["matrix"], torch.zeros(40, 30))
-        one = torch.zeros(40, 30)
-        one[:, 4] = torch.arange(40.0) * (1 + peers.rank)  # all other columns are zeros, and its rank is 1
-        mean = me.step({"matrix": one})["matrix"]
-        later = me.queries()["matrix"]
-        assert (later[0] != 0).sum() == 1
-        assert torch.equal(later[1], fresh[1])
-        return mean
-
-    for mean in on_all_ranks(2, run):
-        assert torch.allclose(mean[:, 4], torch.arange(40.0) * 1.5)
-        assert mean[:, :4].abs().max() == 0
+@of_each_rank(2)
+def test_zeros_stay_zeros_and_their_q_stays_alive(peers: FakePeers) -> None:
+    me = _Rank(PowerSGD(2), peers, _parameters({"matrix": (40, 30)}))
+    fresh = me.queries()["matrix"]
+    mean = me.step({"matrix": torch.zeros(40, 30)})["matrix"]
+    assert torch.equal(mean, torch.zeros(40, 30))
+    assert torch.equal(me.queries()["matrix"], fresh)
+    assert torch.equal(me.residuals()["matrix"], torch.zeros(40, 30))
+    one = torch.zeros(40, 30)
+    one[:, 4] = torch.arange(40.0) * (1 + peers.rank)  # all other columns are zeros, and its rank is 1
+    mean = me.step({"matrix": one})["matrix"]
+    later = me.queries()["matrix"]
+    assert (later[0] != 0).sum() == 1
+    assert torch.equal(later[1], fresh[1])
+    assert torch.allclose(mean[:, 4], torch.arange(40.0) * 1.5)
+    assert mean[:, :4].abs().max() == 0
 
 
 # Arithmetic

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from clocks import Clock
 from jobs import program as program  # a fixture
+from on_ranks import on_ranks
 from pool import Pool
 from test_strategy import Net, check_replicas, fit
 
@@ -156,7 +157,11 @@ def test_only_addresses_of_this_machine_that_are_free_are_bound_to() -> None:
             assert guarded_store(0, 1, dist.default_pg_timeout) is None
 
 
-def _scanned() -> int:
+@on_linux
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * LOW, reason="the hard limit is low")
+@on_ranks(2)
+def test_a_port_scanner_kills_no_rank() -> None:
+    """gloo keeps a descriptor of each connection that was ever made to it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (LOW, hard))
     before = listening()
@@ -172,18 +177,8 @@ def _scanned() -> int:
     check_replicas(trainer)
     kept = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return kept
+    assert (kept > LOW) == (dist.get_rank() == 0)
 
-
-@on_linux
-@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 8 * LOW, reason="the hard limit is low")
-def test_a_port_scanner_kills_no_rank(ranks: Pool) -> None:
-    """gloo keeps a descriptor of each connection that was ever made to it."""
-    of_rank_0, of_rank_1 = ranks(2, _scanned)
-    assert of_rank_0 > LOW > of_rank_1
-
-
-# As a shell starts them
 
 ENDLESS = """
 import time

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from test_strategy import trainer_with
 
 from ringstrategy.app import jobs, report
 from ringstrategy.app.curves import MOST_POINTS, Curves, read_steps, read_validation, thin, warm_mean, write_curves
@@ -35,23 +36,6 @@ class Line(L.LightningModule):
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def fit(folder, module, *callbacks, **options):
-    options = {"max_steps": 4, "strategy": "ring", "num_sanity_val_steps": 0} | options
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=[*callbacks, report.RunReport(folder, str(options["strategy"]), [])],
-        **options,
-    )
-    rows = torch.utils.data.DataLoader(torch.zeros(10, 1))
-    trainer.fit(module, rows, rows)
-    return trainer
 
 
 def a_curve(steps, *, counted=True, sent=1000):
@@ -126,8 +110,11 @@ class Sends(L.Callback):
 def test_a_run_writes_every_step(tmp_path, capsys, monkeypatch):
     now = iter(range(1000))
     monkeypatch.setattr(report, "time", SimpleNamespace(perf_counter=lambda: next(now)))  # a batch takes a second
-    sends = Sends()
-    trainer = fit(tmp_path, Line(), sends, accumulate_grad_batches=2, num_sanity_val_steps=2)
+    sends, batches = Sends(), torch.utils.data.DataLoader(torch.zeros(10, 1))
+    callbacks = [sends, report.RunReport(tmp_path, "ring", [])]
+    options = {"max_steps": 4, "accumulate_grad_batches": 2, "enable_checkpointing": True}
+    trainer = trainer_with("ring", callbacks=callbacks, default_root_dir=tmp_path, max_epochs=None, **options)
+    trainer.fit(Line(), batches, batches)
     assert type(trainer.callbacks[-2]) is report.RunReport
     assert not sends.fetched, "no loss was fetched while steps ran"
     steps = read_steps(tmp_path)

@@ -14,19 +14,8 @@ import torch.distributed as dist
 from pool import Pool
 from torch import Tensor, nn
 
+import ringstrategy as ring
 from benchmarks.simulation import directed, main, train
-from ringstrategy import (
-    BlockInt,
-    Cast,
-    Choco,
-    Direct,
-    Gaussian,
-    Gossip,
-    LocalSGD,
-    Nesterov,
-    PushSum,
-    Rotated,
-)
 from ringstrategy.algorithms.parameters.decentralized import Decentralized
 from ringstrategy.simulator import Logistic, Problem, Quadratic, Simulation
 from ringstrategy.simulator.simulation import NAME
@@ -49,20 +38,20 @@ def change(values: Tensor, rank: int | slice) -> Tensor:
     return (values - b[rank]) * a[rank] / -4
 
 
-ALGORITHMS: list[Decentralized | LocalSGD] = [
-    Gossip(RingGraph()),
-    Gossip(OnePeerExponential(), interval=3),
-    Gossip(Star(), Cast("float16"), overlap=False),
-    Gossip(RingGraph(), unequal_data=True),
-    Gossip(Torus(), unequal_data=True, interval=3, overlap=False),
-    PushSum(directed(SIZE)),
-    PushSum(directed(SIZE), interval=3, overlap=False),
+ALGORITHMS: list[Decentralized | ring.LocalSGD] = [
+    ring.Gossip(RingGraph()),
+    ring.Gossip(OnePeerExponential(), interval=3),
+    ring.Gossip(Star(), ring.Cast("float16"), overlap=False),
+    ring.Gossip(RingGraph(), unequal_data=True),
+    ring.Gossip(Torus(), unequal_data=True, interval=3, overlap=False),
+    ring.PushSum(directed(SIZE)),
+    ring.PushSum(directed(SIZE), interval=3, overlap=False),
     # gain times a weight is 1/4, so that fused multiply-adds change no bit, and no rounding turns
-    Choco(RingGraph(), BlockInt(8, block=16), gain=0.75),
-    Choco(RingGraph(), Rotated(Gaussian(2)), gain=0.75, overlap=False),
-    LocalSGD(3),
-    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(4, block=16), Direct(segments=1), True, overlap=2),
-    LocalSGD(4, Nesterov(0.5, 0.5), BlockInt(8, block=16), Direct(segments=1), overlap=True),
+    ring.Choco(RingGraph(), ring.BlockInt(8, block=16), gain=0.75),
+    ring.Choco(RingGraph(), ring.Rotated(ring.Gaussian(2)), gain=0.75, overlap=False),
+    ring.LocalSGD(3),
+    ring.LocalSGD(4, ring.Nesterov(0.5, 0.5), ring.BlockInt(4, block=16), ring.Direct(segments=1), True, overlap=2),
+    ring.LocalSGD(4, ring.Nesterov(0.5, 0.5), ring.BlockInt(8, block=16), ring.Direct(segments=1), overlap=True),
 ]
 
 
@@ -75,7 +64,7 @@ def _really() -> list[tuple[np.ndarray, np.ndarray, int]]:
         peers = connect(torch.device("cpu"), timedelta(seconds=60))
         parameter = nn.Parameter(start()[peers.rank])
         algorithm.setup({NAME: parameter}, peers)
-        if isinstance(algorithm, LocalSGD):
+        if isinstance(algorithm, ring.LocalSGD):
             algorithm.bind({parameter})
         for step in range(STEPS):
             parameter.data += change(parameter.data, peers.rank)
@@ -113,10 +102,10 @@ def test_it_does_what_real_processes_do(ranks: Pool) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        partial(Gossip, RandomMatching()),
-        partial(Gossip, Torus(), unequal_data=True),
-        partial(PushSum, directed(64)),
-        partial(Choco, codec=BlockInt(4)),
+        partial(ring.Gossip, RandomMatching()),
+        partial(ring.Gossip, Torus(), unequal_data=True),
+        partial(ring.PushSum, directed(64)),
+        partial(ring.Choco, codec=ring.BlockInt(4)),
     ],
     ids=["gossip", "unequal data", "push-sum", "choco"],
 )
@@ -166,7 +155,7 @@ def test_gossip_for_unequal_data_ends_at_the_optimum_and_plain_gossip_does_not(
 ) -> None:
     problem = Quadratic(8, dim=16, unequal=1.0, noise=0.0)
     plain, exact = (
-        train(Gossip(topology, overlap=overlap, unequal_data=unequal), problem, 0.2, 800).losses[-1]
+        train(ring.Gossip(topology, overlap=overlap, unequal_data=unequal), problem, 0.2, 800).losses[-1]
         for unequal in (False, True)
     )
     assert exact < 1e-8 < 1e-4 < plain

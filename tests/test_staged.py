@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import Tensor
 
 from ringstrategy.transport import connect
@@ -125,7 +126,8 @@ def on_device(numel: int) -> Tensor:
     return torch.zeros(numel, dtype=torch.uint8).as_subclass(OnDevice)
 
 
-def _exchange() -> tuple[int, int, str, list[int]]:
+@on_ranks(2)
+def test_copies_waits_and_reuse_are_in_order() -> None:
     """Messages whose memory is written and read as late as it may be, by way of few buffers."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, other, rounds = dist.get_rank(), 1 - dist.get_rank(), 40
@@ -155,13 +157,15 @@ def _exchange() -> tuple[int, int, str, list[int]]:
         cuda.default.run(len(cuda.default.queue))
         for place, result in enumerate(results):
             assert (result.as_subclass(Tensor) == 100 * other + place).all(), place
-        buffers = sum(len(free) for free in peers._pool._free.values())
-        device = cuda.devices["ringstrategy-communication"]
+        assert seen[0] > 0 or rank == 1, "the thread waited for more than its copies"
+        assert sum(map(len, peers._pool._free.values())) == 1, "a buffer is used again"
+        assert cuda.devices["ringstrategy-communication"] == DEVICE, "a thread begins on device 0"
         total = on_device(8)
         total.fill_(rank + 1)
         total.mul_(2)
         peers.finish([peers.submit(lambda: peers.all_reduce_(total), "test")])
         cuda.default.run(len(cuda.default.queue))
+        assert total.as_subclass(Tensor).tolist() == [6] * 8
         last, given_back = on_device(64), list[int]()
         watched = weakref.ref(last, lambda _: given_back.append(peers._stream.pending))  # type: ignore[attr-defined]
         peers.submit(partial(last.add_, 1), "test")
@@ -169,12 +173,3 @@ def _exchange() -> tuple[int, int, str, list[int]]:
         peers.close()
         assert watched() is None
         assert given_back == [0], "the device had not used it yet"
-    return seen[0], buffers, str(device), total.as_subclass(Tensor).tolist()
-
-
-def test_copies_waits_and_reuse_are_in_order(ranks) -> None:
-    for rank, (pending, buffers, device, total) in enumerate(ranks(2, _exchange)):
-        assert pending > 0 or rank == 1, "the thread waited for more than its copies"
-        assert buffers == 1, "a buffer is used again"
-        assert device == "cuda:3", "a thread begins on device 0"
-        assert total == [6] * 8

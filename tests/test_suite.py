@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
 import os
 import re
 import shlex
@@ -15,10 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import scripts
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from pool import Pool
-from scripts import ROOT, lines_of, on_ranks
+from scripts import ROOT, lines_of
 
 from benchmarks import campaign, harness, lab, rows
 from benchmarks.contenders import PostLocalSGD
@@ -32,20 +33,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 # Rows
-
-
-def test_published_rows_can_be_read_and_are_of_the_campaign():
-    count = 0
-    for path in sorted(RESULTS.rglob("*.jsonl")):
-        if path.name == "accuracy.jsonl":
-            continue
-        found = read(path)
-        assert found, path
-        for row, line in zip(found, path.read_text().splitlines(), strict=True):
-            known = asdict(row)
-            assert all(known[name] == value for name, value in json.loads(line).items()), path
-        count += len(found) * (path.parent.name != "gpu")  # those are no step of the campaign
-    assert len(list(rows.campaign(RESULTS))) == count > 1000
 
 
 def test_what_is_written_comes_back_and_an_unknown_field_is_refused(tmp_path):
@@ -91,8 +78,9 @@ def test_the_long_race_is_what_the_rows_say() -> None:
 # The harness
 
 
-def _interleaved():
-    """Two cases on a clock that each run sets forward, on rank 1 twice as far."""
+@on_ranks(2)
+def test_the_slowest_rank_of_each_counted_round_is_what_a_step_takes():
+    """Of two cases on a clock that each run sets forward, on rank 1 twice as far."""
     dist.init_process_group("gloo")
     clock, share = SimpleNamespace(now=0.0, sent=0, waited=0.0), 1 + dist.get_rank()
     order = []
@@ -116,16 +104,10 @@ def _interleaved():
         harness.interleave(cases, rounds=3, warmup=1)
     finally:
         harness.time = before
-    same = [harness.identical_on_all_ranks(case.result()) for case in cases]
-    return [(case.seconds, case.waits, case.sent) for case in cases], order, same
-
-
-def test_the_slowest_rank_of_each_counted_round_is_what_a_step_takes(ranks):
-    for found, order, same in ranks(2, _interleaved):
-        assert found[0] == ([2.0] * 3, [1.0] * 3, 200)
-        assert found[1] == ([8.0] * 3, [4.0] * 3, 600), "for one of its two steps"
-        assert "".join(order) == "abbaabba"
-        assert same == [True, False]
+    assert (cases[0].seconds, cases[0].waits, cases[0].sent) == ([2.0] * 3, [1.0] * 3, 200)
+    assert (cases[1].seconds, cases[1].waits, cases[1].sent) == ([8.0] * 3, [4.0] * 3, 600), "for one of its two steps"
+    assert "".join(order) == "abbaabba"
+    assert [harness.identical_on_all_ranks(case.result()) for case in cases] == [True, False]
 
 
 def test_a_row_is_what_its_case_gave(tmp_path, monkeypatch, capsys):
@@ -202,17 +184,6 @@ def test_only_a_throttle_that_holds_is_taken_and_a_busy_second_forgiven():
             harness.check_throttle(lambda part=part: link(part))
     measured = iter([link(0.5), link(0.956), link(0.91)])
     assert harness.check_throttle(lambda: next(measured)) == link(0.956).bytes_per_second
-
-
-def test_cases_are_chosen_by_part_or_exactly():
-    def chosen(cases: str | None) -> list[str]:
-        return harness.chosen(("ring", "ring_fp16", "ring_int8"), cases)
-
-    assert chosen("=ring,int8") == ["ring", "ring_int8"]
-    assert chosen(None) == ["ring", "ring_fp16", "ring_int8"]
-    assert chosen("none") == []
-    with pytest.raises(ValueError, match="'=ring_int' is in no case's name; they are ring, ring_fp16, ring_int8"):
-        chosen("ring,=ring_int")
 
 
 # The campaign
@@ -325,7 +296,7 @@ def test_a_training_step_its_limit_and_what_was_tried_before(ranks: Pool, tmp_pa
     arguments += ["--cases", "=ring,=ring_int8,=ring_auto,=gossip_exponential,post-local"]
     told = {"RINGSTRATEGY_BENCH_THROUGHPUT": str(10e6 / 8)}
     arguments += ["--rounds", "2"]
-    found, printed = on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
+    found, printed = scripts.on_ranks(ranks, 2, "training", tmp_path / "rows.jsonl", *arguments, environment=told)
     rows = {row["case"]: row for row in found}
     byte = 8 / 10e6
     alone = {row["steps"]: row["limit_seconds"] for name, row in rows.items() if name.startswith("compute alone")}
@@ -359,24 +330,21 @@ def test_a_training_step_its_limit_and_what_was_tried_before(ranks: Pool, tmp_pa
     assert re.search(r"ring_auto: ring_auto tried .* candidates and keeps", printed, re.S)
 
 
-def steps_after_which_ranks_agree(period: int) -> list[int]:
+@on_ranks(2)
+def test_post_local_sgd_averages_at_the_end_of_each_period() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    training = PostLocalSGD(torch.nn.Linear(3, 2), [], period)
+    training = PostLocalSGD(torch.nn.Linear(3, 2), [], period=4)
     torch.manual_seed(1 + dist.get_rank())
     agreed = []
-    for step in range(1, 3 * period + 1):
+    for step in range(1, 13):
         training.batches = [(torch.randn(4, 3), torch.randn(4, 2))]
         training.run()
         weights = [torch.empty(8) for _ in range(dist.get_world_size())]
         dist.all_gather(weights, torch.cat([value.flatten() for value in training.result()]))
         if torch.equal(*weights):
             agreed.append(step)
-    return agreed
-
-
-def test_post_local_sgd_averages_at_the_end_of_each_period(ranks: Pool) -> None:
-    assert ranks(2, steps_after_which_ranks_agree, 4) == [[4, 8, 12]] * 2
+    assert agreed == [4, 8, 12]
 
 
 def powersgd_of(rank: int, low: int) -> list[torch.Tensor]:

@@ -54,11 +54,6 @@ def graph_of(topology: Topology, size: int, step: int = 0) -> Any:
     return graph
 
 
-def far(matrix: np.ndarray) -> float:
-    """How much of a difference between ranks can be left."""
-    return float(np.linalg.norm(matrix - 1 / len(matrix), 2))
-
-
 # Law 9
 
 
@@ -152,7 +147,7 @@ def test_steps_to_consensus_are_those_it_takes(topology: Topology) -> None:
         product, distances = np.eye(size), [1.0 if size > 1 else 0.0]
         while distances[-1] > 1e-3:
             product = topology.matrix(size, len(distances) - 1).numpy() @ product
-            distances.append(far(product))
+            distances.append(np.linalg.norm(product - 1 / size, 2))  # of a difference between ranks this can be left
         assert topology.steps_to_consensus(size) == len(distances) - 1
         if size == 1:
             assert topology.weights(0, 1, 7) == {0: 1}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Pool
+from test_session import batches, opened, train
 from torch import nn
 
 import ringstrategy
@@ -25,7 +26,6 @@ from ringstrategy.topologies import RingGraph
 from ringstrategy.transport import trace
 from ringstrategy.transport.timelines import CLOCK
 
-CPU = torch.device("cpu")
 STEPS = 2
 SIZE = 3
 Event = dict[str, Any]
@@ -38,34 +38,19 @@ WAYS: dict[str, Algorithm] = {
 
 
 @contextmanager
-def opened(algorithm: Algorithm) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
+def training(algorithm: Algorithm) -> Iterator[tuple[Session, Callable[[], None]]]:
+    """A session, and its training."""
     torch.manual_seed(0)
-    session = Session(nn.Sequential(nn.Linear(6, 401), nn.ReLU(), nn.Linear(401, 300)), algorithm)
-    session.open(CPU)
-    optimizer = torch.optim.SGD(session.module.parameters(), 0.01)
-    session.bind([optimizer])
-    try:
-        yield session, optimizer
+    with opened(nn.Sequential(nn.Linear(6, 4000), nn.ReLU(), nn.Linear(4000, 3)), algorithm) as (session, optimizer):
+        yield session, lambda: train(session, optimizer, batches(STEPS))
         dist.barrier()  # the store is in rank 0's process
-    finally:
-        session.close()
-
-
-def train(session: Session, optimizer: torch.optim.Optimizer) -> None:
-    for step in range(STEPS):
-        session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
-        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step + 10 * dist.get_rank()))
-        optimizer.zero_grad()
-        session.backward(session.module(inputs).square().mean())
-        optimizer.step()
-        session.end_batch(1)
 
 
 def _by_variable(path: str) -> int | None:
     os.environ["RINGSTRATEGY_TIMELINE"] = path
     try:
-        with opened(AllReduce()) as (session, optimizer):
-            train(session, optimizer)
+        with training(AllReduce()) as (session, trains):
+            trains()
             assert trace._timeline is not None
             trace._timeline.close()  # as at the end of the process
             return session.stats.bytes_sent
@@ -79,21 +64,21 @@ def _all_ways(folder: str) -> dict[str, Any]:
     dist.init_process_group("gloo", timeout=timedelta(minutes=1))
     found: dict[str, Any] = {}
     for way, algorithm in WAYS.items():
-        with opened(algorithm) as (session, optimizer):
+        with training(algorithm) as (session, trains):
             before = session.stats.bytes_sent
             with ringstrategy.timeline(f"{folder}/{way}.json"):
-                train(session, optimizer)
+                trains()
                 session.algorithm.settle()
                 found[way] = session.stats.bytes_sent - before
-            train(session, optimizer)  # in no file
+            trains()  # in no file
             found[f"buckets of {way}"] = len(getattr(algorithm, "_buckets", []))
     everywhere = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with (
-        opened(AllReduce(BlockInt(8), Ring())) as (session, optimizer),
+        training(AllReduce(BlockInt(8), Ring())) as (_, trains),
         torch.profiler.profile(activities=cpu, experimental_config=everywhere) as profile,
     ):
-        train(session, optimizer)
+        trains()
     found["profiled"] = {event.name for event in profile.events()}
     group = dist.new_group(backend="ring_int8")
     values = torch.randn(50_000, generator=torch.Generator().manual_seed(dist.get_rank()))
@@ -246,9 +231,6 @@ def test_timelines_are_merged_on_one_clock(traced: Traced, tmp_path: Path) -> No
         place[event["pid"]] += 1
         if "ts" in event:
             assert abs(event["ts"] - true[event["pid"], place[event["pid"]]]) < 3e8
-
-
-# Of this process
 
 
 def test_a_forked_process_leaves_the_file_to_its_parent(tmp_path: Path) -> None:

@@ -15,30 +15,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from on_ranks import on_ranks
 from pool import Pool
 from test_session import CPU, MINUTE, gathered, opened, process_group
 from test_strategy import check_replicas, trainer_with
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ringstrategy import (
-    AllReduce,
-    Auto,
-    BlockInt,
-    Gossip,
-    Identity,
-    LocalSGD,
-    PeerLostError,
-    PowerSGD,
-    RingStrategy,
-)
+import ringstrategy as ring
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 from ringstrategy.topologies import RingGraph
 
 Batch = tuple[Tensor, Tensor, Tensor]
 COUNTS = 5, 3, 1  # batches of an epoch, by rank
-JOINS = AllReduce(uneven="join")
+JOINS = ring.AllReduce(uneven="join")
 
 
 class Net(nn.Module):
@@ -141,34 +132,29 @@ def oracle(
     return flat(module.parameters())
 
 
-def _joined(make: Callable[[], Algorithm], accumulate: int, averages_each: bool) -> tuple[list[bool], list[Tensor]]:
-    with process_group():
-        module = Net()
-        idle = train(make(), module, accumulate, averages_each=averages_each)
-        return idle, gathered(list(module.parameters()))
-
-
 @pytest.mark.parametrize(
-    ("make", "size", "accumulate", "averages_each", "most"),
+    ("make", "accumulate", "averages_each", "most"),
     [
-        (partial(AllReduce, uneven="join"), 3, 1, False, 1e-5),
-        (partial(AllReduce, uneven="join"), 3, 2, False, 1e-5),
-        (partial(AllReduce, uneven="join"), 3, 2, True, 1e-5),  # at each backward, the mean is over its own ranks
-        (partial(Auto, [Identity()], uneven="join"), 3, 1, False, 1e-5),
-        (partial(PowerSGD, rank=8, uneven="join"), 2, 1, False, 1e-4),
-        (partial(AllReduce, BlockInt(8), uneven="join"), 3, 2, False, 0.05),
+        (partial(ring.AllReduce, uneven="join"), 1, False, 1e-5),
+        (partial(ring.AllReduce, uneven="join"), 2, False, 1e-5),
+        (partial(ring.AllReduce, uneven="join"), 2, True, 1e-5),  # at each backward, the mean is over its own ranks
+        (partial(ring.Auto, [ring.Identity()], uneven="join"), 1, False, 1e-5),
+        (partial(ring.PowerSGD, rank=8, uneven="join"), 1, False, 1e-4),
+        (partial(ring.AllReduce, ring.BlockInt(8), uneven="join"), 2, False, 0.05),
     ],
 )
+@on_ranks(3)
 def test_the_mean_is_over_the_batches_that_there_are(
-    ranks: Pool, make: Callable[[], Algorithm], size: int, accumulate: int, averages_each: bool, most: float
+    make: Callable[[], Algorithm], accumulate: int, averages_each: bool, most: float
 ) -> None:
-    outcomes = ranks(size, _joined, make, accumulate, averages_each)
-    for rank, (idle, replicas) in enumerate(outcomes):
-        assert idle == 2 * [place >= COUNTS[rank] for place in range(max(COUNTS))]
-        assert all(torch.equal(replica, replicas[0]) for replica in replicas)
-    expected = oracle(range(size), accumulate=accumulate, averages_each=averages_each)
-    error = (outcomes[0][1][0] - expected).abs().max().item()
-    assert 0 < error < most
+    with process_group():
+        module, rank = Net(), dist.get_rank()
+        idle = train(make(), module, accumulate, averages_each=averages_each)
+        values, *others = gathered(list(module.parameters()))
+    assert idle == 2 * [place >= COUNTS[rank] for place in range(max(COUNTS))]
+    assert all(torch.equal(other, values) for other in others)
+    expected = oracle(range(3), accumulate=accumulate, averages_each=averages_each)
+    assert 0 < (values - expected).abs().max() < most
 
 
 def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, list[Tensor]]]:
@@ -191,32 +177,20 @@ def _buffers(algorithm: Algorithm, first: int, second: int) -> list[tuple[bool, 
     return ends
 
 
-@pytest.mark.parametrize("make", [AllReduce, Gossip])
-def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[AllReduce | Gossip]) -> None:
+@pytest.mark.parametrize("make", [ring.AllReduce, ring.Gossip])
+def test_a_repeated_batch_leaves_no_statistics(ranks: Pool, make: type[ring.AllReduce | ring.Gossip]) -> None:
     ends = ranks(2, _buffers, make(uneven="join"), 2, 4)[0]
     assert [idle for idle, _ in ends] == [False, False, True, True]
     assert all(map(torch.equal, ends[1][1] * 2, ends[2][1] + ends[3][1]))
 
 
 def test_a_rank_without_data_takes_the_mean_of_statistics_and_adds_nothing_to_it(ranks: Pool) -> None:
-    ends = ranks(2, _buffers, LocalSGD(2, uneven="join"), 3, 6)
+    ends = ranks(2, _buffers, ring.LocalSGD(2, uneven="join"), 3, 6)
     assert [idle for idle, _ in ends[0]] == [False] * 3 + [True] * 3
     for (_, mine), (_, others) in list(zip(*ends, strict=True))[1::2]:
         assert torch.equal(mine[0], others[0])
     assert torch.equal(ends[0][3][1][0], ends[0][4][1][0])
     assert not torch.equal(ends[1][3][1][0], ends[1][4][1][0])
-
-
-def _gossip(algorithm: Algorithm, zeros: bool) -> tuple[Tensor, int]:
-    with process_group():
-        module = Net()
-        if zeros:  # gradients that are not dropped must not be stepped either
-            original = torch.optim.SGD.zero_grad
-            with mock.patch.object(torch.optim.SGD, "zero_grad", lambda self: original(self, set_to_none=False)):
-                train(algorithm, module)
-        else:
-            train(algorithm, module)
-        return flat(module.parameters()), dist.get_world_size()
 
 
 def _gossip_oracle(size: int) -> list[Tensor]:
@@ -240,12 +214,14 @@ def _gossip_oracle(size: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_a_rank_without_data_mixes_and_does_not_step(ranks: Pool, zeros: bool) -> None:
-    outcomes = ranks(3, _gossip, Gossip(overlap=False, uneven="join"), zeros)
-    for (values, size), expected in zip(outcomes, _gossip_oracle(3), strict=True):
-        assert size == 3
-        assert torch.allclose(values, expected, rtol=0, atol=1e-5)
-    assert not torch.equal(outcomes[0][0], outcomes[1][0])
+@on_ranks(3)
+def test_a_rank_without_data_mixes_and_does_not_step(zeros: bool) -> None:
+    """Gradients that are not dropped must not be stepped either."""
+    module, zero_grad, expected = Net(), torch.optim.SGD.zero_grad, _gossip_oracle(3)
+    keeping = mock.patch.object(torch.optim.SGD, "zero_grad", lambda self: zero_grad(self, set_to_none=False))
+    with process_group(), keeping if zeros else nullcontext():
+        train(ring.Gossip(overlap=False, uneven="join"), module)
+        assert torch.allclose(flat(module.parameters()), expected[dist.get_rank()], rtol=0, atol=1e-5)
 
 
 # Lightning
@@ -256,7 +232,7 @@ EPOCH = 5, 7, 4  # batches, by rank
 class Endless(IterableDataset[Batch]):
     """Of no known length."""
 
-    def __init__(self, data: list[Batch]) -> None:
+    def __init__(self, data: Any) -> None:
         self.data = data
 
     def __iter__(self) -> Iterator[Batch]:
@@ -308,73 +284,58 @@ class Module(L.LightningModule):
 def fitted(algorithm: Algorithm, kind: str = "sized", **options: Any) -> L.Trainer:
     module, ckpt_path = Module(), options.pop("ckpt_path", None)
     trainer = trainer_with(
-        RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
+        ring.RingStrategy(algorithm), **{"num_sanity_val_steps": 0, "use_distributed_sampler": False, **options}
     )
     rank = trainer.strategy.cluster_environment.global_rank()
     trainer.fit(module, of_rank(rank, kind), DataLoader([batch(rank, 9, 0)], batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
 
-def _fits(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    trainer = fitted(JOINS, kind, **options)
-    module = trainer.lightning_module
-    assert isinstance(module, Module)
-    check_replicas(trainer)
-    return {
-        "idle": module.idle,
-        "validated": module.validated,
-        "steps": trainer.global_step,
-        "rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "count": float(trainer.callback_metrics["count"]),
-        "kept": [torch.equal(*pair) for pair in pairwise(module.statistics)],
-        "values": flat(module.net.parameters()),
-        "length": trainer.num_training_batches,
-    }
-
-
 @pytest.mark.parametrize(
-    ("kind", "size", "options"),
+    ("kind", "options"),
     [
-        ("sized", 3, {}),
-        ("sized", 2, {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
-        pytest.param("endless", 2, {"val_check_interval": 4}, marks=pytest.mark.slow),
+        ("sized", {}),
+        ("sized", {"val_check_interval": 0.5, "accumulate_grad_batches": 2}),
+        pytest.param("endless", {"val_check_interval": 4}, marks=pytest.mark.slow),
     ],
 )
-def test_lightning_trains_until_no_rank_has_a_batch(ranks: Pool, kind: str, size: int, options: dict[str, Any]) -> None:
-    outcomes = ranks(size, _fits, kind, options)
-    accumulate = options.get("accumulate_grad_batches", 1)
+@on_ranks(3)
+def test_lightning_trains_until_no_rank_has_a_batch(kind: str, options: dict[str, Any]) -> None:
+    trainer = fitted(JOINS, kind, **options)
+    check_replicas(trainer)
+    module, rank = trainer.lightning_module, dist.get_rank()
+    assert isinstance(module, Module)
+    accumulate, idle = options.get("accumulate_grad_batches", 1), 2 * [place >= EPOCH[rank] for place in range(7)]
     steps = 2 * -(-max(EPOCH) // accumulate)
-    expected = oracle(range(size), EPOCH, accumulate, same_epochs=True, decay=0.9)
-    validates = {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
-    for rank, outcome in enumerate(outcomes):
-        assert outcome["idle"] == 2 * [place >= EPOCH[rank] for place in range(7)]
-        assert outcome["steps"] == steps
-        assert outcome["rate"] == pytest.approx(0.2 * 0.9**steps)
-        assert outcome["validated"] == 2 * validates
-        assert outcome["count"] == pytest.approx(1.0, rel=0.02)  # Lightning divides by a whole number
-        assert outcome["length"] == (float("inf") if kind == "endless" else 7)
-        assert torch.allclose(outcome["values"], expected, rtol=0, atol=1e-5)
-    # statistics are rank 0's, and stay while it repeats a batch
-    assert outcomes[0]["kept"] == (2 * [place >= EPOCH[0] for place in range(7)])[1:]
+    assert trainer.num_training_batches == (float("inf") if kind == "endless" else 7)
+    assert trainer.global_step == steps
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.2 * 0.9**steps)
+    assert float(trainer.callback_metrics["count"]) == pytest.approx(
+        1.0, rel=0.02
+    )  # Lightning divides by whole numbers
+    assert module.idle == idle
+    assert module.validated == 2 * {0.5: [2, 5], 4: [3]}.get(options.get("val_check_interval"), [6])
+    expected = oracle(range(3), EPOCH, accumulate, same_epochs=True, decay=0.9)
+    assert torch.allclose(flat(module.net.parameters()), expected, rtol=0, atol=1e-5)
+    if rank == 0:  # whose statistics all get: they stay while it repeats a batch
+        assert [torch.equal(*pair) for pair in pairwise(module.statistics)] == idle[1:]
 
 
-def _resumes(folder: str, algorithm: Algorithm) -> None:
-    saving: dict[str, Any] = {"dirpath": folder, "filename": "{step}", "save_top_k": -1}
+@on_ranks(2)
+def test_resuming_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    algorithm = ring.AllReduce(ring.BlockInt(8), uneven="join")
+    saving: dict[str, Any] = {"dirpath": tmp_path, "filename": "{step}", "save_top_k": -1}
     callbacks = [ModelCheckpoint(every_n_epochs=1, **saving), ModelCheckpoint(every_n_train_steps=5, **saving)]
     whole = fitted(algorithm, enable_checkpointing=True, callbacks=callbacks)
-    resumed = fitted(algorithm, ckpt_path=f"{folder}/step=7.ckpt")
+    resumed = fitted(algorithm, ckpt_path=tmp_path / "step=7.ckpt")
     for one, other in zip(whole.lightning_module.parameters(), resumed.lightning_module.parameters(), strict=True):
         assert torch.equal(one, other)
     assert whole.global_step == resumed.global_step == 14
     # within an epoch, after rank 0 had run out; Lightning begins this loader anew
-    rest = fitted(algorithm, max_epochs=1, ckpt_path=f"{folder}/step=5.ckpt")
+    rest = fitted(algorithm, max_epochs=1, ckpt_path=tmp_path / "step=5.ckpt")
     assert rest.global_step == 7
     assert isinstance(rest.lightning_module, Module)
     assert rest.lightning_module.idle == 2 * [dist.get_rank() == 0]
-
-
-def test_resuming_goes_on_with_the_same_bits(ranks: Pool, tmp_path: Path) -> None:
-    ranks(2, _resumes, str(tmp_path), AllReduce(BlockInt(8), uneven="join"))
 
 
 # What is refused
@@ -402,19 +363,16 @@ def _fits_nothing() -> None:
 NORMED = nn.Sequential(nn.Linear(6, 3), nn.SyncBatchNorm(3))
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "SyncBatchNorm": (lambda: _joins(NORMED, JOINS), "nn.GroupNorm"),
-    "scaler": (lambda: _joins(Net(), Gossip(uneven="join"), scaled=True), "bf16-mixed"),
+    "scaler": (lambda: _joins(Net(), ring.Gossip(uneven="join"), scaled=True), "bf16-mixed"),
     "empty": (lambda: _joins(Net(), JOINS, none_on_rank_1=True), "at least one batch"),
     "empty with lightning": (_fits_nothing, "at least one batch"),
     "wrong length with lightning": (lambda: fitted(JOINS, "lying"), "correct its __len__"),
 }
 
 
-def _refused(name: str) -> str:
-    with pytest.raises((ValueError, PeerLostError)) as caught:
-        REFUSED[name][0]()
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_joined_is_refused_on_all_ranks(ranks: Pool, name: str) -> None:
-    assert all(REFUSED[name][1] in message for message in ranks(2, _refused, name))
+@on_ranks(2)
+def test_what_cannot_be_joined_is_refused_on_all_ranks(name: str) -> None:
+    joins, cure = REFUSED[name]
+    with pytest.raises((ValueError, ring.PeerLostError), match=cure):
+        joins()
