@@ -30,6 +30,7 @@ import ringstrategy as ring
 from ringstrategy import AllReduce, Auto, BlockInt, Cast, CommunicationMonitor, Direct, Gossip, RingStrategy, Stats
 from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.integrations.lightning import meeting
+from ringstrategy.names import STRATEGIES
 
 
 class Net(L.LightningModule):
@@ -386,3 +387,20 @@ def test_validate_test_and_predict_without_fit() -> None:
     assert len(everyone.unique(dim=0)) == 48
     assert isinstance(trainer.strategy, RingStrategy)
     assert trainer.strategy.stats == Stats()
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_every_name_trains_identical_replicas_and_sends_what_it_says() -> None:
+    sent: dict[str, Any] = {}
+    every = next(iter(rows(480, batch_size=480)))
+    for name in STRATEGIES:
+        model = Net(nn.Sequential(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 3)))
+        before = float(model.loss(every))
+        trainer = fit(name, model, data=rows(480), max_epochs=1)
+        check_replicas(trainer)
+        assert float(model.loss(every)) < 0.9 * before, name
+        sent[name] = trainer.strategy.stats.bytes_sent  # type: ignore[attr-defined]
+    fewer = {"ring_fp16": 1.9, "ring_bf16": 1.9, "ring_int8": 3.5, "ring_fp8": 3.5, "ring_int4": 6, "ring_int2": 9}
+    for name, factor in {**fewer, "ring_sign": 12, "ring_topk": 14, "ring_powersgd": 4}.items():
+        assert sent[name] < sent["ring"] / factor, (name, sent["ring"] / sent[name])
