@@ -376,8 +376,8 @@ def test_what_is_not_set_up_is_refused() -> None:
             fabric.backward(model(torch.randn(2, 6)).sum())
         with pytest.raises(TypeError, match=r"call model, optimizer = fabric\.setup"), consensus(model):
             pass
-        ring, optimizer = fabric.setup(model, momentum(model))
-        ring(torch.randn(4, 6)).sum().backward()
+        wrapped, optimizer = fabric.setup(model, momentum(model))
+        wrapped(torch.randn(4, 6)).sum().backward()
         with pytest.raises(RuntimeError, match=r"fabric\.backward\(loss, model=model\)"):
             optimizer.step()
         with pytest.raises(ValueError, match="set that up, or call"):
