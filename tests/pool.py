@@ -15,6 +15,7 @@ import importlib
 import math
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -116,7 +117,8 @@ def _serve(connection: Connection) -> None:
             rank, size, port, path, folder, (module, name, args) = connection.recv()
         except EOFError:
             return
-        before = dict(os.environ)
+        before, arguments = dict(os.environ), list(sys.argv)
+        handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
         sys.path[:] = path
         os.chdir(folder)
         os.environ.update(
@@ -140,4 +142,8 @@ def _serve(connection: Connection) -> None:
                 dist.destroy_process_group()
             os.environ.clear()  # of what a launcher sets, and of what the task has set: the next one begins without
             os.environ.update(before)
+            sys.argv[:] = arguments
+            for number, handler in handlers.items():
+                if signal.getsignal(number) != handler:
+                    signal.signal(number, handler)
         connection.send(outcome)

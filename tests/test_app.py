@@ -15,6 +15,7 @@ import sys
 import time
 from importlib.resources import files
 from pathlib import Path
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -138,11 +139,10 @@ def _called(arguments, exit_codes):
             write_summary(jobs[-1], summary | numbers)
         return ended
 
-    train._run_in_own_process_group = job
     sys.argv = ["ringstrategy-train", *arguments]
     os.environ["COLUMNS"] = "200"
     try:
-        with contextlib.redirect_stdout(printed):
+        with mock.patch.object(train, "_run_in_own_process_group", job), contextlib.redirect_stdout(printed):
             train.main()
     except SystemExit as ended:
         code = ended.code

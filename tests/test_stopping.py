@@ -52,12 +52,12 @@ def deep() -> Net:
     ids=["feedback", "gossip", "ring"],
 )
 @on_ranks(2)
+@mock.patch.object(stopping, "_LOOK_SECONDS", 0.0)  # or rank 0 would not look before the end
 def test_a_signal_to_any_rank_stops_all_with_a_checkpoint(
     algorithm: Algorithm, rank: int, save_last: Any, tmp_path: Path
 ) -> None:
     """Beside the last checkpoint of another run."""
     (tmp_path / "last.ckpt").write_bytes(b"another run's")
-    stopping._LOOK_SECONDS = 0.0  # or rank 0 would not look before the end
     before = signal.getsignal(signal.SIGTERM)
     saver = ModelCheckpoint(tmp_path, save_last=save_last, every_n_epochs=10)
     with pytest.raises(SIGTERMException):
@@ -91,8 +91,8 @@ class Slurm(Callback):
 
 
 @on_ranks(2)
+@mock.patch.object(stopping, "_LOOK_SECONDS", 0.0)
 def test_slurm_requeues_all_ranks_at_one_batch() -> None:
-    stopping._LOOK_SECONDS = 0.0
     trainer = fit("ring", deep(), callbacks=[slurm := Slurm()])
     assert trainer.global_step == STEPS
     [step] = slurm.called
