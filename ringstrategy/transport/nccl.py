@@ -88,8 +88,8 @@ class NcclPeers(Peers):
         self._lost: RuntimeError | None = None
         self._told = False  # somebody got that error
         self._closing = threading.Event()
-        how: dict[str, Any] = {"target": _look_out, "args": (weakref.ref(self), self._closing), "daemon": True}
-        self._look_out = threading.Thread(name="ringstrategy-look-out", **how)
+        own = (weakref.ref(self), self._closing)
+        self._look_out = threading.Thread(target=_look_out, args=own, name="ringstrategy-look-out", daemon=True)
         self._look_out.start()
 
     @property
@@ -181,8 +181,7 @@ class NcclPeers(Peers):
         done, now = self._held.dropped, time.monotonic()  # asks no event, which would end the capture of a CUDA graph
         if done != before or done == self._submitted:
             return done, now
-        under_way = self._submitted - done
-        where = self._where[-under_way] if under_way <= len(self._where) else self._where[0]
+        where = self._where[-min(self._submitted - done, len(self._where))]
         try:
             self._control.look_closely(where)
             if now > since + self._timeout and self._held.done() == done:
