@@ -198,9 +198,10 @@ def test_it_compiles_without_spills(gpu: str, variant: Variant, tmp_path: Path) 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
 @pytest.mark.skipif(torch.__version__ < "2.10", reason="Triton 3.5's interpreter fails with numpy 2.4")
+@pytest.mark.timeout(3600)  # a minute, where nothing else runs
 @pytest.mark.parametrize(
     "which",
-    ["not nightly", pytest.param("nightly", marks=[pytest.mark.nightly, pytest.mark.timeout(1800)])],
+    ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)],
     ids=["one of each kernel", "the rest"],
 )
 def test_they_compute_in_the_interpreter(which: str) -> None:
