@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NAMES = (
     *("training", "collectives", "codecs", "overhead", "time_to_accuracy", "long_race"),
-    *("faults", "fuzz", "soak"),
+    *("faults", "fuzz", "soak", "requests"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),
     *("campaign", "report", "demo", "lab", "walk"),
