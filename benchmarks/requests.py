@@ -46,6 +46,7 @@ class _Host:
         host, (port, raw) = os.environ["MASTER_ADDR"], ports.tolist()
         if self.rank == 0:
             self.raw, _ = stream.accept()
+            stream.close()
         else:
             self.client = Client((host, port), _SECRET, name="benchmark", connections=2 * _AT_ONCE)
             self.raw = socket.create_connection((host, raw))
@@ -107,7 +108,7 @@ class _Host:
         took: list[float] = []
         if self.rank == 1:
             pushes = [self._asked("push", place % _AT_ONCE) for place in range(self.times)]
-            while not pushes[-1].done() and len(took) < _PINGS:
+            while not took or (not pushes[-1].done() and len(took) < _PINGS):
                 begin = time.perf_counter()
                 self.client.ask("word", bulk=False).result()
                 took.append(1e3 * (time.perf_counter() - begin))

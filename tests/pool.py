@@ -144,6 +144,6 @@ def _serve(connection: Connection) -> None:
             os.environ.update(before)
             sys.argv[:] = arguments
             for number, handler in handlers.items():
-                if signal.getsignal(number) != handler:
+                if handler is not None and signal.getsignal(number) != handler:
                     signal.signal(number, handler)
         connection.send(outcome)

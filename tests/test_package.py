@@ -75,7 +75,7 @@ FLOORS = [  # from the ground; a room is a package or a module of the top level
     {"_version", "errors", "extras"},
     {"failure", "kernels"},
     {"codecs", "requests", "topologies", "transport"},
-    {"collectives", "membership"},
+    {"collectives", "membership", "server"},
     {"buckets"},
     {"cost"},
     {"algorithms"},

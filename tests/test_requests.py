@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import struct
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,10 +21,11 @@ import trustme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import job as job
+from jobs import program as program
 from torch import Tensor
 
-from benchmarks.ranks import Job, note, noted, until
-from ringstrategy.requests import Answer, Client, RefusedError, Request, Server, opening, server
+from benchmarks.ranks import Job, Program, note, noted, until
+from ringstrategy.requests import Answer, Client, RefusedError, Request, Server, opening, server, sockets
 
 SECRET = b"a secret for tests only"
 LOCAL = ("127.0.0.1", 0)
@@ -38,7 +40,7 @@ def echo(request: Request) -> Answer:
         raise RefusedError(request.meta["why"])
     if request.operation == "fail":
         raise KeyError(request.meta["why"])
-    return Answer({**request.meta, "peer": request.peer}, [got])
+    return Answer({**request.meta, "peer": request.peer}, [got[::2] if request.operation == "strided" else got])
 
 
 @contextlib.contextmanager
@@ -74,9 +76,11 @@ def test_every_request_gets_its_own_answer_in_its_own_place(host: str) -> None:
 
 
 def test_errors_are_the_askers_and_keep_the_connection() -> None:
-    with pair() as (serves, asks), mock.patch.object(serves, "open", wraps=serves.open) as opened:
+    with pair() as (serves, asks), mock.patch.object(serves, "holding", wraps=serves.holding) as opened:
         body = torch.zeros(300_000)
         for _ in range(3):
+            with pytest.raises(RuntimeError, match="only contiguous tensors"):
+                asks.ask("strided", {}, [body]).result(END)
             with pytest.raises(RefusedError, match="too old"):
                 asks.ask("refuse", {"why": "too old"}, [body]).result(END)
             with pytest.raises(RuntimeError, match=r"fail.*KeyError: 'broken'"):
@@ -104,7 +108,9 @@ def reads_more(request: Request) -> Answer:
     [
         (lambda: Client(LOCAL, b"short", name="me"), "at least 16 bytes, got 5: make one with `openssl"),
         (lambda: Server(LOCAL, b"short", echo), "at least 16 bytes"),
+        (lambda: Client(LOCAL, SECRET, name="two\nlines"), "up to 200 letters and digits, got"),
         (lambda: asked("two words"), "a word, got 'two words'"),
+        (lambda: asked("größe"), "a word, got"),
         (lambda: asked("echo", {"long": "x" * 60_000}), "send it as a buffer"),
         (lambda: asked("echo", {}, [torch.zeros(4, 4).T[1:]]), "only contiguous tensors on the CPU"),
         (lambda: asked("echo", {}, [torch.zeros(4, device="meta")]), "on meta"),
@@ -123,7 +129,7 @@ def asked(*what: Any, handler: Any = echo) -> Answer:
 
 def test_words_and_beats_do_not_wait_for_bulk_data() -> None:
     began, go = threading.Semaphore(0), threading.Event()
-    beats = threading.Semaphore(0)
+    beats, fails = threading.Semaphore(0), threading.Event()
 
     def waits(request: Request) -> Answer:
         if request.operation == "bulk":
@@ -131,17 +137,20 @@ def test_words_and_beats_do_not_wait_for_bulk_data() -> None:
             assert go.wait(END)
         if request.operation == "beat":
             beats.release()
+            if fails.is_set():
+                fails.clear()
+                raise KeyError("an error is a sign of life")
             return Answer({"version": 7})
         return Answer({})
 
-    with pair(waits) as (_, asks):
+    with pair(waits, silent=2.0) as (_, asks):  # the server's: by its own 10 s the client would beat too seldom
         slow = [asks.ask("bulk") for _ in range(4)]
         for _ in slow:
             assert began.acquire(timeout=END)
+        fails.set()
         asks.ask("word", bulk=False).result(END)
-        asks.silent = 0.1  # of this client alone: it asks more often
         assert all(beats.acquire(timeout=END) for _ in range(3))
-        assert (asks.news, asks.lost) == ({"version": 7}, None)
+        assert asks.news == {"version": 7}
         go.set()
         for future in slow:
             future.result(END)
@@ -177,6 +186,28 @@ def test_with_tls_only_those_that_trust_the_certificate_ask(
                     future.result(END)
 
 
+def test_what_is_broken_off_within_tls_is_no_data(encrypted: tuple[ssl.SSLContext, trustme.CA]) -> None:
+    """The other side's bytes, still encrypted, lie in the kernel."""
+    of_server, authority = encrypted
+    of_client = ssl.create_default_context()
+    authority.configure_trust(of_client)
+    ours, theirs = socket.socketpair()
+    opened = threading.Thread(target=lambda: kept.append(of_server.wrap_socket(theirs, server_side=True)), daemon=True)
+    kept: list[ssl.SSLSocket] = []
+    opened.start()
+    with of_client.wrap_socket(ours, server_hostname="127.0.0.1") as reads:
+        opened.join(END)
+        [writes] = kept
+        with writes:
+            writes.sendall(b"x" * 40_000)  # several records
+            got = sockets.reader(reads).read(1)
+            sockets.break_off(reads)
+            rest = b""
+            with contextlib.suppress(OSError):
+                rest = sockets.reader(reads).read()
+    assert (got + rest).strip(b"x") == b""
+
+
 # Strangers
 
 
@@ -209,7 +240,7 @@ def besieged() -> Iterator[Callable[[bytes], None]]:
 
         def send(stranger: bytes) -> None:
             before = [call for call in calls if call != "beat"]
-            with socket.create_connection(serves.address) as connection, contextlib.suppress(ConnectionError):
+            with socket.create_connection(serves.address) as connection, contextlib.suppress(OSError):
                 connection.sendall(stranger)
                 connection.shutdown(socket.SHUT_WR)
                 received = b""
@@ -334,6 +365,80 @@ def test_nobody_waits_for_an_opening_without_end(monkeypatch: pytest.MonkeyPatch
                 pass
 
 
+def test_a_server_that_is_closed_answers_nobody() -> None:
+    """Not those either that have shown the secret and asked for nothing yet."""
+    calls: list[str] = []
+
+    def counts(request: Request) -> Answer:
+        calls.append(request.operation)
+        return Answer({})
+
+    with Server(LOCAL, SECRET, counts) as serves, socket.create_connection(serves.address) as connection:
+        opening.open_connection(connection, SECRET, serves=False)
+        serves.close()
+        connection.settimeout(END)
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(b"POST /late HTTP/1.1\r\nPeer: me\r\nMeta: {}\r\nContent-Length: 0\r\n\r\n")
+            assert connection.recv(100) == b""
+        with pytest.raises(ConnectionError):
+            socket.create_connection(serves.address)
+    assert calls == []
+
+
+def test_a_client_that_is_closed_leaves_nobody_waiting() -> None:
+    """By a callback too, which its own thread calls."""
+    came, go = threading.Event(), threading.Event()
+
+    def holds(request: Request) -> Answer:
+        if request.operation == "hold":
+            came.set()
+            assert go.wait(END)
+        return Answer({})
+
+    with Server(LOCAL, SECRET, holds) as serves:
+        asks = Client(serves.address, SECRET, name="me", connections=1)
+        held, waits = asks.ask("hold"), asks.ask("hold")
+        assert came.wait(END)
+        asks.ask("word", bulk=False).add_done_callback(lambda _: asks.close())
+        for future in (held, waits):
+            with pytest.raises(ConnectionError):
+                future.result(END)
+        asks.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            asks.ask("word")
+        go.set()
+
+
+EXITS = """
+import os, sys, threading
+from ringstrategy.requests import Answer, Client, Server
+came = threading.Event()
+def hold(request):
+    if request.operation == "hold":
+        came.set()
+        threading.Event().wait()
+    return Answer({})
+serves = Server(("127.0.0.1", 0), b"a secret for tests only", hold)
+asks = Client(serves.address, b"a secret for tests only", name="me")
+asks.ask("hold")
+came.wait()
+if os.fork() == 0:
+    try:
+        asks.ask("word")
+    except RuntimeError as error:
+        print(error, flush=True)
+    os._exit(0)
+os.wait()
+sys.exit(7)
+"""
+
+
+def test_a_script_ends_although_a_request_is_under_way_and_a_fork_is_told(program: Callable[..., Program]) -> None:
+    running = program(sys.executable, "-c", EXITS)
+    assert running.wait() == 7
+    assert "made in another process" in running.printed
+
+
 # The lost
 
 
@@ -423,9 +528,9 @@ def test_the_server_notices_who_leaves_and_who_is_silent() -> None:
             with mock.patch.object(serves, "closed", wraps=serves.closed) as closed:
                 with pytest.raises(ValueError, match="a place for 1"):  # after which a connection is of no use
                     leaves.ask("word", into=bytearray(1)).result(END)
-                until(lambda: closed.called, "the server notices", lambda: [os.getpid()])
+                until(lambda: closed.called, "the server notices", lambda: [os.getpid()], END)
             assert gone == [], "it has others"
-        until(lambda: gone == ["leaves"], "one has left", lambda: [os.getpid()])
+        until(lambda: gone == ["leaves"], "one has left", lambda: [os.getpid()], END)
         held = silent.ask("hold")
         assert came.wait(END)
         serves.break_off_silent(float("inf"))

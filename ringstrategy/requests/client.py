@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
+import os
+import re
 import socket
 import ssl
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future
+from http import HTTPStatus
+from queue import SimpleQueue
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from ringstrategy.requests.messages import BOOT, META, PEER, Answer, Buffer, RefusedError, view_of, written
+from ringstrategy.requests.messages import BOOT, META, PEER, SILENT, Answer, Buffer, RefusedError, view_of, written
 from ringstrategy.requests.opening import check_secret, open_connection
-from ringstrategy.requests.reader import reader
+from ringstrategy.requests.sockets import break_off, notice_dead_paths, reader
 
 BEAT = "beat"
+
+
+class _Asked(NamedTuple):
+    future: Future[Answer]
+    operation: str
+    meta: str
+    views: Sequence[memoryview]
+    out: memoryview | None
+
+
+_Queue = SimpleQueue[_Asked | None]  # None: no more
 
 
 class Client:
@@ -28,17 +42,19 @@ class Client:
     A connection is made when it is needed, and made anew after it broke. A request is never sent twice: if its
     connection breaks, its future holds a ConnectionError, and the caller knows whether it may ask again.
 
+    Not noticed is a machine between both that loses one connection, answers for it, and lets the beats through.
+
     Args:
         address: host and port of the server.
         secret: the server's.
-        name: by which the server knows this client.
+        name: by which the server knows this client: letters, digits and punctuation, at most 200.
         connections: for bulk data: so many requests at once.
         silent: seconds without an answer to a beat, after which the server counts as lost, and requests under way fail.
-        tls: a context for clients, or None.
+        tls: a context for clients, which verifies the server's certificate; or None.
 
     Attributes:
         boot: which life of the server answered last; None: none did.
-        lost: why it did not answer the last beat; None: it did, or none was sent yet.
+        lost: why it did not answer the last beat, or with what error; None: it did, or none was sent yet.
         news: what it answered the last beat.
         bytes_sent: of bulk data, handed to the operating system.
         bytes_received: of bulk data.
@@ -54,19 +70,27 @@ class Client:
         silent: float = 10.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        if not re.fullmatch(r"[!-~]{1,200}", name):
+            raise ValueError(f"a client's name is up to 200 letters and digits, got {name!r}")
         self.address, self.secret, self.name, self.silent, self.tls = address, check_secret(secret), name, silent, tls
         self.boot: str | None = None
-        self.lost: ConnectionError | None = None
+        self.lost: Exception | None = None
         self.news: dict[str, Any] = {}
         self.bytes_sent = self.bytes_received = 0
+        self._of_server = silent  # as the server says
+        self._process = os.getpid()
         self._lock = threading.Lock()
-        self._own = threading.local()  # the connection of each thread
-        self._connections: list[_Connection] = []
-        self._bulk = ThreadPoolExecutor(connections, "ringstrategy-bulk")
-        self._words = ThreadPoolExecutor(1, "ringstrategy-words")
         self._closing = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="ringstrategy-beats", daemon=True)
-        self._beats.start()
+        self._bulk, self._words = _Queue(), _Queue()
+        queues = [*[self._bulk] * connections, self._words]
+        self._connections = [_Connection(self, silent=None) for _ in queues]
+        self._threads = [
+            threading.Thread(target=self._answer_all, args=given, name="ringstrategy-requests", daemon=True)
+            for given in zip(queues, self._connections, strict=True)
+        ]
+        self._threads.append(threading.Thread(target=self._beat, name="ringstrategy-beats", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def __enter__(self) -> Client:
         return self
@@ -89,38 +113,62 @@ class Client:
             operation: a word.
             meta: see `Answer`.
             buffers: bulk data; they must not change until the future is done.
-            into: where the bulk data of the answer goes, all of it; None: to new memory.
+            into: where the bulk data of the answer goes, all of it; None: to new memory. After an error it may hold a
+                part of an answer.
             bulk: False: over a connection that no bulk data holds up.
 
         Returns:
             The answer. RefusedError if the server refuses, RuntimeError if its handler failed, ConnectionError if the
             server was not reached or was lost. Then nobody knows whether it has done what was asked.
         """
-        if self._closing.is_set():
-            raise RuntimeError("this client is closed")
-        if not operation.isidentifier():
+        if os.getpid() != self._process:
+            raise RuntimeError("this client was made in another process, and has no threads here: make one in each")
+        if not (operation.isidentifier() and operation.isascii()):
             raise ValueError(f"an operation is a word, got {operation!r}")
-        head, views = written(dict(meta or {})), [view_of(buffer) for buffer in buffers]
-        out = None if into is None else view_of(into)
-        return (self._bulk if bulk else self._words).submit(self._ask, operation, head, views, out)
+        views, out = [view_of(buffer) for buffer in buffers], None if into is None else view_of(into)
+        asked = _Asked(Future(), operation, written(dict(meta or {})), views, out)
+        with self._lock:
+            if self._closing.is_set():
+                raise RuntimeError("this client is closed")
+            (self._bulk if bulk else self._words).put(asked)
+        return asked.future
 
     def close(self) -> None:
-        """Break off what is under way. Idempotent."""
-        self._closing.set()
-        self._break_off()
-        for threads in (self._bulk, self._words):
-            threads.shutdown(cancel_futures=True)
-        self._beats.join()
-        with self._lock:
-            connections, self._connections = self._connections, []
-        for connection in connections:
-            connection.close()
+        """Break off what is under way: its futures hold a ConnectionError. Idempotent.
 
-    def _ask(self, operation: str, meta: str, views: Sequence[memoryview], out: memoryview | None) -> Answer:
-        connection = self._connection()
+        It waits for a connection that is just being made, for `silent` seconds at most, and for its opening.
+        """
+        with self._lock:
+            self._closing.set()
+            for _ in self._connections:
+                self._bulk.put(None)
+                self._words.put(None)
+        self._break_off()
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a callback of a future
+                thread.join()
+
+    def _answer_all(self, queue: _Queue, connection: _Connection) -> None:
+        while (asked := queue.get()) is not None:
+            if asked.future.set_running_or_notify_cancel():
+                try:
+                    answer = self._answer(connection, asked.operation, asked.meta, asked.views, asked.out)
+                except BaseException as error:
+                    asked.future.set_exception(error)
+                else:
+                    asked.future.set_result(answer)
+        connection.close()
+
+    def _answer(
+        self, connection: _Connection, operation: str, meta: str, views: Sequence[memoryview], out: memoryview | None
+    ) -> Answer:
         try:
+            if self._closing.is_set():
+                raise ConnectionError("this client is closed")
+            if connection.broken or connection.boot != self.boot:
+                connection.close()  # it led to an earlier life of the server
             response = connection.ask(operation, meta, views)
-            answer = self._answer(response, out)
+            answer = _read(response, out)
         except BaseException as error:
             connection.close()  # nobody knows what is still to be read of it
             if not isinstance(error, OSError | http.client.HTTPException):
@@ -131,53 +179,44 @@ class Client:
             self.bytes_sent += sum(view.nbytes for view in views)
             self.bytes_received += sum(view.nbytes for view in map(view_of, answer.buffers))
         self.boot = connection.boot = response.headers[BOOT]
-        if response.status == http.client.CONFLICT:
+        self._of_server = float(response.headers[SILENT])
+        if response.status == HTTPStatus.CONFLICT:
             raise RefusedError(answer.meta["error"])
-        if response.status != http.client.OK:
+        if response.status != HTTPStatus.OK:
             raise RuntimeError(f"the server failed at {operation!r}: {answer.meta['error']}")
         return answer
 
-    def _answer(self, response: http.client.HTTPResponse, out: memoryview | None) -> Answer:
-        nbytes = response.length or 0
-        if out is None or response.status != http.client.OK:
-            out = memoryview(bytearray(nbytes))
-        if out.nbytes != nbytes:
-            raise ValueError(f"the answer has {nbytes} bytes, and there is a place for {out.nbytes}")
-        if response.readinto(out) != nbytes:
-            raise ConnectionError(f"the server was lost within an answer of {nbytes} bytes")
-        response.read()  # nothing: so the next request may use the connection
-        return Answer(json.loads(response.headers[META]), (out,))
-
-    def _connection(self) -> _Connection:
-        """This thread's."""
-        if not hasattr(self._own, "connection"):
-            self._own.connection = _Connection(self)
-            with self._lock:
-                self._connections.append(self._own.connection)
-        connection: _Connection = self._own.connection
-        if self._closing.is_set():
-            raise ConnectionError("this client is closed")
-        if connection.broken or connection.boot != self.boot:
-            connection.close()  # it led to an earlier life of the server
-        return connection
-
     def _beat(self) -> None:
+        connection = _Connection(self, silent=0.75 * self.silent)
         while True:
             began = time.monotonic()
             try:
-                self.news = self._ask(BEAT, "{}", (), None).meta
+                self.news = self._answer(connection, BEAT, "{}", (), None).meta
                 self.lost = None
-            except Exception as error:  # whatever it is, nobody would wait for more beats
-                self.lost = error if isinstance(error, ConnectionError) else ConnectionError(f"at a beat: {error}")
+            except ConnectionError as error:
+                self.lost = error
                 self._break_off()
-            if self._closing.wait(max(0.0, began + self.silent / 4 - time.monotonic())):
+            except Exception as error:  # it is there
+                self.lost = error
+            if self._closing.wait(max(0.0, began + min(self.silent, self._of_server) / 4 - time.monotonic())):
+                connection.close()
                 return
 
     def _break_off(self) -> None:
-        with self._lock:
-            connections = list(self._connections)
-        for connection in connections:
+        for connection in self._connections:
             connection.break_off()
+
+
+def _read(response: http.client.HTTPResponse, out: memoryview | None) -> Answer:
+    nbytes = response.length or 0
+    if out is None or response.status != HTTPStatus.OK:
+        out = memoryview(bytearray(nbytes))
+    if out.nbytes != nbytes:
+        raise ValueError(f"the answer has {nbytes} bytes, and there is a place for {out.nbytes}")
+    if response.readinto(out) != nbytes:
+        raise ConnectionError(f"the server was lost within an answer of {nbytes} bytes")
+    response.read()  # nothing: so the next request may use the connection
+    return Answer(json.loads(response.headers[META]), (out,))
 
 
 class _Response(http.client.HTTPResponse):
@@ -188,30 +227,38 @@ class _Response(http.client.HTTPResponse):
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection of one thread's; `boot` is the server's life that it leads to."""
+    """A connection of one thread's, made when it is needed.
+
+    Args:
+        client: whose.
+        silent: seconds that one read or write may take; None: the beats say whether it waits in vain.
+
+    Attributes:
+        boot: the server's life that it leads to.
+        broken: it is of no more use.
+    """
 
     response_class = _Response
     boot: str | None = None
     broken = False
 
-    def __init__(self, client: Client) -> None:
-        super().__init__(*client.address, timeout=client.silent)
-        self._client = client
+    def __init__(self, client: Client, silent: float | None) -> None:
+        super().__init__(*client.address)
+        self._client, self._silent = client, silent
 
     @override
     def connect(self) -> None:
         client = self._client
         connection = socket.create_connection(client.address, client.silent)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            notice_dead_paths(connection, client.silent)
             if client.tls is not None:
                 connection = client.tls.wrap_socket(connection, server_hostname=client.address[0])
             open_connection(connection, client.secret, serves=False)
         except BaseException:
             connection.close()
             raise
-        beats = threading.current_thread() is client._beats
-        connection.settimeout(0.75 * client.silent if beats else None)  # the beats say whether the others wait in vain
+        connection.settimeout(self._silent)
         self.sock, self.boot, self.broken = connection, client.boot, False
         if client._closing.is_set():  # only now: `close` breaks off what it finds
             self.break_off()
@@ -231,5 +278,10 @@ class _Connection(http.client.HTTPConnection):
         """Whoever uses it gets an error."""
         connection, self.broken = self.sock, True
         if connection is not None:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
+            break_off(connection)
+
+    @override
+    def close(self) -> None:
+        if self.sock is not None:
+            break_off(self.sock)
+        super().close()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-META, PEER, BOOT = "Meta", "Peer", "Boot"  # headers
+META, PEER, BOOT, SILENT = "Meta", "Peer", "Boot", "Silent"  # headers
 _MOST_META = 60_000  # characters: Python's HTTP reads lines of at most 64 KiB
 _SCRATCH = 1 << 18
 
@@ -48,6 +48,7 @@ class Body:
         view = view_of(buffer)
         if view.nbytes > self._left:
             raise RefusedError(f"{view.nbytes} bytes are wanted, and only {self._left} of {self.nbytes} are left")
+        self.lost = True  # if that raises
         read = self._source.readinto(view)
         self._left -= read
         self.lost = read < view.nbytes

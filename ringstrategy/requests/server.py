@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import socket
@@ -10,20 +9,41 @@ import ssl
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from typing_extensions import override
 
-from ringstrategy.requests.messages import BOOT, META, PEER, Answer, Body, RefusedError, Request, view_of, written
+from ringstrategy.errors import last_words
+from ringstrategy.requests.messages import (
+    BOOT,
+    META,
+    PEER,
+    SILENT,
+    Answer,
+    Body,
+    RefusedError,
+    Request,
+    view_of,
+    written,
+)
 from ringstrategy.requests.opening import SECONDS, check_secret, open_connection
-from ringstrategy.requests.reader import reader
+from ringstrategy.requests.sockets import break_off, notice_dead_paths, reader
 
 _MOST_OPENING = 256  # connections that nobody has shown a secret on yet; of more the oldest are closed
+_MOST_WORDS = 500  # characters of a refusal
 _log = logging.getLogger(__name__)
 
 Handler = Callable[[Request], Answer]
+
+
+class _Peer:
+    def __init__(self) -> None:
+        self.connections: set[socket.socket] = set()
+        self.heard = 0.0  # when
 
 
 class Server:
@@ -36,9 +56,9 @@ class Server:
             operation `beat` comes several times within `silent` seconds: answer it by the thread or lock that matters,
             because clients take an answer for a sign of life.
         gone: called with the name of a client that has closed its last connection, or was silent for too long. It may
-            come back.
-        silent: seconds without a request.
-        tls: a context for servers, or None.
+            come back, but no request begins before this has returned: so it must not wait for one.
+        silent: seconds without a request. Clients learn of it, and beat as often as it needs.
+        tls: a context for servers, or None. The secret is not bound to it: clients must verify the certificate.
 
     Attributes:
         address: on which it listens.
@@ -55,13 +75,13 @@ class Server:
         silent: float = 10.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        self.secret, self.handler, self.tls = check_secret(secret), handler, tls
+        self.secret, self.handler, self.silent, self.tls = check_secret(secret), handler, silent, tls
         self.boot = uuid.uuid4().hex
-        self._gone, self._silent = gone, silent
+        self._gone = gone
         self._lock = threading.Lock()
-        self._opening: dict[socket.socket, None] = {}  # the oldest first
-        self._peers: dict[str, set[socket.socket]] = {}
-        self._heard: dict[str, float] = {}
+        self._connections: set[socket.socket] = set()
+        self._opening: dict[socket.socket, None] = {}  # of those; the oldest first
+        self._peers: dict[str, _Peer] = {}
         self._closing = threading.Event()
         self._http = _HttpServer(address, self)
         self.address: tuple[str, int] = self._http.server_address[:2]  # type: ignore[assignment]
@@ -79,80 +99,86 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop listening, and close all connections. Idempotent."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        self._http.shutdown()
-        self._http.server_close()
+        """Stop listening, and close all connections; handlers that still run end by themselves. Idempotent."""
         with self._lock:
-            left = [*self._opening, *(each for connections in self._peers.values() for each in connections)]
-        for connection in left:
-            _break_off(connection)
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            connections = list(self._connections)
+        self._http.shutdown()
+        break_off(self._http.socket)  # a forked process may hold it too
+        self._http.server_close()
+        for connection in connections:
+            break_off(connection)
         for thread in self._threads:
             thread.join()
 
-    def open(self, connection: socket.socket) -> socket.socket:
-        """The connection, with TLS if it is asked for, once the other side has shown that it knows the secret."""
-        if self.tls is not None:
-            connection = self.tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    @contextmanager
+    def holding(self, connection: socket.socket) -> Generator[None, None, None]:
+        """Until the connection ends, and after the other side has shown that it knows the secret: else an OSError."""
         with self._lock:
+            if self._closing.is_set():
+                raise ConnectionError("the server is closed")
+            self._connections.add(connection)
             self._opening[connection] = None
             oldest = next(iter(self._opening)) if len(self._opening) > _MOST_OPENING else None
-        if oldest is not None:
-            _break_off(oldest)
+            if oldest is not None:
+                del self._opening[oldest]
+                break_off(oldest)
         try:
+            notice_dead_paths(connection, self.silent)
             if isinstance(connection, ssl.SSLSocket):
                 connection.settimeout(SECONDS)
                 connection.do_handshake()
             open_connection(connection, self.secret, serves=True)
             connection.settimeout(None)
-        except BaseException:
-            connection.close()
-            raise
+            with self._lock:
+                self._opening.pop(connection, None)
+            yield
         finally:
             with self._lock:
                 self._opening.pop(connection, None)
-        return connection
+                self._connections.discard(connection)
+            break_off(connection)
+            connection.close()
 
     # Who is there
 
-    def heard(self, peer: str, connection: socket.socket) -> None:
+    def heard(self, name: str, connection: socket.socket) -> None:
         """A request has come from this client."""
         with self._lock:
-            self._heard[peer] = time.monotonic()
-            self._peers.setdefault(peer, set()).add(connection)
+            peer = self._peers.setdefault(name, _Peer())
+            peer.heard = time.monotonic()
+            peer.connections.add(connection)
 
-    def closed(self, peer: str, connection: socket.socket) -> None:
+    def closed(self, name: str, connection: socket.socket) -> None:
         """One of this client's connections has ended."""
         with self._lock:
-            connections = self._peers.get(peer, set())
-            connections.discard(connection)
-            last = peer in self._peers and not connections
-            if last:
-                del self._peers[peer], self._heard[peer]
-        if last:
-            self._tell_of(peer)
+            peer = self._peers.get(name)
+            if peer is not None:
+                peer.connections.discard(connection)
+                if not peer.connections:
+                    self._part_with(name)
 
     def break_off_silent(self, now: float) -> None:
         """Close the connections of clients that were silent for too long."""
         with self._lock:
-            silent = [peer for peer, heard in self._heard.items() if now > heard + 0.75 * self._silent]
-            left = {peer: self._peers.pop(peer) for peer in silent if self._heard.pop(peer)}
-        for peer, connections in left.items():
-            for connection in connections:
-                _break_off(connection)
-            self._tell_of(peer)
+            for name in [name for name, peer in self._peers.items() if now > peer.heard + 0.75 * self.silent]:
+                self._part_with(name)
 
-    def _tell_of(self, peer: str) -> None:
-        if not self._closing.is_set():
-            try:
-                self._gone(peer)
-            except Exception:
-                _log.exception("nobody was told that %s is gone", peer)
+    def _part_with(self, name: str) -> None:
+        """Under the lock, so that a client that comes back comes after it has gone."""
+        for connection in self._peers.pop(name).connections:
+            break_off(connection)
+        if self._closing.is_set():
+            return
+        try:
+            self._gone(name)
+        except Exception:
+            _log.exception("nobody was told that %s is gone", name)
 
     def _watch(self) -> None:
-        while not self._closing.wait(self._silent / 4):
+        while not self._closing.wait(self.silent / 4):
             self.break_off_silent(time.monotonic())
 
 
@@ -179,13 +205,14 @@ class _HttpServer(ThreadingHTTPServer):
 
     @override
     def finish_request(self, request: Any, client_address: Any) -> None:
+        tls = self.owner.tls
         try:
-            opened = self.owner.open(request)
+            if tls is not None:
+                request = tls.wrap_socket(request, server_side=True, do_handshake_on_connect=False)
+            with self.owner.holding(request):
+                _Connection(request, client_address, self)
         except OSError as error:  # ssl's errors and ours are such
-            _log.info("refused a connection from %s: %s", client_address[0], error)
-            return
-        with contextlib.closing(opened):
-            _Connection(opened, client_address, self)
+            _log.info("a connection from %s ended: %s", client_address[0], error)
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -196,9 +223,8 @@ class _Connection(BaseHTTPRequestHandler):
     """One client's: a request, its answer, the next request."""
 
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
     server: _HttpServer
-    _peer = ""
+    _peer: str | None = None
 
     @override
     def setup(self) -> None:
@@ -209,10 +235,9 @@ class _Connection(BaseHTTPRequestHandler):
     @override
     def handle(self) -> None:
         try:
-            with contextlib.suppress(OSError):  # the client is gone
-                super().handle()
+            super().handle()
         finally:
-            if self._peer:
+            if self._peer is not None:
                 self.server.owner.closed(self._peer, self.connection)
 
     def do_POST(self) -> None:
@@ -221,21 +246,22 @@ class _Connection(BaseHTTPRequestHandler):
         self._peer = self.headers[PEER]
         owner.heard(self._peer, self.connection)
         body = Body(self.rfile, int(self.headers["Content-Length"]))
-        status = 200
+        status, views = HTTPStatus.OK, list[memoryview]()
         try:
             answer = owner.handler(Request(self._peer, self.path[1:], json.loads(self.headers[META]), body))
+            head, views = written(answer.meta), [view_of(buffer) for buffer in answer.buffers]
         except RefusedError as error:
-            status, answer = 409, Answer({"error": str(error)})
+            status, head = HTTPStatus.CONFLICT, written({"error": str(error)[:_MOST_WORDS]})
         except Exception as error:
             if body.lost:
                 raise
             _log.exception("the request %s of %s failed", self.path[1:], self._peer)
-            status, answer = 500, Answer({"error": f"{type(error).__name__}: {error}"})
+            status, head = HTTPStatus.INTERNAL_SERVER_ERROR, written({"error": last_words(error)})
         body.skip()
-        views = [view_of(buffer) for buffer in answer.buffers]
         self.send_response_only(status)
         self.send_header(BOOT, owner.boot)
-        self.send_header(META, written(answer.meta))
+        self.send_header(SILENT, str(owner.silent))
+        self.send_header(META, head)
         self.send_header("Content-Length", str(sum(view.nbytes for view in views)))
         self.end_headers()
         for view in views:
@@ -244,9 +270,3 @@ class _Connection(BaseHTTPRequestHandler):
     @override
     def log_message(self, format: str, *given: Any) -> None:
         _log.info(format, *given)
-
-
-def _break_off(connection: socket.socket) -> None:
-    """Whoever reads or writes it gets an error, or the end."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
