@@ -49,6 +49,19 @@ def pair(handler: Any = echo, **how: Any) -> Iterator[tuple[Server, Client]]:
         yield serves, asks
 
 
+def holding() -> tuple[Callable[[Request], Answer], threading.Event, threading.Event]:
+    """A handler that keeps a `hold` waiting; whether one has come; lets all go on."""
+    came, go = threading.Event(), threading.Event()
+
+    def holds(request: Request) -> Answer:
+        if request.operation == "hold":
+            came.set()
+            assert go.wait(END)
+        return Answer({})
+
+    return holds, came, go
+
+
 def values(number: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-100, 100, (numel,), generator=torch.Generator().manual_seed(number)).to(dtype)
 
@@ -387,14 +400,7 @@ def test_a_server_that_is_closed_answers_nobody() -> None:
 
 def test_a_client_that_is_closed_leaves_nobody_waiting() -> None:
     """By a callback too, which its own thread calls."""
-    came, go = threading.Event(), threading.Event()
-
-    def holds(request: Request) -> Answer:
-        if request.operation == "hold":
-            came.set()
-            assert go.wait(END)
-        return Answer({})
-
+    holds, came, go = holding()
     with Server(LOCAL, SECRET, holds) as serves:
         asks = Client(serves.address, SECRET, name="me", connections=1)
         held, waits = asks.ask("hold"), asks.ask("hold")
@@ -511,14 +517,7 @@ def test_what_is_under_way_fails_if_the_server_dies_or_freezes(
 
 def test_the_server_notices_who_leaves_and_who_is_silent() -> None:
     gone: list[str] = []
-    came, go = threading.Event(), threading.Event()
-
-    def holds(request: Request) -> Answer:
-        if request.operation == "hold":
-            came.set()
-            assert go.wait(END)
-        return Answer({})
-
+    holds, came, go = holding()
     with Server(LOCAL, SECRET, holds, gone=gone.append, silent=1000.0) as serves:
         with Client(serves.address, SECRET, name="leaves", connections=2) as leaves:
             silent = Client(serves.address, SECRET, name="silent", silent=1000.0)

@@ -205,11 +205,13 @@ class Store:
 
 def _step(optimizer: Optimizer, lr: float | None, rate: float) -> None:
     """By this learning rate, or its own, times `rate`."""
-    for group in optimizer.param_groups:
-        group["lr"] = (group["lr"] if lr is None else lr) * rate
+    groups = optimizer.param_groups
+    kept = [group["lr"] if lr is None else lr for group in groups]
+    for group, own in zip(groups, kept, strict=True):
+        group["lr"] = own * rate
     optimizer.step()
-    for group in optimizer.param_groups:
-        group["lr"] /= rate
+    for group, own in zip(groups, kept, strict=True):
+        group["lr"] = own  # not divided by the rate, which would round
 
 
 def _digest(values: Tensor) -> str:
