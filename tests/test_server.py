@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ringstrategy import Nesterov
+from ringstrategy.server.fragment import Fragment, Place
 from ringstrategy.server.merges import mean, radial_directional
 from ringstrategy.server.rules import Async, Quorum, Rule, Staleness, Sync
 from ringstrategy.server.store import Push, Store, Taken
@@ -30,7 +31,8 @@ def numbers(seed: int, numel: int = 7) -> Tensor:
 def store_of(
     rule: Rule, optimizer: Any = SGD, merge: Any = mean, *, progress: bool = False, fragments: int = 1
 ) -> Store:
-    return Store([numbers(100 + each) for each in range(fragments)], rule, merge, optimizer, progress=progress)
+    made = [Fragment(numbers(100 + each), optimizer) for each in range(fragments)]
+    return Store(made, rule, merge, progress=progress)
 
 
 def push(store: Store, learner: str, values: Tensor, **more: Any) -> Taken:
@@ -64,8 +66,8 @@ def test_in_step_it_is_one_process_that_has_all_gradients(
         lr = 0.1 / (1 + step // 10)  # a schedule's
         for learner in range(learners):
             assert store.due(0.0) == []
-            assert push(store, f"{learner}", gradients[learner], lr=lr) == Taken.TAKEN
-            push(reversed_, f"{learners - 1 - learner}", gradients[-1 - learner], lr=lr)
+            assert push(store, f"{learner}", gradients[learner], options=[{"lr": lr}]) == Taken.TAKEN
+            push(reversed_, f"{learners - 1 - learner}", gradients[-1 - learner], options=[{"lr": lr}])
         alone.grad = torch.stack(gradients).mean(0)
         for group in steps.param_groups:
             group["lr"] = lr
@@ -80,7 +82,7 @@ def test_workers_that_pull_a_row_to_their_points_end_where_a_loop_in_numpy_does(
     """SEEDS, system 6: gradient = parameters - point, ten pushes each, in a drawn order of pulls and pushes."""
     draws = np.random.default_rng(seed)
     points = draws.normal(size=(4, 5)).astype(np.float32)
-    store = Store([torch.zeros(5)], Async(), mean, partial(torch.optim.SGD, lr=0.01), progress=False)
+    store = Store([Fragment(torch.zeros(5), partial(torch.optim.SGD, lr=0.01))], Async(), mean, progress=False)
     row = np.zeros(5, np.float32)
     pulled = {worker: (0, torch.zeros(5), row) for worker in range(4)}
     stale = set()
@@ -98,6 +100,29 @@ def test_workers_that_pull_a_row_to_their_points_end_where_a_loop_in_numpy_does(
     assert max(stale) > 2
 
 
+def test_a_parameter_that_nobody_used_is_not_stepped_and_a_gradient_is_clipped_before_its_step() -> None:
+    """Two parameters, one of them a matrix in its own strides, in a fragment with two values of padding."""
+    places = [Place(0, (3,), (1,)), Place(3, (2, 2), (1, 2))]
+    fragment = Fragment(numbers(1, 9), partial(torch.optim.Adam, lr=0.1), places)
+    store = Store([fragment], Sync(2), mean, progress=False, digests=False)
+    twins = [Parameter(parameter.detach().clone()) for parameter in fragment.parameters]
+    steps = torch.optim.Adam(twins, lr=0.1)
+    for number, used in enumerate([[0, 1], [1], [0, 1], []]):
+        gradients = [numbers(10 * number + learner, 9) for learner in range(2)]
+        for learner in range(2):
+            assert push(store, f"{learner}", gradients[learner], used=used if learner else used[:1]) == Taken.TAKEN
+        total = (gradients[0] + gradients[1]) / 2
+        assert torch.equal(store.gradient(0), total)
+        event = store.merge(0, 0.0, scale=0.5)
+        assert (event["scale"], event["after"]) == (0.5, None)
+        for place, twin, which in zip(places, twins, range(2), strict=True):
+            twin.grad = place.of(total * 0.5) if which in used else None
+        steps.step()
+        assert all(torch.equal(*pair) for pair in zip(twins, fragment.parameters, strict=True))
+    assert torch.equal(fragment.values[7:], numbers(1, 9)[7:])
+    assert int(steps.state[twins[0]]["step"]) == 2
+
+
 def test_asynchronous_momentum_diverges_without_regard_to_staleness_and_not_with_it() -> None:
     """Four workers, one at a quarter of the others' speed, with the gradient of one bowl."""
 
@@ -107,7 +132,7 @@ def test_asynchronous_momentum_diverges_without_regard_to_staleness_and_not_with
 
     ends = {}
     for rule in (Async(), Blind()):
-        store = Store([torch.ones(3)], rule, mean, SGD, progress=False)
+        store = Store([Fragment(torch.ones(3), SGD)], rule, mean, progress=False)
         pulled = {worker: (0, values_of(store)) for worker in range(4)}
         for turn in range(1200):
             worker = turn % 4

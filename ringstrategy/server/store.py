@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from ringstrategy.requests.messages import view_of
+from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.merges import Merge
 from ringstrategy.server.rules import Rule
 
@@ -36,8 +35,10 @@ class Push(NamedTuple):
         boot: of the server that gave it the version it has computed from.
         base: that version.
         weight: of this push in a mean, > 0.
-        values: flat float32: a gradient, or the progress from the base. The store keeps it.
-        lr: the learning rate; None: the optimizer's own.
+        values: as long as the fragment, and of its dtype: a gradient, or the progress from the base. The store keeps it
+            until it is merged.
+        options: of each group of the fragment's optimizer, such as the learning rate; None: they stay.
+        used: see `Fragment.step`.
     """
 
     learner: str
@@ -46,20 +47,21 @@ class Push(NamedTuple):
     base: int
     weight: float
     values: Tensor
-    lr: float | None = None
+    options: Sequence[Mapping[str, Any]] | None = None
+    used: Collection[int] | None = None
 
 
 class Store:
-    """Merges pushes into fragments by a rule, and steps each by an optimizer. Not for several threads at once.
+    """Merges pushes into fragments by a rule, and steps them. Not for several threads at once.
 
     A push enters a fragment at most once. Versions never go back while checkpoints are written at each merge.
 
     Args:
-        fragments: flat float32 tensors, which are copied.
+        fragments: what is kept.
         rule: when to merge.
         merge: several pushes into one.
-        optimizer: makes the optimizer of one fragment.
         progress: pushes are progress, of which the negative is a gradient; else they are gradients.
+        digests: of values are in the event log; they cost a pass of SHA-256 over each push.
 
     Attributes:
         boot: a random word, another one in each life of the server.
@@ -68,19 +70,19 @@ class Store:
 
     def __init__(
         self,
-        fragments: Sequence[Tensor],
+        fragments: Sequence[Fragment],
         rule: Rule,
         merge: Merge,
-        optimizer: Callable[[Iterable[Parameter]], Optimizer],
         *,
         progress: bool,
+        digests: bool = True,
     ) -> None:
         self.rule, self.boot, self.versions = rule, uuid.uuid4().hex, [0] * len(fragments)
-        self._merge, self._sign = merge, -1.0 if progress else 1.0
-        self._parameters = [Parameter(fragment.detach().clone()) for fragment in fragments]
-        self._optimizers = [optimizer([parameter]) for parameter in self._parameters]
-        self._published = [parameter.detach().clone() for parameter in self._parameters]
-        self._digests = [_digest(parameter) for parameter in self._parameters]
+        self.fragments = fragments
+        self._merge, self._progress, self._tells = merge, progress, digests
+        self._published = [fragment.values.clone() for fragment in fragments]
+        self._digests = [self._digest(fragment.values) for fragment in fragments]
+        self._merged: dict[int, Tensor] = {}  # gradients that are not stepped yet
         self._lives: list[dict[str, int]] = [{} for _ in fragments]  # the last version of each earlier boot
         self._inbox: list[dict[str, tuple[Push, float]]] = [{} for _ in fragments]
         self._last: list[dict[str, int]] = [{} for _ in fragments]  # sequence of each learner's last push that counted
@@ -109,7 +111,7 @@ class Store:
 
     def push(self, fragment: int, push: Push, now: float) -> Taken:
         """Take it for the next merge, or say why not. ValueError if it can be no push to this fragment."""
-        here = self._parameters[fragment]
+        here = self.fragments[fragment].values
         if push.values.shape != here.shape or push.values.dtype != here.dtype:
             raise ValueError(
                 f"fragment {fragment} is {tuple(here.shape)} {here.dtype}, and {push.learner} pushed "
@@ -127,6 +129,7 @@ class Store:
         if push.learner in inbox:
             return Taken.REPEATED  # its steps from one base count once
         inbox[push.learner] = push, now
+        self._merged.pop(fragment, None)
         if push.learner in self._steps and fragment == 0:  # else it has left since
             self._steps[push.learner] += 1
         return Taken.TAKEN
@@ -143,19 +146,36 @@ class Store:
         arrived = [{learner: at for learner, (_, at) in inbox.items()} for inbox in self._inbox]
         return [fragment for fragment, at in enumerate(arrived) if at and self.rule.due(at, self._steps, now)]
 
-    @torch.no_grad()
-    def merge(self, fragment: int, now: float) -> dict[str, Any]:
-        """Step the fragment by what has arrived. Returns what happened, for the event log: `json` can write it."""
-        inbox, self._inbox[fragment] = self._inbox[fragment], {}
-        pushes = [inbox[learner][0] for learner in sorted(inbox)]  # not in the order of arrival: the same bits
-        version, parameter, optimizer = self.versions[fragment], self._parameters[fragment], self._optimizers[fragment]
-        staleness = max(version - push.base for push in pushes)
-        parameter.grad = self._merge([push.values for push in pushes], [push.weight for push in pushes]) * self._sign
-        rate, lr = self.rule.rate(staleness), max((push.lr for push in pushes if push.lr is not None), default=None)
-        _step(optimizer, lr, rate)
-        parameter.grad = None
-        self._published[fragment] = parameter.detach().clone()  # answers under way keep theirs
-        before, self._digests[fragment] = self._digests[fragment], _digest(parameter)
+    def gradient(self, fragment: int) -> Tensor:
+        """What the next `merge` steps by, unless something else arrives before."""
+        if fragment not in self._merged:
+            pushes = self._in_order(fragment)
+            merged = self._merge([push.values for push in pushes], [push.weight for push in pushes])
+            self._merged[fragment] = merged.neg_() if self._progress else merged
+        return self._merged[fragment]
+
+    def merge(self, fragment: int, now: float, *, scale: float = 1.0) -> dict[str, Any]:
+        """Step the fragment by what has arrived. Returns what happened, for the event log: `json` can write it.
+
+        Args:
+            fragment: which.
+            now: the time.
+            scale: of the merged gradient, such as what clips it.
+        """
+        pushes, version, here = self._in_order(fragment), self.versions[fragment], self.fragments[fragment]
+        gradient = self.gradient(fragment)
+        if scale != 1.0:
+            gradient.mul_(scale)
+        rate = self.rule.rate(max(version - push.base for push in pushes))
+        options = next((push.options for push in pushes if push.options is not None), None)
+        used = None
+        if not any(push.used is None for push in pushes):
+            used = set().union(*(push.used or () for push in pushes))
+        here.step(gradient, rate, options, used)
+        del self._merged[fragment]
+        self._inbox[fragment] = {}
+        self._published[fragment] = here.values.clone()  # answers under way keep theirs
+        before, self._digests[fragment] = self._digests[fragment], self._digest(here.values)
         self.versions[fragment] = version + 1
         self._last[fragment] |= {push.learner: push.sequence for push in pushes}
         return {
@@ -164,7 +184,8 @@ class Store:
             "boot": self.boot,
             "time": now,
             "rate": rate,
-            "lr": lr,
+            "scale": scale,
+            "options": None if options is None else [dict(group) for group in options],
             "before": before,
             "after": self._digests[fragment],
             "pushes": [
@@ -173,11 +194,20 @@ class Store:
                     "sequence": push.sequence,
                     "base": push.base,
                     "weight": push.weight,
-                    "digest": _digest(push.values),
+                    "digest": self._digest(push.values),
                 }
                 for push in pushes
             ],
         }
+
+    def _in_order(self, fragment: int) -> list[Push]:
+        """What has arrived, not in the order of arrival: so merges have the same bits."""
+        inbox = self._inbox[fragment]
+        return [inbox[learner][0] for learner in sorted(inbox)]
+
+    def _digest(self, values: Tensor) -> str | None:
+        """SHA-256 of its bytes."""
+        return hashlib.sha256(view_of(values)).hexdigest() if self._tells else None
 
     # State
 
@@ -186,7 +216,7 @@ class Store:
         return {
             "version": self.versions[fragment],
             "values": self._published[fragment],
-            "optimizer": self._optimizers[fragment].state_dict(),
+            "optimizer": self.fragments[fragment].optimizer.state_dict(),
             "last": dict(self._last[fragment]),
             "lives": {**self._lives[fragment], self.boot: self.versions[fragment]},
         }
@@ -195,25 +225,10 @@ class Store:
     def load_state_dict(self, fragment: int, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave in an earlier life. Pushes that were not merged are to be pushed again."""
         self.versions[fragment] = int(state["version"])
-        self._parameters[fragment].copy_(state["values"])
-        self._published[fragment] = self._parameters[fragment].detach().clone()
-        self._optimizers[fragment].load_state_dict(state["optimizer"])
-        self._digests[fragment] = _digest(self._parameters[fragment])
+        here = self.fragments[fragment]
+        here.values.copy_(state["values"])
+        here.optimizer.load_state_dict(state["optimizer"])
+        self._published[fragment] = here.values.clone()
+        self._digests[fragment] = self._digest(here.values)
         self._last[fragment], self._lives[fragment] = dict(state["last"]), dict(state["lives"])
         self._inbox[fragment] = {}
-
-
-def _step(optimizer: Optimizer, lr: float | None, rate: float) -> None:
-    """By this learning rate, or its own, times `rate`."""
-    groups = optimizer.param_groups
-    kept = [group["lr"] if lr is None else lr for group in groups]
-    for group, own in zip(groups, kept, strict=True):
-        group["lr"] = own * rate
-    optimizer.step()
-    for group, own in zip(groups, kept, strict=True):
-        group["lr"] = own  # not divided by the rate, which would round
-
-
-def _digest(values: Tensor) -> str:
-    """SHA-256 of its bytes."""
-    return hashlib.sha256(view_of(values)).hexdigest()
