@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 
 from ringstrategy._version import __version__
 from ringstrategy.codecs.base import WIRE_FORMAT
@@ -37,6 +38,7 @@ class Algorithm(ABC):  # noqa: PLR0904
         uneven: what happens if ranks have different numbers of batches. "error": all ranks stop with an error that
             names ranks and numbers. "join": ranks that run out go on with their last batch, which counts nothing, until
             no rank has more; ranks wait for each other before each batch.
+        regroups: after the loss of a rank the others have all that they need to go on.
     """
 
     decentralized: bool = False
@@ -45,6 +47,7 @@ class Algorithm(ABC):  # noqa: PLR0904
     tagged: bool = True
     within: Algorithm | None = None
     uneven: str = "error"
+    regroups: bool = True
 
     def plan_text(self, size: int, lines: Iterable[str]) -> str:
         """The text that ranks compare: version, arguments, and `lines` about whatever else must be equal."""
@@ -102,10 +105,14 @@ class Algorithm(ABC):  # noqa: PLR0904
             copied: the other buffers, of which rank 0's values count.
         """
 
-    def bind(self, parameters: Collection[Parameter]) -> None:
+    def bind(self, parameters: Collection[Parameter], optimizer: Optimizer | None = None) -> None:
         """Announce that an optimizer steps these; after `setup`, in the same order on all ranks, which may wait.
 
         An optimizer that is not announced is bound at its first step.
+
+        Args:
+            parameters: of the optimizer.
+            optimizer: None: none of torch's.
         """
 
     def compare(self, text: str) -> None:

@@ -149,7 +149,7 @@ class Store:
     def gradient(self, fragment: int) -> Tensor:
         """What the next `merge` steps by, unless something else arrives before."""
         if fragment not in self._merged:
-            pushes = self._in_order(fragment)
+            pushes = self.waiting(fragment)
             merged = self._merge([push.values for push in pushes], [push.weight for push in pushes])
             self._merged[fragment] = merged.neg_() if self._progress else merged
         return self._merged[fragment]
@@ -162,7 +162,7 @@ class Store:
             now: the time.
             scale: of the merged gradient, such as what clips it.
         """
-        pushes, version, here = self._in_order(fragment), self.versions[fragment], self.fragments[fragment]
+        pushes, version, here = self.waiting(fragment), self.versions[fragment], self.fragments[fragment]
         gradient = self.gradient(fragment)
         if scale != 1.0:
             gradient.mul_(scale)
@@ -200,8 +200,8 @@ class Store:
             ],
         }
 
-    def _in_order(self, fragment: int) -> list[Push]:
-        """What has arrived, not in the order of arrival: so merges have the same bits."""
+    def waiting(self, fragment: int) -> list[Push]:
+        """What has arrived and is not merged yet; not in the order of arrival, so that merges have the same bits."""
         inbox = self._inbox[fragment]
         return [inbox[learner][0] for learner in sorted(inbox)]
 

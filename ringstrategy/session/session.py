@@ -162,7 +162,7 @@ class Session:  # noqa: PLR0904
         if self.algorithm.decentralized:
             check_alone(optimizers)
         for optimizer in optimizers:
-            self.algorithm.bind(stepped_by(optimizer))
+            self.algorithm.bind(stepped_by(optimizer), optimizer if announces_steps(optimizer) else None)
 
     def compare_optimizers(self) -> None:
         """PlanMismatchError on every rank unless they step equal parameters by the same classes with the same options.

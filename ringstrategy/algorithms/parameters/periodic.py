@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from ringstrategy.algorithms.base import Algorithm, check_uneven
@@ -130,7 +131,7 @@ class Periodic(Algorithm):  # noqa: PLR0904
         self.load_state_dict(self.state_dict())
 
     @override
-    def bind(self, parameters: Collection[Parameter]) -> None:
+    def bind(self, parameters: Collection[Parameter], optimizer: Optimizer | None = None) -> None:
         self._groups_of(parameters)
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:

@@ -73,6 +73,11 @@ def check_on_peer_loss(on_peer_loss: object, backend: str | None, start_method: 
             f"on_peer_loss={on_peer_loss!r} gives all ranks as many batches, and does not work "
             "with uneven='join': use uneven='error', or on_peer_loss='raise'"
         )
+    if not getattr(algorithm, "regroups", True):
+        raise ValueError(
+            f"on_peer_loss={on_peer_loss!r} goes on with what the other ranks have, and {type(algorithm).__name__} has "
+            "a part of the optimizer's state on a single rank: use on_peer_loss='raise', and resume from a checkpoint"
+        )
     if getattr(algorithm, "within_host", False):
         raise ValueError(
             f"on_peer_loss={on_peer_loss!r} lets ranks of a host go on with different parameters, and within_host=True "

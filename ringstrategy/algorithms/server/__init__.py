@@ -1,0 +1,1 @@
+"""Servers keep the parameters and step them; ranks push gradients, and pull what came of them."""
