@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringstrategy.algorithms.parameters.outer import Nesterov
     from ringstrategy.algorithms.parameters.push_sum import PushSum
     from ringstrategy.algorithms.policy import SmallExact
+    from ringstrategy.algorithms.server.parameter_server import ParameterServer
     from ringstrategy.codecs import (
         BlockFloat8,
         BlockInt,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
+    from ringstrategy.server.rules import Staleness
     from ringstrategy.transport import Peers, Stats
     from ringstrategy.transport.timelines import merge_timelines
     from ringstrategy.transport.trace import timeline
@@ -58,6 +60,7 @@ _HOMES = {
     "algorithms.gradients.powersgd": ("PowerSGD",),
     "algorithms.parameters.push_sum": ("PushSum",),
     "algorithms.policy": ("SmallExact",),
+    "algorithms.server.parameter_server": ("ParameterServer",),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
         *("Identity", "Rotated", "Sign", "TopK"),
@@ -71,6 +74,7 @@ _HOMES = {
     "integrations.lightning.fabric": ("consensus", "finish"),
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
     "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
+    "server.rules": ("Staleness",),
     "transport": ("Peers", "Stats"),
     "transport.timelines": ("merge_timelines",),
     "transport.trace": ("timeline",),
@@ -100,6 +104,7 @@ __all__ = [
     "LocalSGD",
     "Native",
     "Nesterov",
+    "ParameterServer",
     "PeerLostError",
     "Peers",
     "PlanMismatchError",
@@ -113,6 +118,7 @@ __all__ = [
     "Rotated",
     "Sign",
     "SmallExact",
+    "Staleness",
     "Stats",
     "TopK",
     "__version__",

@@ -71,6 +71,7 @@ class Story:
         spoils: the factor of rank 1's loss in step BAD.
         dies: rank 1, after the first forward of the second half.
         hurries: from step BAD on, an optimizer for each parameter steps it within backward.
+        served: by parameter servers.
         saves: after the first half, to this folder.
         resumes: from that folder, with the second half.
     """
@@ -83,6 +84,7 @@ class Story:
     spoils: float = 1.0
     dies: bool = False
     hurries: bool = False
+    served: bool = False
     saves: str | None = None
     resumes: str | None = None
 
@@ -116,6 +118,9 @@ class Seen:
         self.parameters.append(flat(net))
         self.sent.append(0 if counts is None else counts.stats.bytes_sent)
         self.moved.append(net.more.weight.grad is not None)
+        if story.served and len(self.moved) > 1:  # no gradient is left
+            step = len(self.moved) - 2 + (0 if story.resumes is None else HALF)
+            self.moved[-1] = any(uses_more(story, rank, step) for rank in range(dist.get_world_size()))
         held = residuals() if story.algorithm in ("int8", "int4") else {}
         self.residuals.append({name.removeprefix("net."): value.to("cpu", copy=True) for name, value in held.items()})
 
@@ -173,6 +178,9 @@ def begin_step(story: Story, module: Any, step: int) -> None:
 
 
 def algorithm_of(story: Story) -> Algorithm:
+    if story.served:
+        how = {key: value for key, value in synchronous(story).items() if key != "collective"}
+        return ring.ParameterServer(2, bucket_mb=0.02, **how)
     return APART[story.algorithm]() if story.algorithm in APART else AllReduce(**synchronous(story))
 
 
@@ -482,6 +490,8 @@ def looped(make: Callable[[Story], Loop], story: Story, seen: Seen) -> nn.Module
         raise
     finally:
         loop.close()
+    if story.served:  # what this rank's server sends does not keep step with the rank
+        seen.sent[-1] = loop.counts.stats.bytes_sent
     return loop.net
 
 
@@ -545,6 +555,8 @@ def fitted(package: str, of_ours: str, story: Story, seen: Seen) -> nn.Module:
         seen.lost = error.rank
         raise
     seen.end = flat(module)
+    if story.served:
+        seen.sent[-1] = trainer.strategy.stats.bytes_sent  # type: ignore[attr-defined]
     return module
 
 
@@ -561,6 +573,15 @@ DOORS: dict[str, Callable[[Story, Seen], nn.Module]] = {
     "pytorch_lightning": partial(fitted, "pytorch_lightning", "ringstrategy.pytorch_lightning"),
     "lightning_fabric": partial(looped, partial(OfFabric, "lightning_fabric", "ringstrategy.lightning_fabric")),
 }
+SERVED = "served_"
+
+
+def served(door: str, story: Story, seen: Seen) -> nn.Module:
+    """As that door, by parameter servers."""
+    return DOORS[door](replace(story, served=True), seen)
+
+
+DOORS |= {f"{SERVED}{door}": partial(served, door) for door in ("session", "trainer", "fabric", "horovod")}
 
 
 def join() -> None:

@@ -16,7 +16,7 @@ import doors
 import pytest
 import torch
 import torch.distributed as dist
-from doors import DOORS, HALF, STEPS, Net, Seen, Story
+from doors import DOORS, HALF, SERVED, STEPS, Net, Seen, Story
 from pool import Pool
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -29,6 +29,7 @@ from ringstrategy.session import Session
 
 WHOLE = ["session", "trainer", "fabric", "horovod"]  # doors over a `Session`: they know steps, losses and parameters
 FSDP = ["fsdp", "fsdp_in_group"]
+OF_SERVERS = [f"{SERVED}{door}" for door in WHOLE]  # where servers step
 PARTS = ["ddp_hook", "group", *FSDP]  # doors where torch DDP or FSDP2 trains
 AGAIN = ["pytorch_lightning", "lightning_fabric"]  # the same source as another door, with other base classes
 
@@ -103,7 +104,7 @@ def replicas_are_bit_equal(tells: Tells, door: str) -> None:
 @law
 def nothing_is_lost(tells: Tells, door: str) -> None:
     """What the optimizer stepped, and the mean of what is in residuals, are all gradients."""
-    for story in (Story("int8"), Story("int8", skips=True)) if door in WHOLE else (Story("int8"),):
+    for story in (Story("int8"), Story("int8", skips=True)) if door in WHOLE + OF_SERVERS else (Story("int8"),):
         seen, net = tells.on(door, story), Net(0)
         missing, velocity = torch.zeros(()), torch.zeros(len(doors.flat(net)))
         for step, (before, after) in enumerate(pairwise(seen[0].parameters)):
@@ -129,6 +130,10 @@ def fewer_bytes_are_sent(tells: Tells, door: str) -> None:
     """Than without a codec; nobody counts what was not sent."""
     gathers = door == "fsdp_in_group" and doors.DEVICE.type == "cpu"  # parameters, exactly; on GPUs torch does
     low, high = (1.0, 2.0) if gathers else (3.6, 4.0)
+    if door in OF_SERVERS:  # of which parameters come exactly
+        for encoded, exact in zip(tells.on(door, Story("int8")), tells.on(door, Story()), strict=True):
+            assert 1.0 < (exact.sent[-1] - exact.sent[0]) / (encoded.sent[-1] - encoded.sent[0]) <= 2.0
+        return
     for encoded, exact in zip(tells.on(door, Story("int8")), tells.on(door, Story()), strict=True):
         for step in range(STEPS):
             of_step = [sent[step + 1] - sent[step] for sent in (exact.sent, encoded.sent)]
@@ -182,7 +187,7 @@ def resumes_at_another_size(tells: Tells, door: str) -> None:
     saving = tells.saving(door, "int4")
     two = tells.on(door, saving)
     three = tells.on(door, Story("int4", resumes=saving.saves), 3, fails=True)
-    if door not in ("trainer", "fabric"):
+    if door.removeprefix(SERVED) not in ("trainer", "fabric"):
         said = "Size mismatch" if door == "fsdp" else "give each rank what it saved itself"
         assert all(said in mine.error for mine in three), three[0].error
         return
@@ -433,6 +438,12 @@ _not_there(
     [LAWS[name] for name in LAWS.keys() - {"equal_to_the_mean", "nothing_is_lost", "resumes_bit_for_bit"}],
     AGAIN,
 )
+_not_there(
+    "servers refuse loss scales, and step what is not finite: test_parameter_server.py has what they refuse",
+    [a_skipped_step_keeps_residuals, a_step_that_is_not_finite_can_be_skipped, wrong_arguments_are_refused],
+    OF_SERVERS,
+)
+_not_there("in step, replicas are equal", [ranks_with_parameters_of_their_own_see_one_mean], OF_SERVERS)
 if doors.DEVICE.type == "cuda" and doors.BACKEND == "gloo":
     _not_there("torch's gloo gathers no tensors of GPUs, which FSDP2 asks for", list(LAWS.values()), ["fsdp"])
 CELLS = [(door, name) for name in LAWS for door in DOORS if (name, door) not in NOT_THERE]

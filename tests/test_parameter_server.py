@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from test_session import CPU, MINUTE, process_group
 from torch import Tensor, nn
 
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
-from ringstrategy.codecs import BlockInt, Cast
-from ringstrategy.server.rules import Staleness
 from ringstrategy.session import Session
-from test_session import CPU, MINUTE, process_group
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -36,11 +34,13 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
-        self.rest = nn.ModuleDict({
-            "linear": nn.Linear(8 * 16, 5),
-            "sometimes": nn.Linear(8 * 16, 5),
-            "frozen": nn.Linear(5, 5).requires_grad_(False),
-        })
+        self.rest = nn.ModuleDict(
+            {
+                "linear": nn.Linear(8 * 16, 5),
+                "sometimes": nn.Linear(8 * 16, 5),
+                "frozen": nn.Linear(5, 5).requires_grad_(False),
+            }
+        )
         self.rest.register_parameter("scale", nn.Parameter(torch.tensor(1.5)))
 
     def forward(self, inputs: Tensor, sometimes: bool) -> Tensor:

@@ -26,6 +26,15 @@ def mean(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return merged
 
 
+def total(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum, in their order, whatever the weights are: new memory."""
+    del weights
+    merged = pushes[0].clone()
+    for push in pushes[1:]:
+        merged.add_(push)
+    return merged
+
+
 def radial_directional(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """The mean of their lengths along the mean of their directions (Decoupled DiLoCo, arXiv 2604.21428).
 

@@ -1,4 +1,4 @@
-"""Ranks compute gradients; servers keep the parameters, and step them."""
+"""Ranks compute gradients; servers keep the parameters, and step them (Li et al., OSDI 2014)."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
         self._fresh = True  # servers take what this rank has at the next batch
         self._has_ended = False  # optimizers have the servers' state
         self._passes = False  # gradients of this backward are pushed
+        self._divisor = 1.0  # of them: servers add up
         self._pushes: list[Future[list[tuple[int, Future[Answer]]]]] = []
         self._step = 0
         self._residuals: dict[str, Tensor] = {}  # of parameters that no optimizer has yet; after `close` all
@@ -293,8 +294,10 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
     ) -> None:
         if self._peers is None:
             return
-        if divisor not in (None, self._peers.size):
-            raise ValueError(f"servers step mean gradients, and this loop asks for sums over {divisor}: use 'ring'")
+        ranks = self._peers.size
+        if self.decentralized and divisor not in (None, ranks):
+            raise ValueError(f"each rank's gradient is a step of its own here, and none is {ranks / divisor} of a mean")
+        self._divisor = 1.0 if self.decentralized else ranks if divisor is None else divisor
         for residuals in self._undecided():
             residuals.before_backward()
         self._passes = sync
@@ -325,7 +328,7 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
         assert self._servers is not None
         bucket = stepped.buckets[place]
         with span("pack", bucket=bucket.index):
-            bucket.pack(1.0)
+            bucket.pack(self._divisor)
             bucket.fill()
         seed = derive_seed(0, self._step, bucket.index)
         self._pushes.append(self._encoder.submit(stepped.push, place, self._servers.ask, seed, self._peers.rank))

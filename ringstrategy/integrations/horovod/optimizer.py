@@ -290,11 +290,11 @@ class _Exchange:
             ends.callback(self.session.close)
             ends.callback(self._remove_hooks)
             self._watch()
-            self._connect()
             if not self._alone:
                 self._hooks.append(register_optimizer_step_pre_hook(self._before_any_step))
-            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))  # before the algorithm's own
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
+            self._connect()
             self._ends = ends.pop_all()
 
     def close(self) -> None:
