@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +18,8 @@ from on_ranks import on_ranks
 from test_session import CPU, MINUTE, process_group
 from torch import Tensor, nn
 
-from ringstrategy.algorithms.server.parameter_server import ParameterServer
+import ringstrategy as ring
+from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
 from ringstrategy.session import Session
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -151,3 +157,262 @@ def test_in_step_it_is_one_process_with_all_ranks_data(how: str, servers: Any, m
                 for key, value in twins.state[theirs].items():
                     torch.testing.assert_close(optimizer.state[mine][key], value, rtol=0, atol=apart)
             assert session.stats.bytes_sent
+
+
+# Out of step
+
+
+@on_ranks(3)
+def test_out_of_step_nobody_is_too_far_ahead_and_all_see_the_servers_parameters() -> None:
+    """Ranks 1 and 2 begin a step when rank 0 has ended the next one, and so waits as far ahead as it may be."""
+    ahead: list[int] = []
+    lets = Staleness.lets
+
+    def watched(rule: Staleness, learner: str, steps: dict[str, int]) -> bool:
+        may = lets(rule, learner, steps)
+        if may:
+            ahead.append(steps[learner] - min(steps.values()))
+        return may
+
+    rank, total = int(os.environ["RANK"]), 12
+    algorithm = ParameterServer(1, Staleness(2), BlockInt(8), error_feedback=True, pull=Cast("bfloat16"))
+    with process_group(), mock.patch.object(Staleness, "lets", watched), opened(algorithm) as (session, optimizer):
+        store = dist.distributed_c10d._get_default_store()
+        first = loss_of(session.module, 0, 0).item()
+        for step in range(total):
+            if rank:
+                store.wait([f"step {min(step + 1, total - 1)} of rank 0"])
+            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
+            session.backward(loss_of(session.module, 0, 0))
+            optimizer.step()
+            session.end_batch(1)
+            if not rank:
+                store.set(f"step {step} of rank 0", "ended")
+        session.finish()
+        with session.consensus():
+            rows = everyone(session.module)
+            assert all(torch.equal(row, rows[0]) for row in rows)
+            assert loss_of(session.module, 0, 0).item() < 0.5 * first
+        if rank == 0:
+            assert max(ahead) == 2
+            assert min(ahead) == 0
+        assert optimizer.state[session.module.first.weight]["momentum_buffer"].abs().max() > 0
+
+
+@on_ranks(2)
+def test_out_of_step_each_gradient_is_a_step_divided_by_its_age() -> None:
+    """In a scripted order: rank 1 computes from version 0, and pushes when rank 0 has made three steps."""
+    with process_group():
+        module = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(module.weight)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.5)
+        session = Session(module, ParameterServer(2, "async", clip_norm=2.0), timeout=MINUTE)
+        session.open(CPU)
+        session.synchronize()
+        session.bind([optimizer])
+        given = [torch.tensor([[1.0, 2.0, -2.0]]), torch.tensor([[0.5, 0.0, 1.0]])]  # of length 3, and 1.118
+        twin, velocity = torch.ones(1, 3), torch.zeros(1, 3)
+        for gradient, age in [(given[0] * 2 / 3, 0)] * 3 + [(given[1], 3)]:
+            velocity = 0.5 * velocity + gradient
+            twin = twin - 0.1 / (1 + age) * velocity
+        rank = dist.get_rank()
+        for step in range(3 - 2 * rank):
+            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
+            session.backward((module.weight * given[rank]).sum())
+            if rank == 1:
+                dist.barrier()
+            optimizer.step()
+            session.end_batch(1)
+        if rank == 0:
+            dist.barrier()
+        with session.consensus():
+            torch.testing.assert_close(module.weight, twin, rtol=0, atol=1e-6)
+        session.close()
+
+
+# State
+
+
+@on_ranks(2)
+def test_the_state_is_that_of_the_whole_optimizer_and_goes_on_with_other_servers_or_none(tmp_path: Path) -> None:
+    """Saved by two servers, it resumes with one, and in one process without any; each to the bit."""
+    make = OPTIMIZERS["groups"]
+    with process_group():
+        whole, _ = in_one_process(make, 2, range(8))
+        with opened(ParameterServer(), make) as (session, optimizer):
+            train(session, optimizer, range(4))
+            saved = {
+                "net": session.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "ours": session.state_dict(),
+            }
+            torch.save(saved, tmp_path / f"{dist.get_rank()}.pt")
+        saved = torch.load(tmp_path / f"{dist.get_rank()}.pt", weights_only=True)
+        assert optimizer.state_dict()["state"], "it stays after the end"
+        for servers in (1, None):
+            module = Net()
+            optimizer = make(module)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
+            module.load_state_dict(saved["net"])
+            optimizer.load_state_dict(saved["optimizer"])
+            session = Session(module, AllReduce() if servers is None else ParameterServer(servers), timeout=MINUTE)
+            session.open(CPU)
+            session.synchronize()
+            session.bind([optimizer])
+            schedule.last_epoch = 4
+            for step in range(4, 8):
+                session.begin_batch(f"in batch {step}", [optimizer], first=False, later_epoch=False)
+                optimizer.zero_grad()
+                session.backward(loss_of(module, step, dist.get_rank()))
+                optimizer.step()
+                session.end_batch(1)
+                schedule.step()
+                if servers:
+                    assert not optimizer.state, "the ranks keep nothing"
+            session.close()
+            assert all(map(torch.equal, module.parameters(), whole.parameters())), servers
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, partial(torch.optim.Muon, lr=0.02)], ids=["adafactor", "muon"])
+@on_ranks(2)
+def test_one_server_steps_whole_parameters(make: Any) -> None:
+    with process_group():
+        torch.manual_seed(0)
+        module, twin = nn.Linear(6, 4, bias=False), nn.Linear(6, 4, bias=False)
+        twin.load_state_dict(module.state_dict())
+        steps = make(twin.parameters())
+        session = Session(module, ParameterServer(1), timeout=MINUTE)
+        session.open(CPU)
+        session.bind([optimizer := make(module.parameters())])
+        for step in range(4):
+            rows = [torch.randn(5, 6, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in range(2)]
+            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
+            session.backward(module(rows[dist.get_rank()]).square().sum())
+            optimizer.step()
+            session.end_batch(1)
+            steps.zero_grad()
+            (sum(twin(each).square().sum() for each in rows) / 2).backward()
+            steps.step()
+        torch.testing.assert_close(module.weight, twin.weight, rtol=0, atol=1e-6)
+        session.close()
+
+
+@on_ranks(2)
+def test_several_optimizers_step_each_its_own() -> None:
+    """As a GAN's: a backward fills the gradients of both, and one of them steps."""
+    with process_group():
+        ends = []
+        for algorithm in (ParameterServer(), AllReduce()):
+            torch.manual_seed(0)
+            parts = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+            both = [torch.optim.Adam(part.parameters(), 0.01) for part in parts]
+            session = Session(parts, algorithm, timeout=MINUTE)
+            session.open(CPU)
+            session.synchronize()
+            session.bind(both)
+            for step in range(6):
+                rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+                session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+                for optimizer in both:
+                    parts.zero_grad()
+                    session.backward(parts[1](parts[0](rows).relu()).square().mean())
+                    optimizer.step()
+                session.end_batch(2)
+            ends.append(torch.cat([value.detach().flatten() for value in parts.parameters()]))
+            session.close()
+        assert torch.equal(*ends)
+
+
+# What is refused
+
+
+def test_wrong_arguments_are_refused_with_the_cure() -> None:
+    for wrong, words in [
+        ({"servers": 0}, "a whole number >= 1, or 'all'"),
+        ({"servers": True}, "a whole number >= 1, or 'all'"),
+        ({"mode": "asynchronous"}, "'sync', 'async' or Staleness"),
+        ({"mode": Staleness}, "'sync', 'async' or Staleness"),
+        ({"pull": "bf16"}, "pull is a Codec"),
+        ({"clip_norm": 0}, "clip_norm is a number > 0"),
+        ({"bucket_mb": 0}, "bucket_mb is a number"),
+        ({"codec": 8}, "codec is a Codec"),
+        ({"error_feedback": 1}, "error_feedback is True or False"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=words):
+            ParameterServer(**wrong)
+    with pytest.raises(ValueError, match="use on_peer_loss='raise'"):
+        ring.RingStrategy(ParameterServer(), on_peer_loss="shrink")
+
+
+@on_ranks(2)
+def test_what_a_server_cannot_do_is_refused_with_the_cure() -> None:
+    with process_group():
+        net = Net()
+        weights = list(net.parameters())
+        for algorithm, optimizers, how, words in [
+            (ParameterServer(3), [torch.optim.SGD(weights)], {}, "pass at most as many as there are ranks"),
+            (ParameterServer(), [torch.optim.Adafactor(weights)], {}, "use ParameterServer(servers=1)"),
+            (ParameterServer(1), [torch.optim.LBFGS(weights)], {}, "evaluates the loss"),
+            (ParameterServer(), [torch.optim.SGD(weights[:2]), torch.optim.SGD(weights[1:])], {}, "to one optimizer"),
+            (ParameterServer(), [], {"scaled_loss": True}, "bf16-mixed"),
+            (ParameterServer(), [], {"clips_by_norm": True}, "ParameterServer(clip_norm=...)"),
+        ]:
+            with pytest.raises(ValueError, match=re.escape(words)):
+                begun(Session(net, algorithm, timeout=MINUTE), optimizers, how)
+
+
+def begun(session: Session, optimizers: list[torch.optim.Optimizer], how: dict[str, bool]) -> None:
+    try:
+        session.open(CPU, **how)
+        session.bind(optimizers)
+    finally:
+        session.close()
+
+
+@on_ranks(2)
+def test_what_would_be_lost_is_an_error() -> None:
+    """Gradients that change after they have left, that never left, an optimizer that grows, ranks that differ."""
+
+    def clipped(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        session.backward(loss_of(session.module, 0, 0))
+        nn.utils.clip_grad_norm_(session.module.parameters(), 0.1)
+
+    def kept(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        with session.no_sync():
+            session.backward(loss_of(session.module, 0, 0))
+
+    def unknown(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        loss_of(session.module, 0, 0).backward()
+
+    def grows(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        session.backward(loss_of(session.module, 0, 0))
+        optimizer.add_param_group({"params": [session.module.more]})
+
+    def differs(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        session.backward(loss_of(session.module, 0, 0))
+        optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
+
+    class Larger(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.zeros(3))
+
+    with process_group():
+        for spoil, words in [
+            (clipped, "ParameterServer(clip_norm=...)"),
+            (kept, "outside of block_backward_sync()"),
+            (unknown, "self.manual_backward(loss)"),
+            (grows, "give it all from the start"),
+            (differs, "lr=0.2"),
+        ]:
+            module = Larger()
+            optimizer = torch.optim.SGD([p for n, p in module.named_parameters() if n != "more"], 0.1)
+            session = Session(module, ParameterServer(), timeout=MINUTE)
+            session.open(CPU)
+            session.bind([optimizer])
+            session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
+            spoil(session, optimizer)
+            with pytest.raises(RuntimeError, match=re.escape(words)):
+                optimizer.step()
+            dist.barrier()
+            session.close()
