@@ -11,12 +11,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
+from pool import Pool
 from test_session import CPU, MINUTE, process_group
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
@@ -416,3 +419,94 @@ def test_what_would_be_lost_is_an_error() -> None:
                 optimizer.step()
             dist.barrier()
             session.close()
+
+
+# By a Trainer, out of step
+
+
+class Fitted(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self.seen: list[tuple[float, float]] = []
+
+    def training_step(self, batch: list[Tensor], _: int) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: list[Tensor], _: int) -> None:
+        value = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", value, sync_dist=True)
+        flat = torch.cat([each.flatten().double() for each in self.state_dict().values()])
+        self.seen.append((float(flat.sum()), float(value)))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.02)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4)]
+
+
+def fit(algorithm: Any, epochs: int, folder: Path, resume: str | None = None) -> tuple[L.Trainer, Fitted]:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(64, 6, generator=generator)
+    rows = TensorDataset(inputs, inputs[:, :3].sin())
+    module = Fitted()
+    trainer = L.Trainer(
+        strategy=ring.RingStrategy(algorithm, timeout=MINUTE),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        callbacks=[
+            L.pytorch.callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1, monitor="loss"),
+            L.pytorch.callbacks.EarlyStopping("loss", patience=9),
+        ],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    same = DataLoader(rows, batch_size=8)  # which Lightning gives each rank a half of
+    trainer.fit(module, same, DataLoader(TensorDataset(*rows[:16]), batch_size=8), ckpt_path=resume)
+    return trainer, module
+
+
+@on_ranks(2)
+def test_a_trainer_out_of_step_validates_stops_saves_and_resumes(tmp_path: Path) -> None:
+    _, module = fit(ParameterServer(mode="async"), 3, tmp_path / "first")
+    first, last = module.seen[0], module.seen[-1]
+    assert last[1] < first[1]
+    table = torch.tensor([value for value, _ in module.seen], dtype=torch.float64)
+    saved = torch.load(tmp_path / "first" / "epoch=2.ckpt", weights_only=True)
+    state = saved["optimizer_states"][0]["state"]
+    assert [float(each["step"]) for each in state.values()] == [24.0] * 6, "each of 12 steps of both ranks"
+    assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
+    _, module = fit(ParameterServer(1, mode="async"), 5, tmp_path / "second", f"{tmp_path}/first/epoch=2.ckpt")
+    again = torch.load(tmp_path / "second" / "epoch=4.ckpt", weights_only=True)["optimizer_states"][0]["state"]
+    assert [float(each["step"]) for each in again.values()] == [40.0] * 6
+    assert module.seen[-1][1] < last[1]
+    rows = torch.tensor([value for value, _ in module.seen], dtype=torch.float64)
+    both = [torch.empty(len(table) + len(rows), dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(both, torch.cat([table, rows]))
+    assert torch.equal(*both), "both ranks see the same in each validation"
+
+
+def _dies(mode: Any) -> tuple[str, Any]:
+    with process_group(), opened(ParameterServer(mode=mode, servers=1)) as (session, optimizer):
+        for step in range(4):
+            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
+            if (dist.get_rank(), step) == (1, 2):
+                os._exit(1)
+            session.backward(loss_of(session.module, step, dist.get_rank()))
+            optimizer.step()
+            session.end_batch(1)
+        try:
+            session.finish()
+        except ring.PeerLostError as error:
+            return str(error), error.rank
+    return "", None
+
+
+def test_out_of_step_a_lost_rank_is_named(ranks: Pool) -> None:
+    """The server that it was connected to tells the others."""
+    outcomes = ranks.outcomes(3, _dies, "async")
+    assert [error is None for _, error in outcomes] == [True, False, True], outcomes
+    assert [result[1] for result, _ in outcomes[::2]] == [1, 1], outcomes
