@@ -30,12 +30,14 @@ from ringstrategy import (
     Algorithm,
     AllReduce,
     BlockInt,
+    Cast,
     Choco,
     Codec,
     Direct,
     Gossip,
     LocalSGD,
     Nesterov,
+    ParameterServer,
     Ring,
 )
 from ringstrategy.algorithms.gradients.powersgd import PowerSGD
@@ -106,6 +108,8 @@ BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not name
     FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
     "ring of BlockInt(4)": lambda: AllReduce(BlockInt(4), Ring()),
     "direct of BlockInt(4)": lambda: AllReduce(BlockInt(4), Direct()),
+    "one parameter_server": lambda: ParameterServer(1),
+    "parameter_server int8": lambda: ParameterServer(codec=BlockInt(8), error_feedback=True, pull=Cast("bfloat16")),
     "ring_powersgd rank 4": lambda: PowerSGD(4, collective=Direct()),
     **AT_INTERVALS,
     **SELDOM,
@@ -361,6 +365,10 @@ class Ours(Training):
             return reduced(codec.nbytes(inside, torch.float32) + 4 * whole, hosts)
         if isinstance(self.algorithm, AllReduce) and isinstance(codec, Codec):
             return reduced(codec.nbytes(self.full, torch.float32), hosts)
+        if isinstance(self.algorithm, ParameterServer) and isinstance(codec, Codec):  # the busiest link, in two phases
+            servers = hosts if self.algorithm.servers == "all" else self.algorithm.servers
+            both = [each.nbytes(self.full, torch.float32) for each in (codec, self.algorithm.pull)]
+            return sum(both) * (hosts - 1) / servers
         return None
 
     def bytes_sent(self) -> int | None:

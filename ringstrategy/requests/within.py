@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 import io
+from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
+
+from typing_extensions import override
 
 from ringstrategy.requests.messages import Answer, Body, Buffer, Request, view_of
 from ringstrategy.requests.server import Handler
 
 _AT_ONCE = 32
+
+
+class _Views(io.BufferedIOBase):
+    """Reads from memory, without a copy beside."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self.nbytes = sum(view.nbytes for view in views)
+        self._views = deque(views)
+
+    @override
+    def readinto(self, buffer: Any) -> int:
+        begin = 0
+        while self._views and begin < len(buffer):
+            view = self._views.popleft()
+            nbytes = min(view.nbytes, len(buffer) - begin)
+            buffer[begin : begin + nbytes] = view[:nbytes]
+            begin += nbytes
+            if nbytes < view.nbytes:
+                self._views.appendleft(view[nbytes:])
+        return begin
 
 
 class Within:
@@ -45,8 +68,8 @@ class Within:
         return self._threads.submit(self._answer, operation, dict(meta or {}), buffers, into)
 
     def _answer(self, operation: str, meta: dict[str, Any], buffers: Sequence[Buffer], into: Buffer | None) -> Answer:
-        content = b"".join(view_of(buffer) for buffer in buffers)
-        answer = self._handler(Request(self._name, operation, meta, Body(io.BytesIO(content), len(content))))
+        sent = _Views([view_of(buffer) for buffer in buffers])
+        answer = self._handler(Request(self._name, operation, meta, Body(sent, sent.nbytes)))
         views = [view_of(buffer) for buffer in answer.buffers]
         out = memoryview(bytearray(sum(view.nbytes for view in views))) if into is None else view_of(into)
         begin = 0

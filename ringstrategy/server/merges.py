@@ -26,13 +26,12 @@ def mean(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return merged
 
 
-def total(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum, in their order, whatever the weights are: new memory."""
+def total_(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The sum, in their order, whatever the weights are: in the memory of the first, so each only once."""
     del weights
-    merged = pushes[0].clone()
     for push in pushes[1:]:
-        merged.add_(push)
-    return merged
+        pushes[0].add_(push)
+    return pushes[0]
 
 
 def radial_directional(pushes: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

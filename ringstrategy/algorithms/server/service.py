@@ -15,7 +15,7 @@ from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec
 from ringstrategy.requests import Answer, RefusedError, Request
 from ringstrategy.server.fragment import Fragment
-from ringstrategy.server.merges import total
+from ringstrategy.server.merges import total_
 from ringstrategy.server.rules import Rule, Sync
 from ringstrategy.server.store import Push, Store, Taken
 
@@ -46,7 +46,7 @@ class Service:
         self._generation = 0
         self._there = set(ranks)
         self._why = ""  # it refuses everything
-        self._store = Store([], rule, total, progress=False, digests=False)
+        self._store = Store([], rule, total_, progress=False, digests=False)
         self._shards: list[Shard] = []
         self._buckets: list[Sequence[DenseBucket]] = []
         self._filling: list[dict[str, Tensor]] = []  # by rank, the gradient that arrives
@@ -61,7 +61,7 @@ class Service:
         """Serve these from now on. Requests of a later generation have waited for it."""
         with self._changed:
             self._generation, self._shards, self._buckets = generation, list(shards), list(buckets)
-            self._store = Store(fragments, self._rule, total, progress=False, digests=False)
+            self._store = Store(fragments, self._rule, total_, progress=False, digests=False)
             for rank in self._ranks:
                 self._store.join(rank)
             self._filling, self._counted = [{} for _ in fragments], [{} for _ in fragments]

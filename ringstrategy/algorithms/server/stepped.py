@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ringstrategy.algorithms.server.shards import Part, shards_of
+from ringstrategy.algorithms.server.shards import shards_of
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.requests import Answer
@@ -182,11 +182,12 @@ class Stepped:
             values = self._values[server]
             if self._encodes:
                 self._codec.deliver(self.wires[server], values, seed=self.bases[server])
-            for bucket, part in zip(self.buckets, self.shards[server].parts, strict=True):
-                _of(bucket.buffer, part).copy_(values[part.offset : part.offset + part.end - part.begin])
-        for bucket in self.buckets:
-            slots = [slot for slot in bucket.slots if slot.parameter.numel()]
-            torch._foreach_copy_([slot.parameter for slot in slots], [slot.view for slot in slots])
+            pieces = self.shards[server].pieces
+            targets = [piece.of(piece.parameter.detach()) for piece in pieces]
+            lengths = [piece.end - piece.begin for piece in pieces]
+            begins = [piece.place.offset for piece in pieces]
+            sources = [values[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
+            torch._foreach_copy_(targets, sources)
 
     # Checks
 
@@ -197,10 +198,6 @@ class Stepped:
     def described(self) -> list[str]:
         """Lines that must be the same on all ranks."""
         return [bucket.describe() for bucket in self.buckets]
-
-
-def _of(buffer: Tensor, part: Part) -> Tensor:
-    return buffer[part.begin : part.end]
 
 
 def step_meta(stepped: Stepped, server: int, options: Sequence[Mapping[str, Any]], scale: float) -> dict[str, Any]:
