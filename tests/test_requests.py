@@ -26,6 +26,7 @@ from torch import Tensor
 
 from benchmarks.ranks import Job, Program, note, noted, until
 from ringstrategy.requests import Answer, Client, RefusedError, Request, Server, opening, server, sockets
+from ringstrategy.requests.within import Within
 
 SECRET = b"a secret for tests only"
 LOCAL = ("127.0.0.1", 0)
@@ -66,26 +67,50 @@ def values(number: int, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-100, 100, (numel,), generator=torch.Generator().manual_seed(number)).to(dtype)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", ""])
-def test_every_request_gets_its_own_answer_in_its_own_place(host: str) -> None:
+def moved_by(asks: Client | Within) -> int:
+    """Many requests at once, of all kinds and sizes: each gets its own answer; returns the bytes."""
     dtypes = torch.float32, torch.bfloat16, torch.uint8, torch.bool
     sizes = 0, 1, 255, 1_000_003
-    with Server((host, 0), SECRET, echo) as serves:
-        address = (host or "localhost", serves.address[1])
-        with Client(address, SECRET, name="me") as asks:
-            asked = []
-            for number in range(16):
-                parts = [values(number + part, sizes[(number + part) % 4], dtypes[number % 4]) for part in range(2)]
-                into = torch.empty(sum(map(len, parts)), dtype=dtypes[number % 4]) if number % 3 else None
-                future = asks.ask("echo", {"number": number}, parts, into=into, bulk=number % 5 > 0)
-                asked.append((number, torch.cat(parts), into, future))
-            for number, sent, into, future in asked:
-                meta, [got] = future.result(END)
-                assert meta == {"number": number, "peer": "me"}
-                assert bytes(got) == bytes(sent.view(torch.uint8).numpy())
-                assert into is None or torch.equal(into, sent)
-            moved = sum(sent.nbytes for _, sent, _, _ in asked)
-            assert (asks.bytes_sent, asks.bytes_received, asks.boot) == (moved, moved, serves.boot)
+    asked = []
+    for number in range(16):
+        parts = [values(number + part, sizes[(number + part) % 4], dtypes[number % 4]) for part in range(2)]
+        into = torch.empty(sum(map(len, parts)), dtype=dtypes[number % 4]) if number % 3 else None
+        future = asks.ask("echo", {"number": number}, parts, into=into, bulk=number % 5 > 0)
+        asked.append((number, torch.cat(parts), into, future))
+    for number, sent, into, future in asked:
+        meta, [got] = future.result(END)
+        assert meta == {"number": number, "peer": "me"}
+        assert bytes(got) == bytes(sent.view(torch.uint8).numpy())
+        assert into is None or torch.equal(into, sent)
+    return sum(sent.nbytes for _, sent, _, _ in asked)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", ""])
+def test_every_request_gets_its_own_answer_in_its_own_place(host: str) -> None:
+    with (
+        Server((host, 0), SECRET, echo) as serves,
+        Client((host or "localhost", serves.address[1]), SECRET, name="me") as asks,
+    ):
+        moved = moved_by(asks)
+        assert (asks.bytes_sent, asks.bytes_received, asks.boot) == (moved, moved, serves.boot)
+
+
+def test_within_a_process_it_is_the_same_and_nothing_is_sent() -> None:
+    asks = Within(echo, name="me")
+    assert moved_by(asks) > 1 << 20
+    assert asks.bytes_sent == asks.bytes_received == 0
+    parts = [values(1, 10, torch.float32), values(2, 7, torch.float32)]
+    asks = Within(in_pieces, name="me")
+    assert asks.ask("pieces", {}, parts).result(END).meta["sum"] == float(torch.cat(parts).sum())
+    asks.close()
+
+
+def in_pieces(request: Request) -> Answer:
+    """Read by pieces that end elsewhere than what was sent."""
+    whole = torch.empty(17)
+    for begin, end in [(0, 3), (3, 12), (12, 17)]:
+        request.body.read_into(whole[begin:end])
+    return Answer({"sum": float(whole.sum())})
 
 
 def test_errors_are_the_askers_and_keep_the_connection() -> None:
