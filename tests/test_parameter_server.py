@@ -489,24 +489,35 @@ def test_a_trainer_out_of_step_validates_stops_saves_and_resumes(tmp_path: Path)
     assert torch.equal(*both), "both ranks see the same in each validation"
 
 
-def _dies(mode: Any) -> tuple[str, Any]:
+def _goes(mode: Any, how: str) -> tuple[str, Any]:
+    """Rank 1 is lost, or leaves in good order, while the others train."""
     with process_group(), opened(ParameterServer(mode=mode, servers=1)) as (session, optimizer):
-        for step in range(4):
-            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
-            if (dist.get_rank(), step) == (1, 2):
-                os._exit(1)
-            session.backward(loss_of(session.module, step, dist.get_rank()))
-            optimizer.step()
-            session.end_batch(1)
         try:
+            for step in range(4):
+                session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
+                if (dist.get_rank(), step) == (1, 2):
+                    if how == "is lost":
+                        os._exit(1)
+                    return "", None
+                session.backward(loss_of(session.module, step, dist.get_rank()))
+                optimizer.step()
+                session.end_batch(1)
             session.finish()
         except ring.PeerLostError as error:
             return str(error), error.rank
     return "", None
 
 
+@on_ranks(3)
+def test_in_step_nobody_waits_for_a_rank_that_has_left() -> None:
+    said, whose = _goes("sync", "leaves")
+    if os.environ["RANK"] != "1":
+        assert whose == 1
+        assert "the end of its training after 3 batches" in said
+
+
 def test_out_of_step_a_lost_rank_is_named(ranks: Pool) -> None:
     """The server that it was connected to tells the others."""
-    outcomes = ranks.outcomes(3, _dies, "async")
+    outcomes = ranks.outcomes(3, _goes, "async", "is lost")
     assert [error is None for _, error in outcomes] == [True, False, True], outcomes
     assert [result[1] for result, _ in outcomes[::2]] == [1, 1], outcomes

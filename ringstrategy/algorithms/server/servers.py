@@ -12,7 +12,7 @@ from concurrent.futures import TimeoutError as StillRunningError
 from contextlib import suppress
 from typing import Any
 
-from ringstrategy.algorithms.server.service import Service, of_rank, rank_of
+from ringstrategy.algorithms.server.service import LEFT, Service, of_rank, rank_of
 from ringstrategy.errors import PlanMismatchError
 from ringstrategy.failure.board import GRACE_SECONDS
 from ringstrategy.failure.reach import address_towards
@@ -122,7 +122,9 @@ class Servers:
                 if lost is not None:
                     raise lost from None
             except RefusedError as error:
-                raise PlanMismatchError(str(error)) from error
+                if detector is None or not str(error).startswith(LEFT):
+                    raise PlanMismatchError(str(error)) from error
+                raise detector.explain(error, rank_of(str(error).removeprefix(LEFT)), where) from error
             except ConnectionError as error:
                 if detector is None:
                     raise

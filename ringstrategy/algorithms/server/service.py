@@ -19,6 +19,8 @@ from ringstrategy.server.merges import total_
 from ringstrategy.server.rules import Rule, Sync
 from ringstrategy.server.store import Push, Store, Taken
 
+LEFT = "has left: "  # before the name of a rank, for which all others would wait
+
 
 class Service:
     """Answers the requests of all ranks, each in a thread of its own.
@@ -112,6 +114,16 @@ class Service:
         if self._why:
             raise RefusedError(self._why)
 
+    def _wait_for_all(self, until: Callable[[], bool]) -> None:
+        """Under the lock. RefusedError if it takes a rank that has left."""
+
+        def missing() -> str | None:
+            return min(set(self._ranks) - self._there, default=None) if isinstance(self._rule, Sync) else None
+
+        self._wait(lambda: until() or missing() is not None)
+        if not until():
+            raise RefusedError(f"{LEFT}{missing()}")
+
     # Gradients
 
     def _push(self, request: Request) -> Answer:
@@ -194,7 +206,7 @@ class Service:
                 square = torch.linalg.vector_norm(self._store.gradient(fragment), dtype=torch.float64) ** 2
                 self._squares[fragment] = base, float(square)
                 self._changed.notify_all()
-            self._wait(lambda: self._squares.get(fragment, (-1,))[0] == base)
+            self._wait_for_all(lambda: self._squares.get(fragment, (-1,))[0] == base)
             return Answer({"square": self._squares[fragment][1]})
 
     # Values
@@ -206,7 +218,7 @@ class Service:
             clip = meta.get("clip")
             if fragment in self._store.due(0.0) and (clip is None or self._store.versions[fragment] == meta["base"]):
                 self._merge(fragment, 1.0 if clip is None else clip)
-            self._wait(lambda: meta["base"] < 0 or self._may_have(fragment, meta["base"], rank))
+            self._wait_for_all(lambda: meta["base"] < 0 or self._may_have(fragment, meta["base"], rank))
             version, wire = self._wire(fragment)
             self.bytes_sent += 0 if rank == self._me else wire.numel()
         return Answer({"version": version}, [wire])
