@@ -155,7 +155,7 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
         compare_plans(peers, self.plan_text(peers.size, self._lines()))
         self._encoder = ThreadPoolExecutor(1, "ringstrategy-encode")
         rule = self._rule
-        self._servers = Servers(peers, count, lambda me, ranks, lost: Service(me, ranks, rule, self.pull, lost))
+        self._servers = Servers(peers, count, lambda me, ranks: Service(me, ranks, rule, self.pull))
 
     def _lines(self) -> Iterator[str]:
         return (f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())

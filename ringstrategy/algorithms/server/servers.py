@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -34,14 +33,14 @@ class Servers:
     Args:
         peers: all ranks.
         count: how many serve.
-        service: makes this rank's, given its name, the names of all, and what to call for one that was lost.
+        service: makes this rank's, given its name and the names of all.
     """
 
     def __init__(
         self,
         peers: Peers,
         count: int,
-        service: Callable[[str, Sequence[str], Callable[[str], None]], Service],
+        service: Callable[[str, Sequence[str]], Service],
     ) -> None:
         self.count = count
         self._peers, self._me = peers, of_rank(peers.rank)
@@ -53,7 +52,7 @@ class Servers:
         if peers.rank < count:
             secret, store = secrets.token_bytes(32), "" if peers.detector is None else peers.detector.board.store_host
             host = address_towards(store or "127.0.0.1") or "127.0.0.1"
-            self._service = service(self._me, [of_rank(rank) for rank in range(peers.size)], self._lost)
+            self._service = service(self._me, [of_rank(rank) for rank in range(peers.size)])
             self._server = Server((host, 0), secret, self._service.handle, gone=self._service.gone, silent=_SILENT)
             card = f"{host} {self._server.address[1]} {secret.hex()}"
         cards: list[str] = []
@@ -129,15 +128,6 @@ class Servers:
                 if detector is None:
                     raise
                 raise detector.explain(error, server, where) from error
-
-    def _lost(self, name: str) -> None:
-        """A rank has gone without a word: the others learn of it, whatever this one does."""
-        detector, rank = self._peers.detector, rank_of(name)
-        if detector is not None:
-            error = ConnectionError(f"rank {rank} closed its connections to the server of rank {self._peers.rank}")
-            threading.Thread(
-                target=detector.explain, args=(error, rank, "in its server"), name="ringstrategy-lost", daemon=True
-            ).start()
 
     def _count(self) -> None:
         """Add to the stats what has travelled since the last call."""

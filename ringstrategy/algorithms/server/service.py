@@ -19,7 +19,7 @@ from ringstrategy.server.merges import total_
 from ringstrategy.server.rules import Rule, Sync
 from ringstrategy.server.store import Push, Store, Taken
 
-LEFT = "has left: "  # before the name of a rank, for which all others would wait
+LEFT = "has left: "  # before the name of a rank that was lost, or for which all others would wait
 
 
 class Service:
@@ -34,16 +34,15 @@ class Service:
         ranks: the names of all.
         rule: when gradients are stepped.
         codec: by which values are pulled.
-        lost: called with the name of a rank that went without a word.
 
     Attributes:
         bytes_sent: of values, to other ranks.
         bytes_received: of gradients, from other ranks.
     """
 
-    def __init__(self, me: str, ranks: Sequence[str], rule: Rule, codec: Codec, lost: Callable[[str], None]) -> None:
+    def __init__(self, me: str, ranks: Sequence[str], rule: Rule, codec: Codec) -> None:
         self.bytes_sent = self.bytes_received = 0
-        self._me, self._ranks, self._rule, self._codec, self._lost = me, ranks, rule, codec, lost
+        self._me, self._ranks, self._rule, self._codec = me, ranks, rule, codec
         self._changed = threading.Condition()  # and the lock of all that follows
         self._generation = 0
         self._there = set(ranks)
@@ -76,26 +75,30 @@ class Service:
         if request.operation == "beat":
             with self._changed:
                 return Answer({})
+        if request.operation == "leave":
+            self._part_with(request.peer)
+            return Answer({})
         operations = {
             "push": self._push,
             "norm": self._norm,
             "pull": self._pull,
             "state": self._state,
-            "leave": self._leave,
         }
         with self._changed:
             self._wait(lambda: self._generation >= request.meta["generation"])
         return operations[request.operation](request)
 
     def gone(self, rank: str) -> None:
-        """A rank has closed its connections."""
+        """A rank has closed its connections. If it has not said so, all others stop."""
+        if rank in self._there:
+            self.close(f"{LEFT}{rank}")
+        self._part_with(rank)
+
+    def _part_with(self, rank: str) -> None:
         with self._changed:
-            left = rank not in self._there
             self._there.discard(rank)
             self._store.leave(rank)
             self._changed.notify_all()
-        if not left:
-            self._lost(rank)
 
     def wait_until_alone(self, seconds: float) -> None:
         """Until all ranks have left, or so long."""
@@ -247,14 +250,6 @@ class Service:
         with self._changed:
             torch.save(self._shards[fragment].state_of(self._store.fragments[fragment]), content)
         return Answer({}, [content.getbuffer()])
-
-    def _leave(self, request: Request) -> Answer:
-        """A rank says that it goes."""
-        with self._changed:
-            self._there.discard(request.peer)
-            self._store.leave(request.peer)
-            self._changed.notify_all()
-        return Answer({})
 
 
 def _text(value: Any) -> str:
