@@ -40,7 +40,12 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
     from ringstrategy.integrations.lightning.fabric import consensus, finish
     from ringstrategy.integrations.lightning.for_fabric import RingFabricStrategy
-    from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
+    from ringstrategy.integrations.lightning.for_lightning import (
+        CommunicationMonitor,
+        Decoupled,
+        ReplicaCheck,
+        RingStrategy,
+    )
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.transport import Peers, Stats
@@ -70,7 +75,7 @@ _HOMES = {
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
     "integrations.lightning.fabric": ("consensus", "finish"),
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
-    "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
+    "integrations.lightning.for_lightning": ("CommunicationMonitor", "Decoupled", "ReplicaCheck", "RingStrategy"),
     "transport": ("Peers", "Stats"),
     "transport.timelines": ("merge_timelines",),
     "transport.trace": ("timeline",),
@@ -89,6 +94,7 @@ __all__ = [
     "Codec",
     "Collective",
     "CommunicationMonitor",
+    "Decoupled",
     "Direct",
     "FsdpResiduals",
     "Gaussian",

@@ -10,9 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ringstrategy.codecs import Codec
 from ringstrategy.requests import Answer, Client
 from ringstrategy.requests.messages import Buffer
-from ringstrategy.server.learner import Learner
+from ringstrategy.server.learner import Learner, values_of
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries while the syncer is away
 
@@ -33,33 +36,31 @@ class Background:
         self._learner = learner
         # a life has a name of its own, by which the syncer tells it from the one before
         self._client = Client(address, secret, name=f"{learner.name[:150]}/{uuid.uuid4().hex}", tls=tls)
-        self._wake, self._tried, self._closing = threading.Event(), threading.Event(), threading.Event()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._tried, self._done = threading.Event(), threading.Event()
         self._failure: Exception | None = None
         self.away: ConnectionError | None = None  # why the syncer was not reached last
         self._thread = threading.Thread(target=self._exchange, name="ringstrategy-learner", daemon=True)
         self._thread.start()
 
-    @property
-    def bytes_sent(self) -> int:
-        """Of bulk data."""
-        return self._client.bytes_sent
-
-    @property
-    def bytes_received(self) -> int:
-        """Of bulk data."""
-        return self._client.bytes_received
-
     def wake(self) -> None:
-        """There may be something to do. Raises what has made an exchange fail for good: see `Learner.exchange`."""
-        if self._failure is not None:
-            raise self._failure
+        """There may be something to do."""
         self._wake.set()
 
-    def try_first(self, seconds: float) -> None:
-        """Wait until the first exchange is over, or has failed."""
+    def check(self) -> None:
+        """Raise what has made an exchange fail for good: see `Learner.exchange`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, seconds: float, *, insist: bool) -> None:
+        """Wait until an exchange is done, or could not be.
+
+        Args:
+            seconds: no longer.
+            insist: not even while the syncer is away.
+        """
         self.wake()
-        self._tried.wait(seconds)
-        self.wake()
+        (self._done if insist else self._tried).wait(seconds)
 
     def close(self, seconds: float = 10.0) -> None:
         """Make a last exchange, for so many seconds at most, and part with the syncer. Idempotent."""
@@ -84,14 +85,46 @@ class Background:
                 self._closing.wait(pause * random.uniform(0.5, 1.0))  # not all learners at once
                 pause = min(2 * pause, _LONGEST_PAUSE)
                 self._wake.set()
+                if not last:
+                    continue
             except Exception as error:
                 self._failure = error
             self._tried.set()
+            self._done.set()
             if last or self._failure is not None:
                 return
 
     def _ask(self, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
         return self._client.ask(operation, meta, buffers, bulk=operation in ("push", "pull", "join")).result()
+
+
+def newest(
+    fragments: Sequence[Mapping[str, Tensor]],
+    plan: str,
+    broadcast: Codec,
+    address: tuple[str, int],
+    secret: bytes,
+    tls: ssl.SSLContext | None = None,
+) -> dict[str, Tensor]:
+    """Theta, by name, on the CPU. ConnectionError if the syncer is away, RefusedError if it has another plan.
+
+    Args:
+        fragments: for the names, shapes and dtypes.
+        plan: the digest of the plan.
+        broadcast: the plan's codec of Theta.
+        address: of the syncer.
+        secret: the syncer's.
+        tls: see `Client`.
+    """
+    found: dict[str, Tensor] = {}
+    with Client(address, secret, name=f"reader/{uuid.uuid4().hex}", tls=tls) as client:
+        for number, fragment in enumerate(fragments):
+            said, [came] = client.ask("pull", {"plan": plan, "fragment": number, "have": -1}).result()
+            parts = values_of(came, broadcast, sum(each.numel() for each in fragment.values()), said["version"], number)
+            runs = parts.split([each.numel() for each in fragment.values()])
+            for (name, each), run in zip(fragment.items(), runs, strict=True):
+                found[name] = run.view(each.shape).to(each.dtype)
+    return found
 
 
 def address_of(text: str) -> tuple[str, int]:

@@ -91,6 +91,24 @@ def blend_(parameters: Sequence[Tensor], theta: Tensor, share: float) -> None:
         parameter.copy_(values)
 
 
+def values_of(came: Buffer, broadcast: Codec, numel: int, version: int, fragment: int) -> Tensor:
+    """What a syncer has sent of a fragment. ValueError if it is of another length."""
+    values = torch.empty(numel)
+    wire = torch.frombuffer(came, dtype=torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
+    broadcast.deliver(wire, values, seed=derive_seed(version, fragment))
+    return values
+
+
+def turns(step: int, interval: int, count: int) -> dict[int, int]:
+    """By steps since its turn to be pushed: each fragment."""
+    return {(step - (number + 1) * interval // count) % interval: number for number in range(count)}
+
+
+def meets(step: int, interval: int, overlap: int, count: int) -> bool:
+    """Whether all processes of a learner look for what has come: where a fragment is pushed, and `overlap` later."""
+    return not {0, overlap % interval}.isdisjoint(turns(step, interval, count))
+
+
 class Learner:
     """Its training thread calls `after_step` and `take`, another one `exchange`. Neither waits for the other.
 
@@ -155,13 +173,9 @@ class Learner:
                 fragment.weight += weight
             if self._lacks_initial:
                 self._initial, self._lacks_initial = [each.flat().cpu() for each in self._fragments], False
-            number = self._turns().get(0)
+            number = turns(self.step, self.interval, len(self._fragments)).get(0)
             if number is not None:
                 self._give(number)
-
-    def meets(self) -> bool:
-        """Whether all processes of a learner should ask for what is `due` now: by the steps alone."""
-        return not {0, self.overlap % self.interval}.isdisjoint(self._turns())
 
     def due(self) -> list[tuple[int, Tensor, float]]:
         """What has come and is to be used now: fragments, values, and their share."""
@@ -172,10 +186,6 @@ class Learner:
                 if fragment.arrived is not None
                 and (fragment.outgoing is None or self.step >= fragment.outgoing.step + self.overlap)
             ]
-
-    def parameters(self, number: int) -> list[Tensor]:
-        """Of a fragment."""
-        return self._fragments[number].parameters
 
     def take(self, number: int) -> None:
         """Blend what has come into a fragment's parameters: progress begins there."""
@@ -196,11 +206,6 @@ class Learner:
 
     def _share(self, fragment: _Fragment) -> float:
         return 1.0 if fragment.base is None else self.blend
-
-    def _turns(self) -> dict[int, int]:
-        """By steps since its turn: each fragment."""
-        count = len(self._fragments)
-        return {(self.step - (number + 1) * self.interval // count) % self.interval: number for number in range(count)}
 
     def _give(self, number: int) -> None:
         fragment = self._fragments[number]
@@ -305,8 +310,7 @@ class Learner:
         if "version" not in said:
             return
         fragment.late = 0.0
-        wire, values = torch.frombuffer(came, dtype=torch.uint8), torch.empty(fragment.numel)
-        self.broadcast.deliver(wire, values, seed=derive_seed(said["version"], number))
+        values = values_of(came, self.broadcast, fragment.numel, said["version"], number)
         there = values.to(fragment.parameters[0].device)
         fragment.arrived = Arrived(there, said["boot"], said["version"], said["entered"])
 

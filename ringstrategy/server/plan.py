@@ -34,7 +34,7 @@ def described(part: Any) -> Any:
     if isinstance(part, torch.dtype):
         return str(part).removeprefix("torch.")
     if isinstance(part, partial) and not part.args:
-        return [part.func.__name__, {name: described(value) for name, value in part.keywords.items()}]
+        return [part.func.__name__, {name: described(value) for name, value in part.keywords.items()}, "partial"]
     if is_dataclass(part) and not isinstance(part, type):
         options = {field.name: described(getattr(part, field.name)) for field in fields(part) if field.init}
         return [type(part).__name__, options]
@@ -51,7 +51,10 @@ def built(description: Any, parts: Parts) -> Any:
     if name not in parts:
         raise ValueError(f"the syncer has no {name}: take a part of ringstrategy, or an optimizer of torch.optim")
     made = parts[name]
-    return made(**{key: built(value, parts) for key, value in options[0].items()}) if options else made
+    if not options:
+        return made
+    given = {key: built(value, parts) for key, value in options[0].items()}
+    return made(**given) if len(options) == 1 else partial(made, **given)
 
 
 def planned(fragments: Sequence[Mapping[str, Tensor]], **parts: Any) -> dict[str, Any]:
