@@ -585,7 +585,11 @@ def test_an_older_folder_is_noticed_and_learners_fetch_anew(tmp_path: Path) -> N
     [
         ({}, (5, 4), r'its fragment 1 has \["p1", \[4\], "float32"\], where the syncer\'s has \["p1", \[3\]'),
         ({}, (5,), "it has 1 fragments, and the syncer 2"),
-        ({"codec": Cast("float16")}, (5, 3), r"its codec is \[.Cast., {.dtype.: .float16.}\], and the syncer's \[.Identity"),
+        (
+            {"codec": Cast("float16")},
+            (5, 3),
+            r"its codec is \[.Cast., {.dtype.: .float16.}\], and the syncer's \[.Identity",
+        ),
         ({"outer": Nesterov(0.1)}, (5, 3), r"its outer is .*0\.1"),
         ({"merge": radial_directional}, (5, 3), "its merge is"),
         ({"quorum": 1}, (5, 3), "its quorum is 1, and the syncer's 2"),

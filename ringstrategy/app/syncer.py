@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
+import socket
 import ssl
 import sys
 import threading
-from contextlib import ExitStack
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from ringstrategy.algorithms.parameters.outer import Nesterov
@@ -50,14 +51,29 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     """The console script."""
     asked = parse(arguments)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)  # before threads begin, which inherit it
     try:
-        sys.exit(_serve(asked))
+        with _ends() as (wait, end):
+            sys.exit(_serve(asked, wait, end))
     except (ValueError, OSError) as error:
         sys.exit(f"ringstrategy-syncer: {error}")
 
 
-def _serve(asked: argparse.Namespace) -> str | None:
+@contextmanager
+def _ends() -> Generator[tuple[Callable[[], object], Callable[[], object]], None, None]:
+    """What waits for SIGTERM, SIGINT or a call of the other, which any thread may make."""
+    reads, writes = socket.socketpair()
+    writes.setblocking(False)
+    with reads, writes:
+        before = signal.set_wakeup_fd(writes.fileno()), [signal.signal(each, lambda *_: None) for each in _ENDS]
+        try:
+            yield lambda: reads.recv(1), lambda: writes.send(b"\0")
+        finally:
+            signal.set_wakeup_fd(before[0])
+            for each, handler in zip(_ENDS, before[1], strict=True):
+                signal.signal(each, handler)
+
+
+def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[[], object]) -> str | None:
     """Until a signal, or `--idle`, or an error: its words."""
     tls, failed = None, list[BaseException]()
     if asked.certificate:
@@ -79,7 +95,7 @@ def _serve(asked: argparse.Namespace) -> str | None:
                 syncer.run(asked.idle)
             except BaseException as error:
                 failed.append(error)
-            os.kill(os.getpid(), signal.SIGTERM)
+            end()
 
         merges = threading.Thread(target=merge, name="ringstrategy-syncer", daemon=True)
         merges.start()
@@ -93,7 +109,7 @@ def _serve(asked: argparse.Namespace) -> str | None:
             page = Page(address_of(asked.status if ":" in asked.status else f"127.0.0.1:{asked.status}"), syncer.report)
             stack.callback(page.close)
             print("its page is http://{}:{}".format(*page.address), flush=True)
-        signal.sigwait(_ENDS)
+        wait()
     return f"ringstrategy-syncer: {failed[0]}" if failed else None
 
 
