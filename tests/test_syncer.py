@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from ringstrategy.app.syncer_page import Page, as_html, as_text
 from ringstrategy.codecs import derive_seed
 from ringstrategy.requests import RefusedError
 from ringstrategy.server import plan
+from ringstrategy.server import syncer as syncer_module
 from ringstrategy.server.folder import Folder, events
 from ringstrategy.server.learner import meets, turns
 from ringstrategy.server.merges import mean, radial_directional
@@ -195,7 +197,7 @@ def test_a_learner_that_knows_that_it_is_late_sends_nothing(tmp_path: Path) -> N
     here.merge()
     slow.go(1)
     before = here.report()["learners"]["slow"]
-    slow.learner._hear(slow._ask("beat", {}, ()).meta)
+    slow.learner._hear(slow._ask("look", {}, ()).meta)
     slow.go(3)
     after = here.report()["learners"]["slow"]
     assert (after["bytes in"], after["late"]) == (before["bytes in"], 2)
@@ -383,6 +385,27 @@ def test_a_grace_is_waited_for_and_no_longer(tmp_path: Path) -> None:
     here.merge()
     assert here.report()["versions"] == [1]
     assert [push["learner"] for push in events(tmp_path)[0]["pushes"]] == ["a", "b"]
+
+
+def test_a_merge_that_takes_long_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(syncer_module, "_A_MOMENT", 0.01)
+    here = Here(tmp_path)
+    two = joined(here, "a", "b", sizes=(5,))
+    beats: list[dict[str, Any]] = []
+
+    def beats_meanwhile(name: str) -> None:
+        if name == "write":
+            asks = threading.Thread(target=lambda: beats.append(here.asker(two[0].peer)("beat", {}, ()).meta))
+            asks.start()
+            asks.join(60)
+
+    here.step = beats_meanwhile
+    for each in two:
+        each.go(4)
+    here.merge()
+    assert beats == [{"merging": True}]
+    told = here.asker(two[0].peer)("beat", {}, ()).meta
+    assert (told["versions"], told["learners"], told["joined"]) == ([1], 2, True)
 
 
 # The late rule

@@ -70,6 +70,14 @@ class _Fragment:
         """A copy of the parameters now, float32, where they are."""
         return torch.cat([parameter.detach().reshape(-1).float() for parameter in self.parameters])
 
+    def progress(self, base: Tensor) -> Tensor:
+        """What the parameters have beyond it, in one pass over memory."""
+        progress = torch.empty_like(base)
+        lengths = [parameter.numel() for parameter in self.parameters]
+        for parameter, begin, out in zip(self.parameters, base.split(lengths), progress.split(lengths), strict=True):
+            torch.sub(parameter.detach().reshape(-1), begin, out=out)
+        return progress
+
     @property
     def numel(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters)
@@ -86,9 +94,12 @@ def blend_(parameters: Sequence[Tensor], theta: Tensor, share: float) -> None:
     """
     for parameter, part in zip(parameters, theta.split([each.numel() for each in parameters]), strict=True):
         values = part.view(parameter.shape).to(parameter.device)
-        if share < 1:
-            values = parameter.float().mul_(1 - share).add_(values, alpha=share)
-        parameter.copy_(values)
+        if share == 1:
+            parameter.copy_(values)
+        elif parameter.dtype == values.dtype:
+            parameter.lerp_(values, share)
+        else:
+            parameter.copy_(parameter.float().lerp_(values, share))
 
 
 def values_of(came: Buffer, broadcast: Codec, numel: int, version: int, fragment: int) -> Tensor:
@@ -193,12 +204,12 @@ class Learner:
             fragment = self._fragments[number]
             arrived, outgoing = fragment.arrived, fragment.outgoing
             assert arrived is not None
-            share, base = self._share(fragment), arrived.values
-            blend_(fragment.parameters, base, share)
+            share = self._share(fragment)
+            blend_(fragment.parameters, arrived.values, share)
             if fragment.lost is not None and outgoing is not None and arrived.entered == outgoing.sequence:
                 # the rest of what was lost is in the parameters
-                base = base.sub(fragment.lost.to(base.device), alpha=share)
-            fragment.base, fragment.boot, fragment.version = base, arrived.boot, arrived.version
+                arrived.values.sub_(fragment.lost.to(arrived.values.device), alpha=share)
+            fragment.base, fragment.boot, fragment.version = arrived.values, arrived.boot, arrived.version
             fragment.outgoing = fragment.wire = fragment.lost = fragment.arrived = None
             fragment.sent = fragment.wants = False
             fragment.weight = 0.0
@@ -217,7 +228,7 @@ class Learner:
         elif fragment.weight > 0:
             self._sequence += 1
             given = fragment.boot, fragment.version, self._sequence, fragment.weight, self.step
-            fragment.outgoing = Outgoing(fragment.flat().sub_(fragment.base), *given)
+            fragment.outgoing = Outgoing(fragment.progress(fragment.base), *given)
 
     # The other thread's
 
@@ -238,7 +249,7 @@ class Learner:
                 if self.joined and fragment.outgoing is not None and not fragment.sent:
                     self._push(ask, number)
             if any(fragment.sent and not fragment.wants for _, fragment in waiting):
-                self._hear(ask("beat", {}, ()).meta)
+                self._hear(ask("look", {}, ()).meta)
             for number, fragment in waiting:
                 if self.joined and (fragment.wants or (fragment.sent and self._latest[number] != fragment.version)):
                     self._pull(ask, number)

@@ -25,6 +25,7 @@ from ringstrategy.server.store import Push, Store, Taken
 
 _MOST_PLAN = 1 << 26  # bytes
 _EVERYBODY = 1 << 30
+_A_MOMENT = 1.0  # seconds
 
 
 @dataclass
@@ -87,7 +88,13 @@ class Syncer:
 
     def answer(self, request: Request) -> Answer:
         """The handler of a server. RefusedError names what is wrong with the learner."""
-        operations = {"join": self._join, "push": self._push, "pull": self._pull, "beat": self._beat}
+        operations = {
+            "join": self._join,
+            "push": self._push,
+            "pull": self._pull,
+            "look": self._look,
+            "beat": self._beat,
+        }
         if request.operation not in operations:
             raise RefusedError(f"a syncer does not know {request.operation!r}")
         return operations[request.operation](request)
@@ -178,12 +185,18 @@ class Syncer:
             entered = self._last[fragment].get(name, -1) if name else -1
             return self._said(request, wire, version=pulled[0], entered=entered)
 
+    def _look(self, request: Request) -> Answer:
+        with self._here():
+            return Answer({"begun": False}) if self._plan is None else self._said(request)
+
     def _beat(self, request: Request) -> Answer:
-        with self._changed:
-            self._check()
-            if self._plan is None:
-                return Answer({"begun": False})
-            return self._said(request)
+        """As `look`, but a merge may take longer than learners wait for a sign of life."""
+        if not self._changed.acquire(timeout=_A_MOMENT):
+            return Answer({"merging": True})
+        try:
+            return self._look(request)
+        finally:
+            self._changed.release()
 
     def _said(self, request: Request, *buffers: Tensor, **more: Any) -> Answer:
         """With what every answer says."""
