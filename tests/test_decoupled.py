@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 import lightning as L
 import pytest
 import torch
+import trustme
 from jobs import program as program
 from pool import Pool
 from syncing import PARTS
@@ -54,12 +56,12 @@ def secret_file(tmp_path: Path) -> str:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, secret_file: str) -> Iterator[Place]:
+def serving(folder: Path, secret_file: str, tls: ssl.SSLContext | None = None) -> Iterator[Place]:
     with contextlib.closing(Folder(folder)) as files:
         syncer = Syncer(files, parts=PARTS)
         merges = threading.Thread(target=syncer.run, daemon=True)
         merges.start()
-        with Server(("127.0.0.1", 0), SECRET.encode(), syncer.answer, gone=syncer.gone) as server:
+        with Server(("127.0.0.1", 0), SECRET.encode(), syncer.answer, gone=syncer.gone, tls=tls) as server:
             yield Place("{}:{}".format(*server.address), secret_file, folder, syncer)
         syncer.close()
         merges.join()
@@ -167,6 +169,23 @@ def test_it_trains_as_without_where_the_syncer_is_away(secret_file: str) -> None
             assert torch.equal(one, other)
         with pytest.raises(ConnectionError):
             callback.theta()
+    with pytest.raises(RuntimeError, match="after a fit has begun"):
+        Decoupled().theta()
+
+
+def test_with_a_certificate_all_is_encrypted(secret_file: str, tmp_path: Path) -> None:
+    authority, context = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
+    context.load_cert_chain(str(tmp_path / "server.pem"))
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    with serving(tmp_path / "syncer", secret_file, context) as place:
+        callback = place.callback(certificate=tmp_path / "ca.pem")
+        learn(callback)
+        assert callback.learner.counts["taken"] > 3
+        assert callback.theta()
+        plain = place.callback()
+        fit("auto", Net(), callbacks=[plain], devices=1)
+        assert not plain.learner.joined
 
 
 def test_accumulated_gradients_are_one_step_of_all_their_samples(place: Place) -> None:

@@ -94,19 +94,16 @@ def blend_(parameters: Sequence[Tensor], theta: Tensor, share: float) -> None:
     """
     for parameter, part in zip(parameters, theta.split([each.numel() for each in parameters]), strict=True):
         values = part.view(parameter.shape).to(parameter.device)
-        if share == 1:
-            parameter.copy_(values)
-        elif parameter.dtype == values.dtype:
-            parameter.lerp_(values, share)
-        else:
-            parameter.copy_(parameter.float().lerp_(values, share))
+        if share < 1:
+            wide = torch.promote_types(parameter.dtype, values.dtype)
+            values = parameter.to(wide).lerp_(values.to(wide), share)  # in place, if it is wide enough
+        parameter.copy_(values)
 
 
 def values_of(came: Buffer, broadcast: Codec, numel: int, version: int, fragment: int) -> Tensor:
     """What a syncer has sent of a fragment. ValueError if it is of another length."""
     values = torch.empty(numel)
-    wire = torch.frombuffer(came, dtype=torch.uint8) if numel else torch.empty(0, dtype=torch.uint8)
-    broadcast.deliver(wire, values, seed=derive_seed(version, fragment))
+    broadcast.deliver(torch.frombuffer(came, dtype=torch.uint8), values, seed=derive_seed(version, fragment))
     return values
 
 
@@ -308,7 +305,8 @@ class Learner:
         said = ask("push", {**meta, "plan": self.digest, "fragment": number}, [fragment.wire]).meta
         self._hear(said)
         if "taken" in said:
-            self.counts[said["taken"]] += 1
+            with self._lock:
+                self.counts[said["taken"]] += 1
             fragment.sent = True
             fragment.wants = said["taken"] in (Taken.LATE.value, Taken.UNKNOWN.value)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ringstrategy.codecs import Codec, derive_seed
 from ringstrategy.requests import Answer, RefusedError, Request
@@ -302,7 +303,7 @@ class Syncer:
             raise RefusedError("the first learner brings parameters that are not finite")
         try:
             self._begin(plan, values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RuntimeError) as error:
             raise RefusedError(f"this syncer cannot do what the first learner plans: {error}") from error
         with self._saving():
             for fragment in range(len(values)):
@@ -317,6 +318,9 @@ class Syncer:
         self._broadcast: Codec = parts["broadcast"]
         for codec in (self._codec, self._broadcast):
             codec.warm_up(torch.device("cpu"))
+        probe = Parameter(torch.zeros(1))
+        probe.grad = torch.zeros(1)
+        parts["outer"]([probe]).step()  # not every optimizer can, without a closure
         quorum = plan["quorum"] if self._quorum is None else self._quorum
         grace = plan["grace"] if self._grace is None else self._grace
         self._rule = Quorum(_EVERYBODY if quorum is None else quorum, grace)

@@ -66,7 +66,7 @@ class DecoupledMixin(Callback):
         name: of this learner. None: a random one, which its checkpoints keep.
         certificate: encrypt, and verify the syncer by this file of certificates.
         hosts: start the syncer here, with this folder, unless one listens at the address. It is a process of its own,
-            which outlives this learner, and ends a minute after the last one.
+            which outlives this learner, and ends a minute after the last one. The file `printed` has what it prints.
 
     Attributes:
         learner: of this process, while it trains, if it is the first one of its Trainer. See `Learner.counts`.
@@ -277,7 +277,9 @@ class DecoupledMixin(Callback):
         command = [sys.executable, "-m", "ringstrategy.app.syncer", "--bind", syncer, "--secret-file", file]
         command += ["--checkpoint", str(folder), "--idle", str(_IDLE)]
         with (folder / "printed").open("a") as printed:
-            subprocess.Popen(command, stdout=printed, stderr=printed, stdin=subprocess.DEVNULL, start_new_session=True)
+            self._hosted = subprocess.Popen(
+                command, stdout=printed, stderr=printed, stdin=subprocess.DEVNULL, start_new_session=True
+            )
 
     def _close(self) -> None:
         background, self._background = self._background, None
