@@ -231,6 +231,39 @@ def test_what_encoding_lost_comes_with_the_next_push_if_the_first_entered(tmp_pa
     assert not torch.allclose(sent, moved, atol=1e-3)
 
 
+def test_what_encoding_lost_of_a_late_push_is_still_in_the_parameters(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    options: dict[str, Any] = {"quorum": 1, "outer": partial(torch.optim.SGD, lr=1.0), "codec": TopK(4, 8)}
+    fast, slow = joined(here, "fast", "slow", sizes=(8,), **options)
+    for _ in range(4):
+        slow.step()
+    fast.go(4)
+    here.merge()
+    slow.exchange()
+    assert slow.learner.counts["late"] == 1, "it was sent: it did not know"
+    slow.step()
+    own = slow.flat().clone()
+    assert take_all(slow.learner) == 1
+    [theta] = theta_of(here)
+    [base] = [part["base"] for part in slow.learner.state_dict()["fragments"]]
+    assert torch.equal(base, theta)
+    assert torch.allclose(slow.flat() - base, (own - theta) / 2, atol=1e-6)
+
+
+def test_there_is_one_push_from_one_base(tmp_path: Path) -> None:
+    here = Here(tmp_path)
+    one, _ = joined(here, "a", "b", sizes=(5,))
+    one.go(4)
+    before = one.learner.state_dict()["fragments"][0]["outgoing"]
+    one.go(9)
+    here.merge()
+    assert here.report()["versions"] == [0], "the other one has not pushed"
+    after = one.learner.state_dict()["fragments"][0]["outgoing"]
+    assert torch.equal(after.pop("progress"), before.pop("progress"))
+    assert after == before
+    assert one.learner.counts["taken"] == 1
+
+
 HAPPENS = [
     *["step"] * 8,
     "exchange",
