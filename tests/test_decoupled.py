@@ -20,6 +20,7 @@ import torch
 import trustme
 from jobs import program as program
 from pool import Pool
+from scripts import ROOT
 from syncing import PARTS
 from test_strategy import Net, fit, rows, same_everywhere
 from torch import Tensor, nn
@@ -212,6 +213,16 @@ def test_what_thaws_later_is_an_error(place: Place) -> None:
         place.callback().on_train_start(L.Trainer(logger=False), model)
 
 
+@pytest.mark.slow
+def test_the_example_of_the_page_trains(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [example] = re.findall(r"```python no-run\n(.*?)```", (ROOT / "docs" / "decoupled.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(example.replace("127.0.0.1:29600", place.address), names)
+    assert names["learner"].learner.counts["taken"] >= 1
+    assert place.versions > [0]
+
+
 WRONG: list[tuple[Callable[[], Any], str]] = [
     *[
         (partial(Decoupled, **{name: bad}), name)
@@ -336,7 +347,9 @@ def _refused(address: str, secret_file: str) -> str:
 
 def test_all_ranks_of_a_learner_that_is_refused_stop(ranks: Pool, place: Place) -> None:
     learn(place.callback())
-    assert all("trains something else" in words for words in ranks(2, _refused, place.address, place.secret_file))
+    first, second = ranks(2, _refused, place.address, place.secret_file)
+    assert "trains something else" in first
+    assert second == f"the learner's first process: {RefusedError(first)!r}"
 
 
 # Processes that die

@@ -264,6 +264,17 @@ def test_there_is_one_push_from_one_base(tmp_path: Path) -> None:
     assert one.learner.counts["taken"] == 1
 
 
+def dies_after(steps: int) -> Callable[[str], None]:
+    """What a folder calls at each step of its saves."""
+    left = count(steps, -1)
+
+    def step(name: str) -> None:
+        if next(left) == 0:
+            raise KeyboardInterrupt(name)
+
+    return step
+
+
 HAPPENS = [
     *["step"] * 8,
     "exchange",
@@ -276,13 +287,28 @@ HAPPENS = [
 ]
 
 
-@given(st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 2)), min_size=50, max_size=110), st.integers(1, 3))
-@settings(max_examples=25)
+LIVES = st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 2)), min_size=50, max_size=110)
+
+
+@given(LIVES, st.integers(1, 3))
+@settings(max_examples=10)
 def test_whatever_dies_a_push_enters_once_and_no_version_goes_back(
     tmp_path_factory: pytest.TempPathFactory, happens: list[tuple[str, int]], quorum: int
 ) -> None:
-    """Kills of the syncer between any two steps of a save; of learners at any time, with old checkpoints or none."""
-    path = tmp_path_factory.mktemp("syncer")
+    live(tmp_path_factory.mktemp("syncer"), happens, quorum)
+
+
+@pytest.mark.nightly
+@given(LIVES, st.integers(1, 3))
+@settings(max_examples=500)
+def test_so_it_is_in_many_lives(
+    tmp_path_factory: pytest.TempPathFactory, happens: list[tuple[str, int]], quorum: int
+) -> None:
+    live(tmp_path_factory.mktemp("syncer"), happens, quorum)
+
+
+def live(path: Path, happens: list[tuple[str, int]], quorum: int) -> None:
+    """Kills of the syncer between any two steps of its saves; of learners at any time, with old checkpoints or none."""
     here = Here(path, keep_wires=True)
     three = [Trains(here, f"learner{seed}", seed, (4, 3), quorum=quorum, interval=2) for seed in range(3)]
     initial = [each.clone() for part in three[0].model for each in part.values()]
@@ -295,13 +321,7 @@ def test_whatever_dies_a_push_enters_once_and_no_version_goes_back(
         if what == "syncer dies":
             here.kill()
         elif what == "syncer dies in a save":
-            left = iter(range(turn % 7, -1, -1))
-
-            def dies(name: str, left: Any = left) -> None:
-                if next(left, 0) == 0:
-                    raise KeyboardInterrupt(name)
-
-            here.step = dies
+            here.step = dies_after(turn % 7)
         elif what == "checkpoint":
             saved[who] = each.checkpoint()
         elif what == "leave" and there[who]:
@@ -323,15 +343,18 @@ def test_whatever_dies_a_push_enters_once_and_no_version_goes_back(
             if what in ("merge", "step", "leave") and here.syncer is not None:
                 here.merge()
         except KeyboardInterrupt:
+            here.step = lambda name: None
             here.kill()
-        here.step = lambda name: None
         if here.syncer is not None:
             versions = here.report()["versions"] or [0, 0]
             assert all(now >= before for now, before in zip(versions, highest, strict=True))
             highest = versions
-    if here.syncer is None:
-        here.start()
-    assert [len(each) - 1 for each in recomputed(path, initial, Identity(), mean, Nesterov())] == highest
+    here.step = lambda name: None
+    here.kill()
+    here.start()
+    merges = [len(each) - 1 for each in recomputed(path, initial, Identity(), mean, Nesterov())]
+    assert merges == here.report()["versions"]
+    assert all(now >= before for now, before in zip(merges, highest, strict=True))
     counted, bases = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
     for event in events(path):
         counted += [(event["fragment"], push["learner"], push["sequence"]) for push in event["pushes"]]
@@ -350,14 +373,8 @@ def test_a_save_that_is_killed_leaves_the_merge_or_what_was_before(tmp_path: Pat
         each.exchange()
         take_all(each.learner)
         each.go(4)
-    names: list[str] = []
-
-    def dies(name: str) -> None:
-        names.append(name)
-        if len(names) > step:
-            raise KeyboardInterrupt
-
-    here.step = dies
+    names, dies = list[str](), dies_after(step)
+    here.step = lambda name: (names.append(name), dies(name))[1]
     try:
         here.merge()
     except KeyboardInterrupt:
@@ -614,11 +631,15 @@ def test_two_learners_from_one_checkpoint_are_two(tmp_path: Path) -> None:
     assert sorted(here.report()["learners"]) == ["a", twin.learner.name]
 
 
-def test_an_older_folder_is_noticed_and_learners_fetch_anew(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [False, True])
+def test_an_older_folder_is_noticed_and_learners_fetch_anew(tmp_path: Path, others: bool) -> None:
+    """Also where others have made another version of the same number there meanwhile."""
     here = Here(tmp_path / "folder")
-    [one] = joined(here, "a", quorum=1)
+    one, two = joined(here, "a", "b", quorum=1)
     one.go(8)
     here.merge()
+    two.go(2)
+    two.step()
     old = {path.name: path.read_bytes() for path in (tmp_path / "folder").iterdir()}
     one.go(8)
     here.merge()
@@ -629,11 +650,16 @@ def test_an_older_folder_is_noticed_and_learners_fetch_anew(tmp_path: Path) -> N
         (tmp_path / "folder" / name).write_bytes(content)
     here.start()
     assert here.report()["versions"] == [1, 1]
-    one.go(12)
+    if others:
+        two.go(12)
+        here.merge()
+        assert here.report()["versions"] == [2, 2]
+    one.go(8)
     assert one.learner.counts["unknown"] == 2
+    assert one.learner.counts["taken over"] == 8
     one.go(4)
     here.merge()
-    assert here.report()["versions"][0] == 2
+    assert min(here.report()["versions"]) == 2 + others
 
 
 @pytest.mark.parametrize(
