@@ -41,7 +41,12 @@ if TYPE_CHECKING:
     from ringstrategy.integrations.fsdp import FsdpResiduals, fsdp
     from ringstrategy.integrations.lightning.fabric import consensus, finish
     from ringstrategy.integrations.lightning.for_fabric import RingFabricStrategy
-    from ringstrategy.integrations.lightning.for_lightning import CommunicationMonitor, ReplicaCheck, RingStrategy
+    from ringstrategy.integrations.lightning.for_lightning import (
+        CommunicationMonitor,
+        Decoupled,
+        ReplicaCheck,
+        RingStrategy,
+    )
     from ringstrategy.integrations.process_group import GroupOptions, RingProcessGroup
     from ringstrategy.integrations.ray import RayRingStrategy as RayRingStrategy
     from ringstrategy.server.rules import Staleness
@@ -73,7 +78,7 @@ _HOMES = {
     "integrations.ray": ("RayRingStrategy",),  # not in __all__: it needs the extra `ray`
     "integrations.lightning.fabric": ("consensus", "finish"),
     "integrations.lightning.for_fabric": ("RingFabricStrategy",),
-    "integrations.lightning.for_lightning": ("CommunicationMonitor", "ReplicaCheck", "RingStrategy"),
+    "integrations.lightning.for_lightning": ("CommunicationMonitor", "Decoupled", "ReplicaCheck", "RingStrategy"),
     "server.rules": ("Staleness",),
     "transport": ("Peers", "Stats"),
     "transport.timelines": ("merge_timelines",),
@@ -93,6 +98,7 @@ __all__ = [
     "Codec",
     "Collective",
     "CommunicationMonitor",
+    "Decoupled",
     "Direct",
     "FsdpResiduals",
     "Gaussian",

@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 from ringstrategy.integrations.lightning.callbacks import CommunicationMonitorMixin, ReplicaCheckMixin
+from ringstrategy.integrations.lightning.decoupled import DecoupledMixin
 from ringstrategy.integrations.lightning.fabric import EndingLauncherMixin, RingFabricStrategyMixin
 from ringstrategy.integrations.lightning.files import WholeCheckpointIOMixin
 from ringstrategy.integrations.lightning.joined import JoinedFetcherMixin
@@ -46,6 +47,7 @@ def trainer_classes(pytorch: str, fabric: str, module: str) -> dict[str, type]:
         _made("RingStrategy", module, RingStrategyMixin, ddp, **parts),
         _made("CommunicationMonitor", module, CommunicationMonitorMixin, callback),
         _made("ReplicaCheck", module, ReplicaCheckMixin, callback),
+        _made("Decoupled", module, DecoupledMixin, callback),
     ]
     return {made.__name__: made for made in (*public, *parts.values()) if isinstance(made, type)}
 

@@ -1,0 +1,146 @@
+"""A learner's exchanges in a thread of their own, over a client that comes back after the syncer was away."""
+
+from __future__ import annotations
+
+import random
+import ssl
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ringstrategy.codecs import Codec
+from ringstrategy.requests import Answer, Client
+from ringstrategy.requests.messages import Buffer
+from ringstrategy.server.learner import Learner, values_of
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries while the syncer is away
+
+
+class Background:
+    """Makes the exchanges of a learner whenever it is woken.
+
+    Args:
+        learner: see `Learner`.
+        address: of the syncer.
+        secret: the syncer's.
+        tls: see `Client`.
+    """
+
+    def __init__(
+        self, learner: Learner, address: tuple[str, int], secret: bytes, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._learner = learner
+        # a life has a name of its own, by which the syncer tells it from the one before
+        self._client = Client(address, secret, name=f"{learner.name[:150]}/{uuid.uuid4().hex}", tls=tls)
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._tried, self._done = threading.Event(), threading.Event()
+        self._failure: Exception | None = None
+        self.away: ConnectionError | None = None  # why the syncer was not reached last
+        self._thread = threading.Thread(target=self._exchange, name="ringstrategy-learner", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise what has made an exchange fail for good: see `Learner.exchange`."""
+        if self._failure is not None:
+            raise self._failure
+
+    def wait(self, seconds: float, *, insist: bool) -> None:
+        """Wait until an exchange is done, or could not be.
+
+        Args:
+            seconds: no longer.
+            insist: not even while the syncer is away.
+        """
+        self.wake()
+        (self._done if insist else self._tried).wait(seconds)
+
+    def close(self, seconds: float = 10.0) -> None:
+        """Make a last exchange, for so many seconds at most, and part with the syncer. Idempotent."""
+        self._closing.set()
+        self._wake.set()
+        self._thread.join(seconds)
+        self._client.close()
+        self._thread.join()
+
+    def _exchange(self) -> None:
+        pause = _FIRST_PAUSE
+        while True:
+            self._wake.wait()
+            self._wake.clear()
+            last = self._closing.is_set()
+            try:
+                self._learner.exchange(self._ask)
+                self.away, pause = None, _FIRST_PAUSE
+            except ConnectionError as error:
+                self.away = error
+                self._tried.set()
+                self._closing.wait(pause * random.uniform(0.5, 1.0))  # not all learners at once
+                pause = min(2 * pause, _LONGEST_PAUSE)
+                self._wake.set()
+                if not last:
+                    continue
+            except Exception as error:
+                self._failure = error
+            self._tried.set()
+            self._done.set()
+            if last or self._failure is not None:
+                return
+
+    def _ask(self, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
+        return self._client.ask(operation, meta, buffers, bulk=operation in ("push", "pull", "join")).result()
+
+
+def newest(
+    fragments: Sequence[Mapping[str, Tensor]],
+    plan: str,
+    broadcast: Codec,
+    address: tuple[str, int],
+    secret: bytes,
+    tls: ssl.SSLContext | None = None,
+) -> dict[str, Tensor]:
+    """Theta, by name, on the CPU. ConnectionError if the syncer is away, RefusedError if it has another plan.
+
+    Args:
+        fragments: for the names, shapes and dtypes.
+        plan: the digest of the plan.
+        broadcast: the plan's codec of Theta.
+        address: of the syncer.
+        secret: the syncer's.
+        tls: see `Client`.
+    """
+    found: dict[str, Tensor] = {}
+    with Client(address, secret, name=f"reader/{uuid.uuid4().hex}", tls=tls) as client:
+        for number, fragment in enumerate(fragments):
+            said, [came] = client.ask("pull", {"plan": plan, "fragment": number, "have": -1}).result()
+            parts = values_of(came, broadcast, sum(each.numel() for each in fragment.values()), said["version"], number)
+            runs = parts.split([each.numel() for each in fragment.values()])
+            for (name, each), run in zip(fragment.items(), runs, strict=True):
+                found[name] = run.view(each.shape).to(each.dtype)
+    return found
+
+
+def address_of(text: str) -> tuple[str, int]:
+    """From "host:port" or "[::1]:port". ValueError if it is none."""
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65_535 or (":" in host and not host.startswith("[")):
+        raise ValueError(f"an address is host:port, or [host]:port for IPv6, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def secret_of(file: str | Path) -> bytes:
+    """The content of a file, without white space around it. ValueError if it cannot be read."""
+    try:
+        return Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ValueError(
+            f"the secret file {file} cannot be read ({error.strerror}): make one with `openssl rand -hex 32`, and "
+            "copy it to all hosts"
+        ) from error
