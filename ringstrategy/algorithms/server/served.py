@@ -170,7 +170,7 @@ class Served(Algorithm, Generic[Of]):
             optimizer.register_step_pre_hook(partial(self._before_step, stepped)),
             optimizer.register_state_dict_pre_hook(partial(self._fetch_state, stepped)),
             optimizer.register_state_dict_post_hook(partial(self._drop_state, stepped)),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.forget()),
+            optimizer.register_load_state_dict_post_hook(partial(self._loaded, stepped)),
         ]
         self.forget()
 
@@ -281,6 +281,10 @@ class Served(Algorithm, Generic[Of]):
         self._make_step(stepped)
 
     # State
+
+    def _loaded(self, stepped: Of, *_: Any) -> None:
+        """The rank's optimizer has got the state that is to be gone on with."""
+        self.forget()
 
     def _drop_state(self, stepped: Of, *_: Any) -> None:
         """It is where the parameters are stepped, and takes no memory here."""
