@@ -14,6 +14,7 @@ from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.algorithms.policy import SmallExact
+from ringstrategy.algorithms.server.central_storage import CentralStorage
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
 from ringstrategy.topologies import OnePeerExponential
@@ -52,4 +53,5 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "diloco": lambda: LocalSGD(interval=32, outer=Nesterov(0.4, 0.8)),
     "diloco_int4": lambda: _streaming(4),
     "diloco_sign": lambda: _streaming(1),
+    "central_storage": lambda: CentralStorage(),
 }

@@ -59,6 +59,7 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
     found = {row.strategy: row.prediction for row in plan(asked)[0]}
     assert {f'"{name}"' for name in [*STRATEGIES, "ddp"]} - set(found) == {
         '"ring_powersgd"',
+        '"central_storage"',
         *(f'"{name}"' for name in ("gossip", "gossip_exponential", "gossip_int8", "push_sum")),
     }
     apart, ring = found['"local_sgd"'], found['"ring"']

@@ -43,7 +43,12 @@ class CentralStorage(Served[Sliced]):
         clip_norm: clip the mean gradient by its norm over all parameters of an optimizer, in the place of
             `Trainer(gradient_clip_val=...)`. None: do not.
         bucket_mb: of gradients that are copied together while backward runs; see `Synchronous`.
+
+    Attributes:
+        shares_memory: what one rank writes into a parameter, all ranks have.
     """
+
+    shares_memory = True
 
     def __init__(self, clip_norm: float | None = None, bucket_mb: float = 25.0) -> None:
         super().__init__(clip_norm, bucket_mb)
