@@ -294,7 +294,7 @@ class Served(Algorithm, Generic[Of]):
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and which part of gradients was stepped of late, where errors are fed back."""
-        return {"step": self._step, "stepped": {}}
+        return {"step": self._step, "buckets": {}, "stepped": {}}  # as `Synchronous`, which may go on from it
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

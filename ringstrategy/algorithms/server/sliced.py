@@ -125,9 +125,9 @@ class Sliced(Gathered):
                 view.stride(),
             ):
                 raise RuntimeError(
-                    f"parameter {slot.name} has got memory of its own since training began, as by module.to(...), an "
-                    "assignment to .data or load_state_dict(assign=True), so this rank would not see its steps: "
-                    "convert the module before training, and change values in place, as parameter.copy_(values) does"
+                    f"parameter {slot.name} has got memory of its own since training began, as by module.to(...) or "
+                    "an assignment to .data, so this rank would not see its steps: convert the module before training, "
+                    "and change values in place, as parameter.copy_(values) does"
                 )
 
     @torch.no_grad()
