@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ringstrategy.algorithms.parameters.outer import Nesterov
     from ringstrategy.algorithms.parameters.push_sum import PushSum
     from ringstrategy.algorithms.policy import SmallExact
+    from ringstrategy.algorithms.server.central_storage import CentralStorage
     from ringstrategy.algorithms.server.parameter_server import ParameterServer
     from ringstrategy.codecs import (
         BlockFloat8,
@@ -65,6 +66,7 @@ _HOMES = {
     "algorithms.gradients.powersgd": ("PowerSGD",),
     "algorithms.parameters.push_sum": ("PushSum",),
     "algorithms.policy": ("SmallExact",),
+    "algorithms.server.central_storage": ("CentralStorage",),
     "algorithms.server.parameter_server": ("ParameterServer",),
     "codecs": (
         *("BlockFloat8", "BlockInt", "Cast", "Codec", "Gaussian"),
@@ -94,6 +96,7 @@ __all__ = [
     "BlockInt",
     "BySize",
     "Cast",
+    "CentralStorage",
     "Choco",
     "Codec",
     "Collective",

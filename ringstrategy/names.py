@@ -14,6 +14,7 @@ from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.algorithms.parameters.push_sum import PushSum
 from ringstrategy.algorithms.policy import SmallExact
+from ringstrategy.algorithms.server.central_storage import CentralStorage
 from ringstrategy.algorithms.server.parameter_server import ParameterServer
 from ringstrategy.codecs import BlockFloat8, BlockInt, Cast, Gaussian, Rotated, TopK
 from ringstrategy.collectives import Direct
@@ -55,4 +56,5 @@ STRATEGIES: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign": lambda: _streaming(1),
     "parameter_server": lambda: ParameterServer(),
     "parameter_server_async": lambda: ParameterServer(mode="async"),
+    "central_storage": lambda: CentralStorage(),
 }

@@ -71,7 +71,7 @@ class Story:
         spoils: the factor of rank 1's loss in step BAD.
         dies: rank 1, after the first forward of the second half.
         hurries: from step BAD on, an optimizer for each parameter steps it within backward.
-        served: by parameter servers.
+        served: steps in the place of ranks' optimizers, a key of SERVERS; "": they step themselves.
         saves: after the first half, to this folder.
         resumes: from that folder, with the second half.
     """
@@ -84,7 +84,7 @@ class Story:
     spoils: float = 1.0
     dies: bool = False
     hurries: bool = False
-    served: bool = False
+    served: str = ""
     saves: str | None = None
     resumes: str | None = None
 
@@ -179,9 +179,19 @@ def begin_step(story: Story, module: Any, step: int) -> None:
 
 def algorithm_of(story: Story) -> Algorithm:
     if story.served:
-        how = {key: value for key, value in synchronous(story).items() if key != "collective"}
-        return ring.ParameterServer(2, bucket_mb=0.02, **how)
+        return SERVERS[story.served](story)
     return APART[story.algorithm]() if story.algorithm in APART else AllReduce(**synchronous(story))
+
+
+def parameter_server(story: Story) -> Algorithm:
+    how = {key: value for key, value in synchronous(story).items() if key != "collective"}
+    return ring.ParameterServer(2, bucket_mb=0.02, **how)
+
+
+SERVERS: dict[str, Callable[[Story], Algorithm]] = {
+    "served": parameter_server,
+    "central": lambda story: ring.CentralStorage(bucket_mb=0.02),  # which has no codec
+}
 
 
 def synchronous(story: Story) -> dict[str, Any]:
@@ -573,15 +583,17 @@ DOORS: dict[str, Callable[[Story, Seen], nn.Module]] = {
     "pytorch_lightning": partial(fitted, "pytorch_lightning", "ringstrategy.pytorch_lightning"),
     "lightning_fabric": partial(looped, partial(OfFabric, "lightning_fabric", "ringstrategy.lightning_fabric")),
 }
-SERVED = "served_"
+WHOLE = ["session", "trainer", "fabric", "horovod"]  # doors over a `Session`: they know steps, losses and parameters
 
 
-def served(door: str, story: Story, seen: Seen) -> nn.Module:
-    """As that door, by parameter servers."""
-    return DOORS[door](replace(story, served=True), seen)
+def served(by: str, door: str, story: Story, seen: Seen) -> nn.Module:
+    """As that door, but something else steps."""
+    return DOORS[door](replace(story, served=by), seen)
 
 
-DOORS |= {f"{SERVED}{door}": partial(served, door) for door in ("session", "trainer", "fabric", "horovod")}
+OF = {by: {f"{by}_{door}": partial(served, by, door) for door in WHOLE} for by in SERVERS}
+for each in OF.values():
+    DOORS |= each
 
 
 def join() -> None:

@@ -16,7 +16,7 @@ import doors
 import pytest
 import torch
 import torch.distributed as dist
-from doors import DOORS, HALF, SERVED, STEPS, Net, Seen, Story
+from doors import DOORS, HALF, STEPS, WHOLE, Net, Seen, Story
 from pool import Pool
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -27,9 +27,9 @@ import ringstrategy.horovod as hvd
 from ringstrategy import AllReduce, BlockInt
 from ringstrategy.session import Session
 
-WHOLE = ["session", "trainer", "fabric", "horovod"]  # doors over a `Session`: they know steps, losses and parameters
 FSDP = ["fsdp", "fsdp_in_group"]
-OF_SERVERS = [f"{SERVED}{door}" for door in WHOLE]  # where servers step
+OF_SERVERS = list(doors.OF["served"])  # where servers step
+CENTRAL = list(doors.OF["central"])  # where each rank steps a slice
 PARTS = ["ddp_hook", "group", *FSDP]  # doors where torch DDP or FSDP2 trains
 AGAIN = ["pytorch_lightning", "lightning_fabric"]  # the same source as another door, with other base classes
 
@@ -145,7 +145,9 @@ def nothing_is_sent_while_accumulating(tells: Tells, door: str) -> None:
     story = Story(passes=2)
     for mine, once in zip(tells.on(door, story), tells.on(door, Story()), strict=True):
         if door != "fsdp_in_group":  # which gathers parameters for each forward
-            assert mine.accumulated == [0] * STEPS
+            met = [0, 2 * 32] if door in CENTRAL else [0]  # ranks meet twice before they share parameters
+            assert mine.accumulated[0] in met
+            assert mine.accumulated[1:] == [0] * (STEPS - 1)
             assert mine.sent[-1] - mine.sent[0] == once.sent[-1] - once.sent[0] > 0
         assert torch.equal(mine.end, tells.twin(story, 2).parameters[-1])
 
@@ -187,7 +189,7 @@ def resumes_at_another_size(tells: Tells, door: str) -> None:
     saving = tells.saving(door, "int4")
     two = tells.on(door, saving)
     three = tells.on(door, Story("int4", resumes=saving.saves), 3, fails=True)
-    if door.removeprefix(SERVED) not in ("trainer", "fabric"):
+    if door.rpartition("_")[2] not in ("trainer", "fabric"):
         said = "Size mismatch" if door == "fsdp" else "give each rank what it saved itself"
         assert all(said in mine.error for mine in three), three[0].error
         return
@@ -443,7 +445,19 @@ _not_there(
     [a_skipped_step_keeps_residuals, a_step_that_is_not_finite_can_be_skipped, wrong_arguments_are_refused],
     OF_SERVERS,
 )
-_not_there("in step, replicas are equal", [ranks_with_parameters_of_their_own_see_one_mean], OF_SERVERS)
+_not_there("in step, replicas are equal", [ranks_with_parameters_of_their_own_see_one_mean], OF_SERVERS + CENTRAL)
+_not_there(
+    "nothing is encoded, because nothing is sent",
+    [replicas_are_bit_equal, nothing_is_lost, fewer_bytes_are_sent, ranks_that_differ_are_told],
+    CENTRAL,
+)
+_not_there(
+    "it refuses loss scales, and steps what is not finite: test_central_storage.py has what it refuses",
+    [a_skipped_step_keeps_residuals, a_step_that_is_not_finite_can_be_skipped, wrong_arguments_are_refused],
+    CENTRAL,
+)
+if doors.DEVICE.type == "cuda":
+    _not_there("it shares the memory of CPUs", list(LAWS.values()), CENTRAL)
 if doors.DEVICE.type == "cuda" and doors.BACKEND == "gloo":
     _not_there("torch's gloo gathers no tensors of GPUs, which FSDP2 asks for", list(LAWS.values()), ["fsdp"])
 CELLS = [(door, name) for name in LAWS for door in DOORS if (name, door) not in NOT_THERE]

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
+from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.session import Session
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -92,7 +93,7 @@ def in_one_process(make: Make, ranks: int, steps: range, micro: int = 1, clip: f
 
 @contextmanager
 def opened(
-    algorithm: ParameterServer, make: Make = OPTIMIZERS["momentum"]
+    algorithm: Algorithm, make: Make = OPTIMIZERS["momentum"]
 ) -> Iterator[tuple[Session, torch.optim.Optimizer]]:
     module = Net()
     optimizer = make(module)

@@ -58,7 +58,7 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
         assert asked.rate == 1e8
     found = {row.strategy: row.prediction for row in plan(asked)[0]}
     assert {f'"{name}"' for name in [*STRATEGIES, "ddp"]} - set(found) == {
-        *('"ring_powersgd"', '"parameter_server"', '"parameter_server_async"'),
+        *('"ring_powersgd"', '"central_storage"', '"parameter_server"', '"parameter_server_async"'),
         *(f'"{name}"' for name in ("gossip", "gossip_exponential", "gossip_int8", "push_sum")),
     }
     apart, ring = found['"local_sgd"'], found['"ring"']

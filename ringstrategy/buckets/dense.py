@@ -58,7 +58,7 @@ class DenseBucket(Bucket):
         device = parameters[0][1].device
         # a short block would not be rotated
         self.buffer = torch.zeros(-(-numel // codec.block) * codec.block, dtype=dtype, device=device)
-        self._padding = self.buffer[numel:]
+        self._numel, self._padding = numel, self.buffer[numel:]
         residual = torch.zeros_like(self.buffer, dtype=residual_dtype) if feedback else None
         self.codec = codec
         codec.warm_up(device)
@@ -82,7 +82,7 @@ class DenseBucket(Bucket):
     @property
     def numel(self) -> int:
         """Elements of the gradients."""
-        return self.buffer.numel() - self._padding.numel()
+        return self._numel
 
     def describe(self) -> str:
         """The bucket's line, then one for each parameter."""
@@ -116,14 +116,17 @@ class DenseBucket(Bucket):
         living = sum(slot.holds_gradient() and not slot.is_left() for slot in self.slots)
         if references(self.buffer) <= self._own_references + living:
             return
-        numel = self.numel
-        self.buffer = torch.zeros_like(self.buffer)
-        self._padding = self.buffer[numel:]
-        offset = 0
+        self.move(torch.zeros_like(self.buffer))
+
+    def move(self, buffer: Tensor, align: int = 1) -> None:
+        """Gather in other memory from now on: zeros, each gradient at a multiple of `align` elements."""
+        assert align == 1 or self._places is None, "kernels count on gradients without gaps"
+        self.buffer, offset = buffer, 0
         for slot in self.slots:
-            slot.view = _view_like(self.buffer, offset, slot.parameter)
-            offset += slot.parameter.numel()
-        self._own_references = references(self.buffer)
+            slot.view = _view_like(buffer, offset, slot.parameter)
+            offset += -(-slot.parameter.numel() // align) * align
+        self._padding = buffer[offset:]
+        self._own_references = references(buffer)
 
     @override
     def take_gradients(self) -> None:

@@ -24,15 +24,16 @@ class Place(NamedTuple):
 
 
 class Fragment:
-    """A copy of flat values, which an optimizer steps.
+    """Flat values, or a copy of them, which an optimizer steps.
 
     Args:
         values: flat, of floating point, on the CPU.
-        optimizer: makes the optimizer of these parameters, which are views of the copy.
+        optimizer: makes the optimizer of these parameters, which are views of what is stepped.
         places: of the parameters; None: all values are one.
+        in_place: step the values themselves, and no copy.
 
     Attributes:
-        values: the copy.
+        values: what is stepped.
         parameters: the views.
         optimizer: theirs.
     """
@@ -42,8 +43,10 @@ class Fragment:
         values: Tensor,
         optimizer: Callable[[list[Parameter]], Optimizer],
         places: Sequence[Place] | None = None,
+        *,
+        in_place: bool = False,
     ) -> None:
-        self.values = values.detach().clone()
+        self.values = values.detach() if in_place else values.detach().clone()
         self._places = [Place(0, tuple(values.shape), (1,))] if places is None else places
         self.parameters = [Parameter(place.of(self.values)) for place in self._places]
         self.optimizer = optimizer(self.parameters)

@@ -8,26 +8,24 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.parameters.consensus import Consensus
 from ringstrategy.algorithms.parameters.exchange import Exchange
-from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described, split
+from ringstrategy.algorithms.policy import Policy, check_codec, check_feedback, codec_of, described
+from ringstrategy.algorithms.server.served import Served
 from ringstrategy.algorithms.server.servers import Servers
 from ringstrategy.algorithms.server.service import Service
-from ringstrategy.algorithms.server.shards import check_optimizer, options_of
+from ringstrategy.algorithms.server.shards import options_of
 from ringstrategy.algorithms.server.stepped import Stepped, step_meta
+from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -35,14 +33,13 @@ from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.direct import Direct
 from ringstrategy.requests import Answer
 from ringstrategy.server.rules import Async, Rule, Staleness, Sync
-from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
+from ringstrategy.transport.agree import compare_plans
 from ringstrategy.transport.base import Peers
-from ringstrategy.transport.trace import span
 
 _KIND = "ParameterServer"
 
 
-class ParameterServer(Algorithm):  # noqa: PLR0904
+class ParameterServer(Served[Stepped]):
     """Servers hold parameters and optimizer; ranks push the gradients of each step, and pull what came of them.
 
     A bucket leaves when backward has filled it. The optimizer that a rank was given steps nothing on the rank: the
@@ -70,8 +67,6 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
         bucket_mb: see `Synchronous`.
     """
 
-    regroups = False
-
     def __init__(
         self,
         servers: int | Literal["all"] = "all",
@@ -88,33 +83,19 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
             raise ValueError(f"mode is 'sync', 'async' or Staleness(most=...), got {mode!r}")
         if pull is not None and not isinstance(pull, Codec):
             raise TypeError(f"pull is a Codec such as ringstrategy.Cast('bfloat16'), got {pull!r}")
-        if clip_norm is not None and not (isinstance(clip_norm, int | float) and 0 < clip_norm < math.inf):
-            raise ValueError(f"clip_norm is a number > 0, or None, got {clip_norm!r}")
-        if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, int | float) or not bucket_mb > 0:
-            raise ValueError(f"bucket_mb is a number of megabytes > 0, got {bucket_mb!r}")
+        super().__init__(clip_norm, bucket_mb)
         self.servers, self.mode = servers, mode
         self.codec, self.pull = Identity() if codec is None else codec, Identity() if pull is None else pull
-        self.error_feedback, self.clip_norm, self.bucket_mb = error_feedback, clip_norm, bucket_mb
+        self.error_feedback = error_feedback
         check_feedback(error_feedback)
         check_codec(self.codec, Direct())
         self.decentralized = self.consensus = mode != "sync"
         self.replicates = not self.decentralized
 
-        self._peers: Peers | None = None
         self._servers: Servers | None = None
         self._view: Consensus | None = None
         self._encoder: ThreadPoolExecutor | None = None
-        self._parameters: dict[str, Parameter] = {}
-        self._local_names: list[str] = []
-        self._stepped: list[Stepped] = []
-        self._nodes: dict[Parameter, tuple[Node, RemovableHandle]] = {}
-        self._handles: list[RemovableHandle] = []
-        self._fresh = True  # servers take what this rank has at the next batch
-        self._has_ended = False  # optimizers have the servers' state
-        self._passes = False  # gradients of this backward are pushed
-        self._divisor = 1.0  # of them: servers add up
         self._pushes: list[Future[list[tuple[int, Future[Answer]]]]] = []
-        self._step = 0
         self._residuals: dict[str, Tensor] = {}  # of parameters that no optimizer has yet; after `close` all
         self._parts: dict[str, Tensor] = {}
 
@@ -137,82 +118,27 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
 
     @override
     def setup(self, parameters: Mapping[str, Parameter], peers: Peers, *, sparse: frozenset[str] = frozenset()) -> None:
-        assert self._peers is None, "close() first"
         count = peers.size if self.servers == "all" else int(self.servers)
         if count > peers.size:
             raise ValueError(
                 f"servers={count} of {peers.size} ranks: pass at most as many as there are ranks, or 'all'"
             )
-        if sparse:
-            raise ValueError(
-                f"parameter {min(sparse)} has sparse gradients, which servers do not take: use sparse=False, or a "
-                "strategy such as 'ring'"
-            )
-        self._peers, self._fresh, self._has_ended, self._step = peers, True, False, 0
+        super().setup(parameters, peers, sparse=sparse)
         self._residuals, self._parts = {}, {}
         self._view = Consensus(peers, Exchange())
-        self._learn(parameters)
-        compare_plans(peers, self.plan_text(peers.size, self._lines()))
         self._encoder = ThreadPoolExecutor(1, "ringstrategy-encode")
         rule = self._rule
         self._servers = Servers(peers, count, lambda me, ranks: Service(me, ranks, rule, self.pull))
 
-    def _lines(self) -> Iterator[str]:
-        return (f"{INDENT}{name}: {tuple(p.shape)} {p.dtype}" for name, p in self._parameters.items())
-
-    def _learn(self, parameters: Mapping[str, Parameter]) -> None:
-        self._parameters, self._local_names = split(parameters, None)
+    @property
+    @override
+    def _shares(self) -> int:
+        assert self._servers is not None
+        return self._servers.count
 
     @override
-    def check(self, *, scaled_loss: bool, clips_by_norm: bool) -> None:
-        if scaled_loss:
-            raise ValueError(
-                "with a loss scaler each rank has a scale of its own, and servers step gradients of one: use "
-                "precision='bf16-mixed' or 32 bits"
-            )
-        if clips_by_norm:
-            raise ValueError(
-                "gradients are clipped after they have left for the servers: leave out gradient_clip_val, and use "
-                "ParameterServer(clip_norm=...), by which servers clip the gradient that they step"
-            )
-
-    @override
-    def is_local(self, name: str) -> bool:
-        return name in self._local_names
-
-    @override
-    def adopt(self, parameters: Mapping[str, Parameter], *, sparse: frozenset[str] = frozenset()) -> list[Parameter]:
-        known = set(self._parameters.values())
-        before = list(self._parameters)
-        self._learn(parameters)
-        new = {name: parameter for name, parameter in self._parameters.items() if parameter not in known}
-        gone = [name for name in before if name not in self._parameters]
-        if (new or gone) and self._peers is not None:
-            compare_changes(self._peers, "", new, gone)
-        return list(new.values())
-
-    @override
-    def compare(self, text: str) -> None:
-        if self._peers is not None:
-            compare_plans(self._peers, f"{self!r}\n{text}")
-
-    @override
-    def bind(self, parameters: Collection[Parameter], optimizer: Optimizer | None = None) -> None:
-        if self._peers is None or self._servers is None:
-            return
-        named = {name: parameter for name, parameter in self._parameters.items() if parameter in parameters}
-        if not named or any(stepped.bucket_of.keys() == set(named.values()) for stepped in self._stepped):
-            return
-        if optimizer is None:
-            raise ValueError("servers step in the place of a torch.optim.Optimizer, and this loop announces none")
-        for stepped in self._stepped:
-            if stepped.is_of(parameters):
-                raise ValueError(
-                    "two optimizers step the same parameter, or one has got other parameters since training began: "
-                    "give each parameter to one optimizer, from the start, and freeze what is not to be trained"
-                )
-        check_optimizer(optimizer, self._servers.count)
-        planned = plan_buckets(
+    def _plan(self, named: Mapping[str, Parameter]) -> list[Bucket]:
+        return plan_buckets(
             named,
             frozenset(),
             lambda name, parameter: codec_of(self.codec, Direct(), name, parameter),
@@ -220,22 +146,12 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
             max(1, int(self.bucket_mb * 2**20)),
             sum(len(stepped.buckets) for stepped in self._stepped),
         )
-        buckets = [bucket for bucket in planned if isinstance(bucket, DenseBucket)]
-        stepped = Stepped(len(self._stepped), optimizer, buckets, self._servers.count, self.pull)
-        compare_plans(self._peers, "\n".join(bucket.describe() for bucket in buckets))
-        self._stepped.append(stepped)
-        self._load_residuals(stepped)
-        self._handles += [
-            optimizer.register_step_pre_hook(partial(self._before_step, stepped)),
-            optimizer.register_state_dict_pre_hook(partial(self._fetch_state, stepped)),
-            optimizer.register_state_dict_post_hook(partial(self._drop_state, stepped)),
-            optimizer.register_load_state_dict_post_hook(lambda _: self.forget()),
-        ]
-        self.forget()
 
     @override
-    def forget(self) -> None:
-        self._fresh = True
+    def _take_over(self, optimizer: Optimizer, buckets: list[DenseBucket]) -> Stepped:
+        stepped = Stepped(len(self._stepped), optimizer, buckets, self._shares, self.pull)
+        self._load_residuals(stepped)
+        return stepped
 
     @override
     def start(self) -> None:
@@ -275,10 +191,8 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
                 ends.callback(encoder.shutdown)
             if servers is not None:
                 ends.callback(servers.close)
-            for handle in (*self._handles, *(handle for _, handle in self._nodes.values())):
-                ends.callback(handle.remove)
-        self._peers, self._view, self._stepped, self._passes = None, None, [], False
-        self._handles, self._nodes, self._pushes = [], {}, []
+            ends.callback(super().close)
+        self._view, self._pushes = None, []
 
     # A step
 
@@ -297,107 +211,48 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
         ranks = self._peers.size
         if self.decentralized and divisor not in (None, ranks):
             raise ValueError(f"each rank's gradient is a step of its own here, and none is {ranks / divisor} of a mean")
-        self._divisor = 1.0 if self.decentralized else ranks if divisor is None else divisor
+        super().before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
+        if self.decentralized:
+            self._divisor = 1.0
         for residuals in self._undecided():
             residuals.before_backward()
-        self._passes = sync
-        if sync:
-            for stepped in self._stepped:
-                stepped.begin_backward()
-            self._attach()
 
-    def _attach(self) -> None:
-        """Hooks for parameters that train."""
-        for stepped in self._stepped:
-            for parameter in stepped.bucket_of:
-                if parameter.requires_grad and parameter not in self._nodes:
-                    # after the user's own hooks, which may change the gradient; the node lives while somebody holds it
-                    node = get_gradient_edge(parameter).node
-                    hook = node.register_hook(partial(self._on_gradient, stepped, parameter))
-                    self._nodes[parameter] = node, hook
-
-    def _on_gradient(self, stepped: Stepped, parameter: Parameter, *_: Any) -> None:
-        if self._passes and parameter.requires_grad:
-            place = stepped.ready(parameter)
-            if place is not None:
-                self._push(stepped, place)
-
+    @override
     def _push(self, stepped: Stepped, place: int) -> None:
         assert self._encoder is not None
         assert self._peers is not None
         assert self._servers is not None
-        bucket = stepped.buckets[place]
-        with span("pack", bucket=bucket.index):
-            bucket.pack(self._divisor)
-            bucket.fill()
-        seed = derive_seed(0, self._step, bucket.index)
+        seed = derive_seed(0, self._step, stepped.buckets[place].index)
         self._pushes.append(self._encoder.submit(stepped.push, place, self._servers.ask, seed, self._peers.rank))
-        self._peers.stats.values_averaged += bucket.numel
+
+    @override
+    def _wait_for_pushes(self) -> None:
+        if self._servers is None or self._peers is None:
+            return
+        begin = time.perf_counter()
+        pushes, self._pushes = self._pushes, []
+        asked = [each for push in pushes for each in push.result()]
+        self._servers.wait(asked, self._where)
+        self._peers.stats.communication_seconds += time.perf_counter() - begin
+        for stepped in self._stepped:
+            for place in stepped.pushed:
+                stepped.buckets[place].residuals.after_exchange(lambda slot: slot.parameter.grad is not None)
+        self._peers.stats.exchanges += bool(asked)
 
     @override
     def after_backward(self) -> None:
-        if self._servers is None or self._peers is None:
-            return
-        if self._passes:
-            begin = time.perf_counter()
-            for stepped in self._stepped:
-                for place in stepped.rest():
-                    self._push(stepped, place)
-            pushes, self._pushes = self._pushes, []
-            asked = [each for push in pushes for each in push.result()]
-            self._servers.wait(asked, self._where)
-            self._peers.stats.communication_seconds += time.perf_counter() - begin
-            for stepped in self._stepped:
-                for place in stepped.pushed:
-                    stepped.buckets[place].residuals.after_exchange(lambda slot: slot.parameter.grad is not None)
-            self._peers.stats.exchanges += bool(asked)
-            self._step += 1
-        self._passes = False
+        super().after_backward()
         for residuals in self._undecided():
             residuals.after_backward()
-        for stepped in self._stepped:
-            stepped.remember()
-
-    @property
-    def _where(self) -> str:
-        return f"at step {self._step}"
 
     def _undecided(self) -> list[Any]:
         buckets = chain.from_iterable(stepped.buckets for stepped in self._stepped)
         return [bucket.residuals for bucket in buckets if bucket.residuals.undecided]
 
-    def _before_step(
-        self, stepped: Stepped, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """An optimizer of torch's is about to step. If a closure makes its gradients, they leave after that."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._leave(stepped)
-            return None
-
-        def evaluated() -> Any:
-            loss = closure()
-            self._leave(stepped)
-            return loss
-
-        return ((args[0], evaluated, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": evaluated})
-
-    @torch.no_grad()
-    def _leave(self, stepped: Stepped) -> None:
-        """What was pushed is a step. The rank's optimizer is left without gradients."""
+    @override
+    def _make_step(self, stepped: Stepped) -> None:
         servers = self._servers
-        if servers is None:
-            return
-        members = {parameter for group in stepped.optimizer.param_groups for parameter in group["params"]}
-        if not stepped.bucket_of.keys() <= members or any(
-            parameter in members and parameter not in stepped.bucket_of for parameter in self._parameters.values()
-        ):
-            raise RuntimeError(
-                f"{type(stepped.optimizer).__name__} has got or lost parameters since training began, and servers step "
-                "those of the start: give it all from the start, and freeze what is not to be trained yet"
-            )
-        stepped.check()
-        if not stepped.pushed:
+        if servers is None or not stepped.pushed:
             return
         scale = self._own_scale(stepped)
         options = list(options_of(stepped.optimizer))
@@ -477,8 +332,8 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
 
     # State
 
+    @override
     def _fetch_state(self, stepped: Stepped, *_: Any) -> None:
-        """The rank's optimizer has the servers' state, as if it had stepped itself."""
         if self._servers is None or self._fresh or self._has_ended:
             return
         meta = {"fragment": stepped.number}
@@ -488,27 +343,21 @@ class ParameterServer(Algorithm):  # noqa: PLR0904
             [content] = answer.buffers
             shard.put_state(stepped.optimizer, torch.load(io.BytesIO(content), weights_only=True))  # type: ignore[arg-type]
 
-    def _drop_state(self, stepped: Stepped, *_: Any) -> None:
-        """It is on the servers, and takes no memory here."""
-        if not self._fresh and not self._has_ended:
-            for parameter in stepped.bucket_of:
-                stepped.optimizer.state.pop(parameter, None)
-
     def state_dict(self) -> dict[str, Any]:
         """The step, from which codecs draw their seeds, and which part of gradients was stepped of late."""
         parts = dict(self._parts)
         for stepped in self._stepped:
             for bucket in stepped.buckets:
                 parts |= bucket.residuals.parts()
-        return {"step": self._step, "stepped": parts}
+        return {**super().state_dict(), "stepped": parts}
 
     @override
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._step, self._parts = int(state["step"]), dict(state["stepped"])
+        super().load_state_dict(state)
+        self._parts = dict(state["stepped"])
         for stepped in self._stepped:
             for bucket in stepped.buckets:
                 bucket.residuals.load_parts(self._parts)
-        self.forget()
 
     def own_state(self) -> dict[str, Any]:
         """Nothing: servers have it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ringstrategy.algorithms.server.shards import Shard
+from ringstrategy.algorithms.server.shards import Shard, shown
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec
 from ringstrategy.requests import Answer, RefusedError, Request
@@ -185,10 +185,10 @@ class Service:
             return
         for number, (mine, theirs) in enumerate(zip(push.options or (), others[0].options, strict=True)):
             for name in mine:
-                if _text(mine[name]) != _text(theirs[name]):
+                if shown(mine[name]) != shown(theirs[name]):
                     self._why = (
-                        f"rank {int(push.learner)} steps group {number} with {name}={_text(mine[name])}, and rank "
-                        f"{int(others[0].learner)} with {name}={_text(theirs[name])}: give all ranks the same "
+                        f"rank {int(push.learner)} steps group {number} with {name}={shown(mine[name])}, and rank "
+                        f"{int(others[0].learner)} with {name}={shown(theirs[name])}: give all ranks the same "
                         "optimizers, and log what a scheduler monitors with sync_dist=True"
                     )
                     self._changed.notify_all()
@@ -250,11 +250,6 @@ class Service:
         with self._changed:
             torch.save(self._shards[fragment].state_of(self._store.fragments[fragment]), content)
         return Answer({}, [content.getbuffer()])
-
-
-def _text(value: Any) -> str:
-    """With as many digits as machines with different mathematics libraries agree in."""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def of_rank(rank: int) -> str:

@@ -87,7 +87,12 @@ class Shard:
         for piece in self.pieces:
             target = values[piece.place.offset : piece.place.offset + piece.end - piece.begin]
             target.copy_(piece.of(piece.parameter.detach()))
-        fragment = Fragment(values, lambda pieces: self._optimizer(optimizer, pieces), [p.place for p in self.pieces])
+        return self.over(values, optimizer)
+
+    def over(self, values: Tensor, optimizer: Optimizer, *, in_place: bool = False) -> Fragment:
+        """Of these values, which lie as the pieces do, with an optimizer as in `fragment`; see `Fragment`."""
+        places = [piece.place for piece in self.pieces]
+        fragment = Fragment(values, lambda own: self._optimizer(optimizer, own), places, in_place=in_place)
         self._load_state(fragment, optimizer.state)
         return fragment
 
@@ -147,6 +152,19 @@ def shards_of(buckets: Sequence[DenseBucket], servers: int) -> list[Shard]:
     return shards
 
 
+def slices_of(buckets: Sequence[DenseBucket], ranks: int, block: int) -> list[Shard]:
+    """For each rank one run of all buckets, which lie one behind the other; edges are multiples of `block`."""
+    shards = [Shard() for _ in range(ranks)]
+    for shard, (begin, end) in zip(shards, cut(0, sum(b.buffer.numel() for b in buckets), ranks, block), strict=True):
+        offset = 0
+        for bucket in buckets:
+            numel = bucket.buffer.numel()
+            low, high = (min(max(edge - offset, 0), numel) for edge in (begin, end))
+            shard.add(bucket, low, high)
+            offset += numel
+    return shards
+
+
 def like(optimizer: Optimizer, groups: Sequence[list[Parameter]]) -> Optimizer:
     """One of the same class, with the same options, of other parameters on the CPU, and without state."""
     twin = copy.copy(optimizer)
@@ -190,6 +208,11 @@ def options_of(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
     for group in optimizer.param_groups:
         named = {name: group[name] for name in optimizer.defaults if name in group and name not in _OF_DEVICES}
         yield {name: number for name, value in named.items() if (number := _number(value)) is not None}
+
+
+def shown(value: Any) -> str:
+    """An option, with as many digits as machines with different mathematics libraries agree in."""
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: Any) -> Any:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from ringstrategy.algorithms.server.gathered import Gathered
 from ringstrategy.algorithms.server.shards import shards_of
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec, derive_seed
@@ -20,7 +18,7 @@ from ringstrategy.requests import Answer
 Ask = Callable[..., Future[Answer]]
 
 
-class Stepped:
+class Stepped(Gathered):
     """Parameters that servers step in the place of an optimizer.
 
     Args:
@@ -39,12 +37,8 @@ class Stepped:
     def __init__(
         self, number: int, optimizer: Optimizer, buckets: Sequence[DenseBucket], servers: int, codec: Codec
     ) -> None:
-        self.number, self.optimizer, self.buckets = number, optimizer, buckets
+        super().__init__(number, optimizer, buckets)
         self.shards = shards_of(buckets, servers)
-        self.bucket_of = {slot.parameter: place for place, bucket in enumerate(buckets) for slot in bucket.slots}
-        self.dtype = buckets[0].buffer.dtype
-        for bucket in buckets:
-            self.dtype = torch.promote_types(self.dtype, bucket.buffer.dtype)
         self.begin()
         self._codec = codec
         sizes = [shard.numel for shard in self.shards]
@@ -55,49 +49,14 @@ class Stepped:
             for raw, numel in zip(raws, sizes, strict=True)
         ]
         self._encodes = any(raw is None for raw in raws)
-        self._lock = threading.Lock()
-        self._waiting: dict[int, set[Parameter]] = {}
-        self._sent: dict[Parameter, tuple[int, int]] = {}  # identity and version of gradients
 
     def begin(self) -> None:
         """Nothing was pushed yet."""
         self.steps, self.bases = 0, [0] * len(self.shards)
-        self.pushed: set[int] = set()
+        self.pushed = set()
         self.asked: list[tuple[int, Future[Answer]]] = []
 
     # Gradients
-
-    def begin_backward(self) -> None:
-        """Gradients are to be pushed, in the place of those that were pushed before."""
-        self.pushed = set()
-        self._sent = {}
-        self._waiting = {
-            place: {slot.parameter for slot in bucket.slots if slot.trains} for place, bucket in enumerate(self.buckets)
-        }
-
-    def ready(self, parameter: Parameter) -> int | None:
-        """A gradient is complete; returns the bucket that is full with it. RuntimeError if it was pushed already."""
-        place = self.bucket_of[parameter]
-        with self._lock:
-            if place in self.pushed:
-                raise RuntimeError(
-                    "a gradient grew after it was pushed: one parameter is used in several reentrant checkpoints; use "
-                    "torch.utils.checkpoint(..., use_reentrant=False)"
-                )
-            self._waiting[place].discard(parameter)
-            if self._waiting[place]:
-                return None
-            self.pushed.add(place)
-            return place
-
-    def rest(self) -> Iterator[int]:
-        """Buckets that are not full and have gradients."""
-        for place, bucket in enumerate(self.buckets):
-            if place not in self.pushed and any(
-                slot.trains and slot.parameter.grad is not None for slot in bucket.slots
-            ):
-                self.pushed.add(place)
-                yield place
 
     def push(self, place: int, ask: Ask, seed: int, rank: int) -> list[tuple[int, Future[Answer]]]:
         """Encode what a bucket has gathered, with error feedback, and push its parts."""
@@ -126,51 +85,11 @@ class Stepped:
             asked.append((server, ask(server, "push", meta, [wire.cpu()])))
         return asked
 
-    def remember(self) -> None:
-        """Gradients are as they were pushed."""
-        self._sent = {
-            slot.parameter: (id(slot.parameter.grad), slot.parameter.grad._version)
-            for place in self.pushed
-            for slot in self.buckets[place].slots
-            if slot.parameter.grad is not None
-        }
-
-    def check(self) -> None:
-        """RuntimeError with the cure unless all gradients are as they were pushed."""
-        for bucket in self.buckets:
-            for slot in bucket.slots:
-                gradient = slot.parameter.grad
-                if gradient is None or not slot.trains:
-                    continue
-                if slot.parameter not in self._sent:
-                    raise RuntimeError(
-                        f"the gradient of {slot.name} did not leave for the servers, because it only accumulated, or "
-                        "because a backward that the strategy does not know of made it: do the last backward before a "
-                        "step outside of block_backward_sync(), and by self.manual_backward(loss)"
-                    )
-                if self._sent[slot.parameter] != (id(gradient), gradient._version):
-                    raise RuntimeError(
-                        f"the gradient of {slot.name} was changed after it had left for the servers, so the change "
-                        "would be lost: clip by ParameterServer(clip_norm=...), scale the loss instead of gradients, "
-                        "or use a strategy that steps on each rank, such as 'ring'"
-                    )
-
     def used(self, server: int) -> list[int] | None:
         """Which pieces on a server have a gradient of this rank; None: all."""
         pieces = self.shards[server].pieces
         used = [number for number, piece in enumerate(pieces) if piece.parameter in self._sent]
         return None if len(used) == len(pieces) else used
-
-    def gradients(self) -> list[Tensor]:
-        """Those that were pushed."""
-        there = [parameter.grad for parameter in self._sent]
-        return [gradient for gradient in there if gradient is not None]
-
-    def drop_gradients(self) -> None:
-        """So that the optimizer of this rank has nothing to step."""
-        for parameter in self.bucket_of:
-            parameter.grad = None
-        self._sent, self.pushed = {}, set()
 
     # Values
 
@@ -188,16 +107,6 @@ class Stepped:
             begins = [piece.place.offset for piece in pieces]
             sources = [values[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
             torch._foreach_copy_(targets, sources)
-
-    # Checks
-
-    def is_of(self, parameters: Collection[Parameter]) -> bool:
-        """Whether these are its parameters."""
-        return not self.bucket_of.keys().isdisjoint(parameters)
-
-    def described(self) -> list[str]:
-        """Lines that must be the same on all ranks."""
-        return [bucket.describe() for bucket in self.buckets]
 
 
 def step_meta(stepped: Stepped, server: int, options: Sequence[Mapping[str, Any]], scale: float) -> dict[str, Any]:

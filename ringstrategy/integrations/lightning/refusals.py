@@ -146,7 +146,14 @@ def check_module(module: Module, device: torch.device, layer_sync: object) -> No
 
 
 def check_weight_averages(module: LightningModule, algorithm: Algorithm, package: Package) -> None:
-    """ValueError for an exchange under way while a callback puts other weights into the model and trains an epoch."""
+    """ValueError for a callback that puts other weights into the model while others need those that are there."""
+    if getattr(algorithm, "shares_memory", False):
+        swapping = [each for each in callbacks(module.trainer) if isinstance(each, package.WeightAveraging)]
+        if swapping:
+            raise ValueError(
+                f"{type(swapping[0]).__name__} exchanges the weights on each rank, and with "
+                f"{type(algorithm).__name__} all ranks have the same ones in memory: use a strategy such as 'ring'"
+            )
     normed = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
     averages = any(isinstance(each, package.StochasticWeightAveraging) for each in callbacks(module.trainer))
     if normed and averages and getattr(algorithm, "overlap", False):
