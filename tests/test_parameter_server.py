@@ -184,9 +184,9 @@ def test_out_of_step_nobody_is_too_far_ahead_and_all_see_the_servers_parameters(
         store = dist.distributed_c10d._get_default_store()
         first = loss_of(session.module, 0, 0).item()
         for step in range(total):
+            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
             if rank:
                 store.wait([f"step {min(step + 1, total - 1)} of rank 0"])
-            session.begin_batch(f"in batch {step}", [optimizer], first=step == 0, later_epoch=False)
             session.backward(loss_of(session.module, 0, 0))
             optimizer.step()
             session.end_batch(1)
@@ -392,6 +392,10 @@ def test_what_would_be_lost_is_an_error() -> None:
         session.backward(loss_of(session.module, 0, 0))
         optimizer.add_param_group({"params": [session.module.more]})
 
+    def another(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        session.backward(loss_of(session.module, 0, 0))
+        torch.optim.SGD(session.module.parameters(), 0.1).step()
+
     def differs(session: Session, optimizer: torch.optim.Optimizer) -> None:
         session.backward(loss_of(session.module, 0, 0))
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
@@ -406,7 +410,8 @@ def test_what_would_be_lost_is_an_error() -> None:
             (clipped, "ParameterServer(clip_norm=...)"),
             (kept, "outside of block_backward_sync()"),
             (unknown, "self.manual_backward(loss)"),
-            (grows, "give it all from the start"),
+            (grows, "all of its parameters from the start"),
+            (another, "announce it by bind"),
             (differs, "lr=0.2"),
         ]:
             module = Larger()
@@ -415,11 +420,15 @@ def test_what_would_be_lost_is_an_error() -> None:
             session.open(CPU)
             session.bind([optimizer])
             session.begin_batch("in batch 0", [optimizer], first=True, later_epoch=False)
-            spoil(session, optimizer)
             with pytest.raises(RuntimeError, match=re.escape(words)):
-                optimizer.step()
+                spoiled(spoil, session, optimizer)
             dist.barrier()
             session.close()
+
+
+def spoiled(spoil: Callable[..., None], session: Session, optimizer: torch.optim.Optimizer) -> None:
+    spoil(session, optimizer)
+    optimizer.step()
 
 
 # By a Trainer, out of step

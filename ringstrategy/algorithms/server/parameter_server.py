@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import time
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -31,6 +32,7 @@ from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.direct import Direct
+from ringstrategy.errors import PeerLostError
 from ringstrategy.requests import Answer
 from ringstrategy.server.rules import Async, Rule, Staleness, Sync
 from ringstrategy.transport.agree import compare_plans
@@ -157,6 +159,8 @@ class ParameterServer(Served[Stepped]):
     def start(self) -> None:
         if not self._fresh or self._servers is None or not self._stepped:
             return
+        assert self._peers is not None
+        compare_plans(self._peers, "servers begin anew")  # nobody asks for what was before
         self._servers.begin(self._serve)
         self._fresh = False
         for stepped in self._stepped:
@@ -211,6 +215,7 @@ class ParameterServer(Served[Stepped]):
         ranks = self._peers.size
         if self.decentralized and divisor not in (None, ranks):
             raise ValueError(f"each rank's gradient is a step of its own here, and none is {ranks / divisor} of a mean")
+        self._wait_for_pushes()  # of a backward that failed half-way
         super().before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
         if self.decentralized:
             self._divisor = 1.0
@@ -232,12 +237,14 @@ class ParameterServer(Served[Stepped]):
         begin = time.perf_counter()
         pushes, self._pushes = self._pushes, []
         asked = [each for push in pushes for each in push.result()]
+        if not asked:
+            return
         self._servers.wait(asked, self._where)
         self._peers.stats.communication_seconds += time.perf_counter() - begin
         for stepped in self._stepped:
             for place in stepped.pushed:
                 stepped.buckets[place].residuals.after_exchange(lambda slot: slot.parameter.grad is not None)
-        self._peers.stats.exchanges += bool(asked)
+        self._peers.stats.exchanges += 1
 
     @override
     def after_backward(self) -> None:
@@ -338,7 +345,11 @@ class ParameterServer(Served[Stepped]):
             return
         meta = {"fragment": stepped.number}
         asked = [(s, self._servers.ask(s, "state", meta)) for s in range(self._servers.count)]
-        answers = self._servers.wait(asked, "for the optimizer's state")
+        try:
+            answers = self._servers.wait(asked, "for the optimizer's state")
+        except PeerLostError as error:  # perhaps a checkpoint is written because of that
+            warnings.warn(f"this state of the optimizer is empty, for it is lost with a rank: {error}", stacklevel=2)
+            return
         for shard, answer in zip(stepped.shards, answers, strict=True):
             [content] = answer.buffers
             shard.put_state(stepped.optimizer, torch.load(io.BytesIO(content), weights_only=True))  # type: ignore[arg-type]

@@ -149,7 +149,8 @@ class Served(Algorithm, Generic[Of]):
         if self._peers is None:
             return
         named = {name: parameter for name, parameter in self._parameters.items() if parameter in parameters}
-        if not named or any(stepped.bucket_of.keys() == set(named.values()) for stepped in self._stepped):
+        same = next((each for each in self._stepped if each.bucket_of.keys() == set(named.values())), None)
+        if not named or (same is not None and same.optimizer is optimizer):
             return
         if optimizer is None:
             raise ValueError(
@@ -250,6 +251,16 @@ class Served(Algorithm, Generic[Of]):
     def _where(self) -> str:
         return f"at step {self._step}"
 
+    @override
+    def before_step(self, parameters: Collection[Parameter]) -> None:
+        named = {name: parameter for name, parameter in self._parameters.items() if parameter in parameters}
+        if named and not any(stepped.bucket_of.keys() == set(named.values()) for stepped in self._stepped):
+            raise RuntimeError(
+                f"an optimizer steps {next(iter(named))}, and none with its parameters was there when training began, "
+                "so this rank alone would step: give each optimizer all of its parameters from the start, and freeze "
+                "what is not to be trained yet; in a loop of your own announce it by bind"
+            )
+
     def _before_step(self, stepped: Of, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An optimizer of torch's is about to step. If a closure makes its gradients, they leave after that."""
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -269,14 +280,7 @@ class Served(Algorithm, Generic[Of]):
         """What was pushed is a step. The rank's optimizer is left without gradients."""
         if self._peers is None:
             return
-        members = {parameter for group in stepped.optimizer.param_groups for parameter in group["params"]}
-        if not stepped.bucket_of.keys() <= members or any(
-            parameter in members and parameter not in stepped.bucket_of for parameter in self._parameters.values()
-        ):
-            raise RuntimeError(
-                f"{type(stepped.optimizer).__name__} has got or lost parameters since training began, and stepped are "
-                "those of the start: give it all from the start, and freeze what is not to be trained yet"
-            )
+        self.before_step({parameter for group in stepped.optimizer.param_groups for parameter in group["params"]})
         stepped.check(type(self).__name__)
         self._make_step(stepped)
 
