@@ -479,19 +479,21 @@ def fit(algorithm: Any, epochs: int, folder: Path, resume: str | None = None) ->
     return trainer, module
 
 
+@pytest.mark.parametrize(("mode", "steps"), [("sync", 12.0), ("async", 24.0)])  # of both ranks as one, or each
 @on_ranks(2)
-def test_a_trainer_out_of_step_validates_stops_saves_and_resumes(tmp_path: Path) -> None:
-    _, module = fit(ParameterServer(mode="async"), 3, tmp_path / "first")
+def test_a_trainer_validates_stops_saves_and_resumes(tmp_path: Path, mode: Any, steps: float) -> None:
+    trainer, module = fit(ParameterServer(mode=mode), 3, tmp_path / "first")
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
     first, last = module.seen[0], module.seen[-1]
     assert last[1] < first[1]
     table = torch.tensor([value for value, _ in module.seen], dtype=torch.float64)
-    saved = torch.load(tmp_path / "first" / "epoch=2.ckpt", weights_only=True)
-    state = saved["optimizer_states"][0]["state"]
-    assert [float(each["step"]) for each in state.values()] == [24.0] * 6, "each of 12 steps of both ranks"
-    assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
-    _, module = fit(ParameterServer(1, mode="async"), 5, tmp_path / "second", f"{tmp_path}/first/epoch=2.ckpt")
+    for saved in (torch.load(tmp_path / name, weights_only=True) for name in ("first/epoch=2.ckpt", "end.ckpt")):
+        state = saved["optimizer_states"][0]["state"]
+        assert [float(each["step"]) for each in state.values()] == [steps] * 6
+        assert all(torch.equal(saved["state_dict"][name], value) for name, value in module.state_dict().items())
+    _, module = fit(ParameterServer(1, mode=mode), 5, tmp_path / "second", f"{tmp_path}/first/epoch=2.ckpt")
     again = torch.load(tmp_path / "second" / "epoch=4.ckpt", weights_only=True)["optimizer_states"][0]["state"]
-    assert [float(each["step"]) for each in again.values()] == [40.0] * 6
+    assert [float(each["step"]) for each in again.values()] == [steps * 5 / 3] * 6
     assert module.seen[-1][1] < last[1]
     rows = torch.tensor([value for value, _ in module.seen], dtype=torch.float64)
     both = [torch.empty(len(table) + len(rows), dtype=torch.float64) for _ in range(2)]

@@ -63,8 +63,9 @@ class LooksMixin(Callback):
         """Before all others, who see what training returns."""
         raises = trainer.strategy.on_peer_loss == "raise"  # type: ignore[attr-defined]  # of this package
         self._session.end_training(together=raises)
-        if self._session.algorithm.consensus:
+        if self._session.algorithm.consensus or not self._session.algorithm.decentralized:
             self._session.finish()
+        if self._session.algorithm.consensus:
             self._session.enter_consensus()
         self._remember()
 
