@@ -243,7 +243,12 @@ class Training:
             self.algorithm.settle()  # until the other thread has queued all that is counted
 
 
-NOT_HERE = ("ring_auto", "central_storage")  # one of the others; and for CPUs alone
+NOT_HERE = (
+    "ring_auto",
+    "central_storage",
+    "parameter_server",
+    "parameter_server_async",
+)  # no kernels
 
 
 def waiting() -> dict[str, Algorithm]:

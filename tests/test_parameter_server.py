@@ -327,6 +327,37 @@ def test_several_optimizers_step_each_its_own() -> None:
         assert torch.equal(*ends)
 
 
+@on_ranks(2)
+def test_in_step_a_rank_without_a_gradient_counts_too() -> None:
+    """Each rank trains a head of its own, and both optimizers step; the second has a group a parameter."""
+    with process_group():
+        ends = []
+        for algorithm in (ParameterServer(), AllReduce()):
+            torch.manual_seed(0)
+            heads = nn.ModuleList([nn.Linear(4, 1), nn.ModuleList(nn.Linear(1, 1) for _ in range(300))])
+            groups = [{"params": [each]} for each in heads[1].parameters()]
+            both = [torch.optim.SGD(heads[0].parameters(), 0.1, momentum=0.5), torch.optim.AdamW(groups, 0.1)]
+            session = Session(heads, algorithm, timeout=MINUTE)
+            session.open(CPU)
+            session.synchronize()
+            session.bind(both)
+            for step in range(3):
+                session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
+                heads.zero_grad()
+                rank = dist.get_rank() if step else 0  # first none of the second
+                rows = torch.full((2, 4), 1.0 + step)
+                session.backward(
+                    heads[0](rows).sum() if rank == 0 else sum(each(rows[:, :1]).sum() for each in heads[1])
+                )
+                for optimizer in both:
+                    optimizer.step()
+                session.end_batch(2)
+            ends.append(torch.cat([value.detach().flatten() for value in heads.parameters()]))
+            session.finish()
+            session.close()
+        assert torch.equal(*ends)
+
+
 # What is refused
 
 
@@ -353,11 +384,13 @@ def test_what_a_server_cannot_do_is_refused_with_the_cure() -> None:
     with process_group():
         net = Net()
         weights = list(net.parameters())
+        net.part = nn.Parameter(torch.zeros(4, 6)[:, :3])
         for algorithm, optimizers, how, words in [
             (ParameterServer(3), [torch.optim.SGD(weights)], {}, "pass at most as many as there are ranks"),
             (ParameterServer(), [torch.optim.Adafactor(weights)], {}, "use ParameterServer(servers=1)"),
             (ParameterServer(1), [torch.optim.LBFGS(weights)], {}, "evaluates the loss"),
             (ParameterServer(), [torch.optim.SGD(weights[:2]), torch.optim.SGD(weights[1:])], {}, "to one optimizer"),
+            (ParameterServer(), [torch.optim.SGD([net.part])], {}, "nn.Parameter(part.contiguous())"),
             (ParameterServer(), [], {"scaled_loss": True}, "bf16-mixed"),
             (ParameterServer(), [], {"clips_by_norm": True}, "ParameterServer(clip_norm=...)"),
         ]:
@@ -396,6 +429,15 @@ def test_what_would_be_lost_is_an_error() -> None:
         session.backward(loss_of(session.module, 0, 0))
         torch.optim.SGD(session.module.parameters(), 0.1).step()
 
+    def removed(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        session.backward(loss_of(session.module, 0, 0))
+        session.module.first.bias.grad = None
+
+    def clamped(session: Session, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in session.module.parameters():
+            parameter.data.clamp_(-0.01, 0.01)
+        session.backward(loss_of(session.module, 0, 0))
+
     def differs(session: Session, optimizer: torch.optim.Optimizer) -> None:
         session.backward(loss_of(session.module, 0, 0))
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + dist.get_rank())
@@ -412,6 +454,8 @@ def test_what_would_be_lost_is_an_error() -> None:
             (unknown, "self.manual_backward(loss)"),
             (grows, "all of its parameters from the start"),
             (another, "announce it by bind"),
+            (removed, "was removed after it was handed over"),
+            (clamped, "clamping, pruning or loading"),
             (differs, "lr=0.2"),
         ]:
             module = Larger()

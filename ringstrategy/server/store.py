@@ -62,7 +62,6 @@ class Store:
         merge: several pushes into one.
         progress: pushes are progress, of which the negative is a gradient; else they are gradients.
         digests: of values are in the event log; they cost a pass of SHA-256 over each push.
-        copies: False: what is pulled changes with the next merge, which comes when nobody uses it any more.
 
     Attributes:
         boot: a random word, another one in each life of the server.
@@ -77,12 +76,11 @@ class Store:
         *,
         progress: bool,
         digests: bool = True,
-        copies: bool = True,
     ) -> None:
         self.rule, self.boot, self.versions = rule, uuid.uuid4().hex, [0] * len(fragments)
         self.fragments = fragments
-        self._merge, self._progress, self._tells, self._copies = merge, progress, digests, copies
-        self._published = [self._published_of(fragment) for fragment in fragments]
+        self._merge, self._progress, self._tells = merge, progress, digests
+        self._published = [fragment.values.clone() for fragment in fragments]
         self._digests = [self._digest(fragment.values) for fragment in fragments]
         self._merged: dict[int, Tensor] = {}  # gradients that are not stepped yet
         self._lives: list[dict[str, int]] = [{} for _ in fragments]  # the last version of each earlier boot
@@ -176,7 +174,7 @@ class Store:
         here.step(gradient, rate, options, used)
         del self._merged[fragment]
         self._inbox[fragment] = {}
-        self._published[fragment] = self._published_of(here)  # answers under way keep theirs
+        self._published[fragment] = here.values.clone()  # answers under way keep theirs
         before, self._digests[fragment] = self._digests[fragment], self._digest(here.values)
         self.versions[fragment] = version + 1
         self._last[fragment] |= {push.learner: push.sequence for push in pushes}
@@ -207,9 +205,6 @@ class Store:
         inbox = self._inbox[fragment]
         return [inbox[learner][0] for learner in sorted(inbox)]
 
-    def _published_of(self, fragment: Fragment) -> Tensor:
-        return fragment.values.clone() if self._copies else fragment.values
-
     def _digest(self, values: Tensor) -> str | None:
         """SHA-256 of its bytes."""
         return hashlib.sha256(view_of(values)).hexdigest() if self._tells else None
@@ -233,7 +228,7 @@ class Store:
         here = self.fragments[fragment]
         here.values.copy_(state["values"])
         here.optimizer.load_state_dict(state["optimizer"])
-        self._published[fragment] = self._published_of(here)
+        self._published[fragment] = here.values.clone()
         self._digests[fragment] = self._digest(here.values)
         self._last[fragment], self._lives[fragment] = dict(state["last"]), dict(state["lives"])
         self._inbox[fragment] = {}

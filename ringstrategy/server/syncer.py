@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -134,6 +135,8 @@ class Syncer:
             if wrong is not None:
                 raise RefusedError(f"{request.meta['learner']} trains something else: {wrong}")
             name = request.meta["learner"]
+            if not re.fullmatch(r"[!-~]{1,200}", name):
+                raise RefusedError(f"a learner's name is up to 200 letters and digits, got {name!r}")
             if any(peer != request.peer and other == name for peer, other in self._peers.items()):
                 return Answer({"begun": True, "namesake": True})
             self._peers[request.peer] = name
@@ -142,11 +145,17 @@ class Syncer:
             self._changed.notify_all()
             return self._said(request, entered=[last.get(name, -1) for last in self._last])
 
+    def _fragment_of(self, meta: Mapping[str, Any]) -> int:
+        fragment = meta["fragment"]
+        if not (isinstance(fragment, int) and 0 <= fragment < len(self._sizes)):
+            raise RefusedError(f"fragment is a number from 0 to {len(self._sizes) - 1}, got {fragment!r}")
+        return fragment
+
     def _push(self, request: Request) -> Answer:
         """Body: the wire of progress. The answer's `taken` is a `Taken`."""
         meta = request.meta
         with self._here(meta["plan"]):
-            fragment, codec = meta["fragment"], self._codec
+            fragment, codec = self._fragment_of(meta), self._codec
             values = torch.empty(self._sizes[fragment])
         nbytes = codec.nbytes(values.numel(), values.dtype)
         if request.body.nbytes != nbytes:
@@ -175,7 +184,7 @@ class Syncer:
         """Body of the answer: the wire of a fragment, unless the learner has it. Anybody may pull."""
         meta = request.meta
         with self._here(meta["plan"]):
-            fragment, name = meta["fragment"], self._peers.get(request.peer)
+            fragment, name = self._fragment_of(meta), self._peers.get(request.peer)
             if name is not None and meta.get("late"):  # progress that it knew to be late, and so did not push
                 self._count(name, Taken.LATE, meta["late"], self._store.versions[fragment] - meta["base"])
             pulled = self._store.pull(fragment, meta["have"])

@@ -84,8 +84,14 @@ class Gathered:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 gradient = slot.parameter.grad
-                if gradient is None or not slot.trains:
+                if not slot.trains or (gradient is None and slot.parameter not in self._sent):
                     continue
+                if gradient is None:
+                    raise RuntimeError(
+                        f"the gradient of {slot.name} was removed after it was handed over, and would be stepped all "
+                        "the same: leave out the step, freeze the parameter (requires_grad_(False)) before its "
+                        "backward, or use a strategy that steps on each rank, such as 'ring'"
+                    )
                 if slot.parameter not in self._sent:
                     raise RuntimeError(
                         f"the gradient of {slot.name} was not handed over, because it only accumulated, or because a "

@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 import time
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -25,14 +25,13 @@ from ringstrategy.algorithms.server.served import Served
 from ringstrategy.algorithms.server.servers import Servers
 from ringstrategy.algorithms.server.service import Service
 from ringstrategy.algorithms.server.shards import options_of
-from ringstrategy.algorithms.server.stepped import Stepped, step_meta
+from ringstrategy.algorithms.server.stepped import Stepped
 from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.direct import Direct
-from ringstrategy.errors import PeerLostError
 from ringstrategy.requests import Answer
 from ringstrategy.server.rules import Async, Rule, Staleness, Sync
 from ringstrategy.transport.agree import compare_plans
@@ -157,6 +156,10 @@ class ParameterServer(Served[Stepped]):
 
     @override
     def start(self) -> None:
+        if self._has_ended:  # and goes on
+            self._has_ended = False
+            for stepped in self._stepped:
+                self._drop_state(stepped)
         if not self._fresh or self._servers is None or not self._stepped:
             return
         assert self._peers is not None
@@ -228,7 +231,13 @@ class ParameterServer(Served[Stepped]):
         assert self._peers is not None
         assert self._servers is not None
         seed = derive_seed(0, self._step, stepped.buckets[place].index)
-        self._pushes.append(self._encoder.submit(stepped.push, place, self._servers.ask, seed, self._peers.rank))
+        push = partial(stepped.push, place, self._servers.ask, seed, self._peers.rank)
+        if stepped.buckets[place].buffer.device.type == "cpu":
+            self._pushes.append(self._encoder.submit(push))
+            return
+        done: Future[list[tuple[int, Future[Answer]]]] = Future()  # on the device and the stream of the backward
+        done.set_result(push())
+        self._pushes.append(done)
 
     @override
     def _wait_for_pushes(self) -> None:
@@ -259,21 +268,25 @@ class ParameterServer(Served[Stepped]):
     @override
     def _make_step(self, stepped: Stepped) -> None:
         servers = self._servers
-        if servers is None or not stepped.pushed:
-            return
+        if servers is None or (self.decentralized and not stepped.pushed):
+            return  # in step all count, also one without a gradient
+        stepped.check_values()
         scale = self._own_scale(stepped)
         options = list(options_of(stepped.optimizer))
-        metas = [step_meta(stepped, server, options, scale) for server in range(servers.count)]
+        metas = [stepped.meta(server) for server in range(servers.count)]
+        steps = [stepped.counted(server, options, scale) for server in range(servers.count)]
         for bucket in stepped.buckets:
             bucket.residuals.after_step(stepped.bucket_of.keys(), True)
         stepped.drop_gradients()
         stepped.steps += 1
         if self.clip_norm is not None and not self.decentralized:
-            norms = [(s, servers.ask(s, "norm", meta, bulk=False)) for s, meta in enumerate(metas)]
+            norms = [(s, servers.ask(s, "norm", meta, [steps[s]], bulk=False)) for s, meta in enumerate(metas)]
             squares = [answer.meta["square"] for answer in servers.wait(norms, self._where)]
             clip = min(1.0, self.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
             metas = [{**meta, "clip": clip} for meta in metas]
-        stepped.asked = [(s, servers.ask(s, "pull", meta, into=stepped.wires[s])) for s, meta in enumerate(metas)]
+        stepped.asked = [
+            (s, servers.ask(s, "pull", meta, [steps[s]], into=stepped.wires[s])) for s, meta in enumerate(metas)
+        ]
 
     def _own_scale(self, stepped: Stepped) -> float:
         """What clips this rank's gradient, where it is stepped by itself."""
@@ -320,7 +333,7 @@ class ParameterServer(Served[Stepped]):
             return False
         self.settle()
         compare_plans(peers, "the servers' parameters")  # no rank is within a step
-        if not replaced and not self._fresh:
+        if not replaced and not self._fresh and all(stepped.is_as_written() for stepped in self._stepped):
             for stepped in self._stepped:
                 meta = {"fragment": stepped.number, "base": -1}
                 asked = [(s, servers.ask(s, "pull", meta, into=wire)) for s, wire in enumerate(stepped.wires)]
@@ -345,11 +358,7 @@ class ParameterServer(Served[Stepped]):
             return
         meta = {"fragment": stepped.number}
         asked = [(s, self._servers.ask(s, "state", meta)) for s in range(self._servers.count)]
-        try:
-            answers = self._servers.wait(asked, "for the optimizer's state")
-        except PeerLostError as error:  # perhaps a checkpoint is written because of that
-            warnings.warn(f"this state of the optimizer is empty, for it is lost with a rank: {error}", stacklevel=2)
-            return
+        answers = self._servers.wait(asked, "for the optimizer's state")
         for shard, answer in zip(stepped.shards, answers, strict=True):
             [content] = answer.buffers
             shard.put_state(stepped.optimizer, torch.load(io.BytesIO(content), weights_only=True))  # type: ignore[arg-type]

@@ -163,6 +163,12 @@ class Served(Algorithm, Generic[Of]):
                     "give each parameter to one optimizer, from the start, and freeze what is not to be trained"
                 )
         check_optimizer(optimizer, self._shares)
+        for name, parameter in named.items():
+            if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+                raise ValueError(
+                    f"parameter {name} of shape {tuple(parameter.shape)} has gaps in memory, with strides "
+                    f"{parameter.stride()}, as a part of a larger tensor has: make it nn.Parameter(part.contiguous())"
+                )
         buckets = [bucket for bucket in self._plan(named) if isinstance(bucket, DenseBucket)]
         compare_plans(self._peers, "\n".join(bucket.describe() for bucket in buckets))
         stepped = self._take_over(optimizer, buckets)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillRunningError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from ringstrategy.algorithms.server.service import LEFT, Service, of_rank, rank_of
@@ -21,7 +21,7 @@ from ringstrategy.requests.within import Within
 from ringstrategy.transport.agree import all_gather_texts
 from ringstrategy.transport.base import Peers
 
-_SILENT = 60.0  # seconds; a connection that closes is noticed at once
+_SILENT = 300.0  # seconds, in which a process may stand still; a connection that closes is noticed at once
 _LOOK_SECONDS = 0.5  # between two looks for what other ranks have to say
 _CONNECTIONS = 2  # for bulk data, to each server
 _SETTING_UP = "while setting up"
@@ -48,16 +48,24 @@ class Servers:
         self._counted = 0, 0
         self._service: Service | None = None
         self._server: Server | None = None
-        card = ""
-        if peers.rank < count:
-            secret, store = secrets.token_bytes(32), "" if peers.detector is None else peers.detector.board.store_host
-            host = address_towards(store or "127.0.0.1") or "127.0.0.1"
-            self._service = service(self._me, [of_rank(rank) for rank in range(peers.size)])
-            self._server = Server((host, 0), secret, self._service.handle, gone=self._service.gone, silent=_SILENT)
-            card = f"{host} {self._server.address[1]} {secret.hex()}"
-        cards: list[str] = []
-        peers.control.submit(lambda: cards.extend(all_gather_texts(peers.control, card)), _SETTING_UP).wait()
-        self._clients = [self._client(rank, card) for rank, card in enumerate(cards[:count])]
+        self._clients: list[Client | Within] = []
+        with ExitStack() as ends:  # if it fails half-way
+            ends.callback(self._end)
+            card = self._serve(service) if peers.rank < count else ""
+            cards: list[str] = []
+            peers.control.submit(lambda: cards.extend(all_gather_texts(peers.control, card)), _SETTING_UP).wait()
+            for rank in range(count):
+                self._clients.append(self._client(rank, cards[rank]))
+            ends.pop_all()
+
+    def _serve(self, service: Callable[[str, Sequence[str]], Service]) -> str:
+        """Returns where, and the secret."""
+        detector = self._peers.detector
+        host = address_towards("" if detector is None else detector.board.store_host) or "127.0.0.1"
+        self._service = service(self._me, [of_rank(rank) for rank in range(self._peers.size)])
+        secret = secrets.token_bytes(32)
+        self._server = Server((host, 0), secret, self._service.handle, gone=self._service.gone, silent=_SILENT)
+        return f"{host} {self._server.address[1]} {secret.hex()}"
 
     def _client(self, rank: int, card: str) -> Client | Within:
         if rank == self._peers.rank:
@@ -145,6 +153,9 @@ class Servers:
         if self._service is not None:
             self._service.wait_until_alone(GRACE_SECONDS)
         self._count()
+        self._end()
+
+    def _end(self) -> None:
         for client in self._clients:
             client.close()
         if self._service is not None and self._server is not None:

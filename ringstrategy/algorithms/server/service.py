@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,8 @@ from ringstrategy.server.merges import total_
 from ringstrategy.server.rules import Rule, Sync
 from ringstrategy.server.store import Push, Store, Taken
 
+_PATIENCE = 20.0  # seconds, which a merge may take
+_ANEW = "the servers have begun anew since this was asked"
 LEFT = "has left: "  # before the name of a rank that was lost, or for which all others would wait
 
 
@@ -55,6 +58,7 @@ class Service:
         self._free: list[list[Tensor]] = []
         self._squares: dict[int, tuple[int, float]] = {}  # of a version's merged gradient
         self._wires: dict[int, tuple[int, Tensor]] = {}  # of a version's values
+        self._states: dict[int, io.BytesIO] = {}  # of the version of now
 
     def begin(
         self, generation: int, fragments: Sequence[Fragment], shards: Sequence[Shard], buckets: Sequence[Any]
@@ -67,14 +71,16 @@ class Service:
                 self._store.join(rank)
             self._filling, self._counted = [{} for _ in fragments], [{} for _ in fragments]
             self._free = [[] for _ in fragments]
-            self._squares, self._wires = {}, {}
+            self._squares, self._wires, self._states = {}, {}, {}
             self._changed.notify_all()
 
     def handle(self, request: Request) -> Answer:
         """See `requests.Server`."""
-        if request.operation == "beat":
-            with self._changed:
+        if request.operation == "beat":  # not by a server whose lock is held for good
+            if self._changed.acquire(timeout=_PATIENCE):
+                self._changed.release()
                 return Answer({})
+            raise RuntimeError(f"this server has been busy for {_PATIENCE:.0f} s")
         if request.operation == "leave":
             self._part_with(request.peer)
             return Answer({})
@@ -86,6 +92,8 @@ class Service:
         }
         with self._changed:
             self._wait(lambda: self._generation >= request.meta["generation"])
+            if self._generation > request.meta["generation"]:
+                raise RefusedError(_ANEW)
         return operations[request.operation](request)
 
     def gone(self, rank: str) -> None:
@@ -123,7 +131,10 @@ class Service:
         def missing() -> str | None:
             return min(set(self._ranks) - self._there, default=None) if isinstance(self._rule, Sync) else None
 
-        self._wait(lambda: until() or missing() is not None)
+        generation = self._generation
+        self._wait(lambda: self._generation != generation or until() or missing() is not None)
+        if self._generation != generation:
+            raise RefusedError(_ANEW)
         if not until():
             raise RefusedError(f"{LEFT}{missing()}")
 
@@ -157,10 +168,9 @@ class Service:
         free = self._free[fragment]
         return free.pop() if free else torch.empty_like(self._store.fragments[fragment].values)
 
-    def _count(self, request: Request) -> None:
+    def _count(self, request: Request, step: dict[str, Any] | None) -> None:
         """What the rank has pushed is one gradient; once. Under the lock."""
-        meta, fragment, rank = request.meta, request.meta["fragment"], request.peer
-        step = meta.get("step")
+        fragment, rank = request.meta["fragment"], request.peer
         if step is None or self._counted[fragment].get(rank, -1) >= step["number"]:
             return
         self._counted[fragment][rank] = step["number"]
@@ -172,11 +182,12 @@ class Service:
                 whole[part.offset : part.offset + part.end - part.begin].zero_()
         if step["scale"] != 1.0:
             whole.mul_(step["scale"])
-        push = Push(rank, step["number"], self._store.boot, meta["base"], 1.0, whole, step["options"], step["used"])
+        base = request.meta["base"]
+        push = Push(rank, step["number"], self._store.boot, base, 1.0, whole, step["options"], step["used"])
         self._check_options(fragment, push)
         taken = self._store.push(fragment, push, 0.0)
         if taken is not Taken.TAKEN:
-            raise RuntimeError(f"step {step['number']} of rank {rank}, from version {meta['base']}, was {taken.value}")
+            raise RuntimeError(f"step {step['number']} of rank {rank}, from version {base}, was {taken.value}")
 
     def _check_options(self, fragment: int, push: Push) -> None:
         """RefusedError unless ranks step alike, where they step together."""
@@ -198,13 +209,15 @@ class Service:
         pushes = self._store.waiting(fragment)
         self._store.merge(fragment, 0.0, scale=scale)
         self._free[fragment] += [push.values for push in pushes]
+        self._states.pop(fragment, None)
         self._changed.notify_all()
 
     def _norm(self, request: Request) -> Answer:
         """Of the mean of all ranks, before it is stepped: the square of what this server has of it."""
         fragment, base = request.meta["fragment"], request.meta["base"]
+        step = _step_of(request)
         with self._changed:
-            self._count(request)
+            self._count(request, step)
             if fragment in self._store.due(0.0):
                 square = torch.linalg.vector_norm(self._store.gradient(fragment), dtype=torch.float64) ** 2
                 self._squares[fragment] = base, float(square)
@@ -216,8 +229,9 @@ class Service:
 
     def _pull(self, request: Request) -> Answer:
         meta, fragment, rank = request.meta, request.meta["fragment"], request.peer
+        step = _step_of(request)
         with self._changed:
-            self._count(request)
+            self._count(request, step)
             clip = meta.get("clip")
             if fragment in self._store.due(0.0) and (clip is None or self._store.versions[fragment] == meta["base"]):
                 self._merge(fragment, 1.0 if clip is None else clip)
@@ -244,12 +258,25 @@ class Service:
         return self._wires[fragment]
 
     def _state(self, request: Request) -> Answer:
-        """The optimizer's."""
-        content = io.BytesIO()
+        """The optimizer's, made once for all ranks."""
         fragment = request.meta["fragment"]
         with self._changed:
-            torch.save(self._shards[fragment].state_of(self._store.fragments[fragment]), content)
-        return Answer({}, [content.getbuffer()])
+            if fragment not in self._states:
+                content = io.BytesIO()
+                torch.save(self._shards[fragment].state_of(self._store.fragments[fragment]), content)
+                self._states[fragment] = content
+            state = self._states[fragment].getbuffer()
+        return Answer({}, [state])
+
+
+def _step_of(request: Request) -> dict[str, Any] | None:
+    """What counts a step, of a request that has it."""
+    if not request.body.nbytes:
+        return None
+    content = bytearray(request.body.nbytes)
+    request.body.read_into(content)
+    step: dict[str, Any] = json.loads(content)
+    return step
 
 
 def of_rank(rank: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +14,7 @@ from ringstrategy.algorithms.server.gathered import Gathered
 from ringstrategy.algorithms.server.shards import shards_of
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec, derive_seed
+from ringstrategy.kernels.sample import same, sample
 from ringstrategy.requests import Answer
 
 Ask = Callable[..., Future[Answer]]
@@ -55,6 +57,7 @@ class Stepped(Gathered):
         self.steps, self.bases = 0, [0] * len(self.shards)
         self.pushed = set()
         self.asked: list[tuple[int, Future[Answer]]] = []
+        self.remember_values()
 
     # Gradients
 
@@ -107,18 +110,41 @@ class Stepped(Gathered):
             begins = [piece.place.offset for piece in pieces]
             sources = [values[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
             torch._foreach_copy_(targets, sources)
+        self.remember_values()
 
+    def remember_values(self) -> None:
+        """The parameters are what the servers have."""
+        self._written = [sample(parameter.detach()) for parameter in self.bucket_of]
 
-def step_meta(stepped: Stepped, server: int, options: Sequence[Mapping[str, Any]], scale: float) -> dict[str, Any]:
-    """What counts the pushes of a step."""
-    return {
-        "fragment": stepped.number,
-        "base": stepped.bases[server],
-        "step": {
-            "number": stepped.steps,
-            "buckets": sorted(stepped.pushed),
+    def is_as_written(self) -> bool:
+        """Whether nobody has written into the parameters since."""
+        return all(
+            same(sample(parameter.detach()), seen)
+            for parameter, seen in zip(self.bucket_of, self._written, strict=True)
+        )
+
+    def check_values(self) -> None:
+        """RuntimeError with the cure unless the parameters are what the servers have."""
+        if not self.is_as_written():
+            raise RuntimeError(
+                "this rank has written into parameters that servers keep, by clamping, pruning or loading them, and "
+                "would lose that with the next step: do it before training, or in the optimizer's step, or use a "
+                "strategy that steps on each rank, such as 'ring'"
+            )
+
+    # What counts a step
+
+    def meta(self, server: int) -> dict[str, Any]:
+        """In which version its gradient was computed."""
+        return {"fragment": self.number, "base": self.bases[server]}
+
+    def counted(self, server: int, options: Sequence[Mapping[str, Any]], scale: float) -> bytes:
+        """JSON, of any length: the pushes that make a step, and how it is made."""
+        step = {
+            "number": self.steps,
+            "buckets": sorted(self.pushed),
             "scale": scale,
-            "used": stepped.used(server),
+            "used": self.used(server),
             "options": list(options),
-        },
-    }
+        }
+        return json.dumps(step).encode()

@@ -7,6 +7,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -164,10 +165,11 @@ class DecoupledMixin(Callback):
         self._cut = [dict(fragment) for fragment in cut_fragments(trained, self.fragments)]
         self._plan = planned(self._cut, codec=self.codec, broadcast=self.broadcast, **self._merging)
         self._seen, self._samples = trainer.global_step, 0.0
-        self._steps = 0 if self._state is None else self._state["step"]
-        self._meet(trainer, self._begin)
+        state, self._state = self._state, None  # another fit does not resume
+        self._steps = 0 if state is None else state["step"]
+        self._meet(trainer, partial(self._begin, state))
 
-    def _begin(self) -> None:
+    def _begin(self, state: dict[str, Any] | None) -> None:
         """In the first process."""
         self.learner = Learner(
             self._cut,
@@ -179,9 +181,8 @@ class DecoupledMixin(Callback):
             blend=self.blend,
             name=self.name,
         )
-        if self._state is not None:
-            self.learner.load_state_dict(self._state)
-        self._state = None
+        if state is not None:
+            self.learner.load_state_dict(state)
         if self.hosts is not None:
             self._host(Path(self.hosts))
         self._background = Background(self.learner, *self._where())
