@@ -213,7 +213,7 @@ def test_it_finds_a_syncer_that_comes_back_at_another_port(kind: str, secret_fil
         fit("auto", Net(), callbacks=[callback, Until(exchanged), moves, Until(exchanged)], devices=1)
         second = moves.places[1]
         assert first.address != second.address
-        assert min(second.versions) > max(first.versions) > 0
+        assert sum(second.versions) > sum(first.versions) > 0
         assert [*second.syncer.report()["learners"]] == [callback.learner.name]
         assert callback.theta().keys() == dict(Net().named_parameters()).keys()
     assert kind != "a function" or len(set(asked)) == 2 < len(asked)
