@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import ssl
 import sys
 import threading
@@ -29,7 +30,9 @@ from benchmarks.ranks import Program, reserve_port
 from ringstrategy import AllReduce, BlockInt, Decoupled, Gossip, Identity, LocalSGD, RingStrategy
 from ringstrategy.app import syncer as command
 from ringstrategy.requests import RefusedError, Server
+from ringstrategy.server.background import Background, finder, text_of
 from ringstrategy.server.folder import Folder, events
+from ringstrategy.server.learner import Learner
 from ringstrategy.server.syncer import Syncer
 
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -174,6 +177,84 @@ def test_it_trains_as_without_where_the_syncer_is_away(secret_file: str) -> None
         Decoupled().theta()
 
 
+class Moves(L.Callback):
+    """After six steps the syncer ends, and comes back at another port: `told` is called with its place each time."""
+
+    def __init__(self, folder: Path, secret_file: str, told: Callable[[Place], object]) -> None:
+        self.serve, self.told = partial(serving, folder, secret_file), told
+        self.places: list[Place] = []
+        self.stack = contextlib.ExitStack()
+        self.come()
+
+    def come(self) -> None:
+        self.places.append(self.stack.enter_context(self.serve()))
+        self.told(self.places[-1])
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 6:
+            self.stack.close()
+            self.come()
+
+
+@pytest.mark.parametrize("kind", ["a path", "file:", "a function"])
+def test_it_finds_a_syncer_that_comes_back_at_another_port(kind: str, secret_file: str, tmp_path: Path) -> None:
+    file, asked = tmp_path / "address", list[str]()
+
+    def find() -> str:
+        asked.append(file.read_text())
+        if len(asked) == 2:
+            raise RuntimeError("what it asks is away too")
+        return asked[-1]
+
+    moves = Moves(tmp_path / "syncer", secret_file, lambda place: file.write_text(place.address + "\n"))
+    syncer: Any = {"a path": file, "file:": f"file:{file}", "a function": lambda: find().strip()}[kind]
+    with moves.stack:
+        first, callback = moves.places[0], moves.places[0].callback(syncer=syncer)
+        fit("auto", Net(), callbacks=[callback, Until(exchanged), moves, Until(exchanged)], devices=1)
+        second = moves.places[1]
+        assert first.address != second.address
+        assert sum(second.versions) > sum(first.versions) > 0
+        assert [*second.syncer.report()["learners"]] == [callback.learner.name]
+        assert callback.theta().keys() == dict(Net().named_parameters()).keys()
+    assert kind != "a function" or len(set(asked)) == 2 < len(asked)
+
+
+def test_a_syncer_that_nobody_knows_is_away(secret_file: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    for syncer in (tmp_path / "missing", f"file:{tmp_path / 'empty'}", lambda: [][0]):
+        callback = Decoupled(1, interval=4, syncer=syncer, secret_file=secret_file)
+        fit("auto", Net(), callbacks=[callback], devices=1)
+        assert callback.learner is not None
+        assert not callback.learner.joined
+        with pytest.raises(ConnectionError, match=r"tell where the syncer is"):
+            callback.theta()
+    with pytest.raises(ValueError, match="an address is host:port"):
+        fit("auto", Net(), callbacks=[Decoupled(1, syncer=lambda: "here", secret_file=secret_file)], devices=1)
+    with pytest.raises(ValueError, match="hosts= starts a syncer at an address: give syncer='host:port'"):
+        learn(Decoupled(1, syncer="file:there", secret_file=secret_file, hosts=tmp_path))
+
+
+def test_a_learner_ends_although_nobody_says_where_the_syncer_is(secret_file: str) -> None:
+    asked, let = threading.Event(), threading.Event()
+
+    def find() -> str:
+        asked.set()
+        let.wait()
+        return "nowhere:1"
+
+    learner = Learner(
+        [{"p": torch.zeros(3)}], {}, codec=Identity(), broadcast=Identity(), interval=4, overlap=1, blend=1
+    )
+    background = Background(learner, finder(find), SECRET.encode())
+    background.wake()
+    asked.wait()
+    background.close(0.0)
+    assert background._thread.is_alive()
+    let.set()
+    background._thread.join()
+    assert background._client is None
+
+
 def test_with_a_certificate_all_is_encrypted(secret_file: str, tmp_path: Path) -> None:
     authority, context = trustme.CA(), ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "server.pem"))
@@ -296,6 +377,18 @@ def test_what_it_must_know_of_the_syncer_may_be_in_the_environment(
 )
 def test_addresses(text: str, address: tuple[str, int]) -> None:
     assert command.address_of(text) == address
+
+
+@pytest.mark.parametrize(
+    ("address", "text"),
+    [
+        (("10.0.0.1", 7), "10.0.0.1:7"),
+        (("fe80::1", 7), "[fe80::1]:7"),
+        *[((every, 7), f"{socket.gethostname()}:7") for every in ("", "0.0.0.0", "::")],
+    ],
+)
+def test_an_address_is_told_as_others_reach_it(address: tuple[str, int], text: str) -> None:
+    assert text_of(address) == text
 
 
 @pytest.mark.parametrize("text", ["a", "a:b", "a:70000", "::1:5", ""])
@@ -452,10 +545,14 @@ def test_a_syncer_ends_when_nobody_has_been_there_for_long_enough(
     tmp_path: Path, secret_file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--bind", "127.0.0.1:0", "--secret-file", secret_file, "--checkpoint", str(tmp_path / "syncer")]
+    file = tmp_path / "address"
+    file.write_text("of the life before")
     with pytest.raises(SystemExit) as end:
-        command.main([*arguments, "--idle", "0.1", "--status", "0"])
+        command.main([*arguments, "--idle", "0.1", "--status", "0", "--address-file", str(file)])
     assert end.value.code is None
-    assert "listens at 127.0.0.1:" in capsys.readouterr().out
+    assert f"listens at {file.read_text()}" in capsys.readouterr().out
+    assert re.fullmatch(r"127\.0\.0\.1:[1-9]\d*\n", file.read_text())
+    assert not list(tmp_path.glob("address.*"))
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,17 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 from scripts import ROOT
 from test_lab import needs_namespaces
 
 from benchmarks import lab
 from benchmarks.ranks import Program
+from ringstrategy.app.syncer import parse
+from ringstrategy.integrations.lightning.decoupled import SECRET_FILE, SYNCER
+from ringstrategy.requests.opening import check_secret
+from ringstrategy.server.background import address_of
+from ringstrategy.server.folder import events
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 needs_java = pytest.mark.skipif(shutil.which("java") is None, reason="Spark needs Java")
@@ -62,6 +68,24 @@ def test_ray_starts_all_again_if_a_worker_dies(tmp_path: Path) -> None:
     last = re.search(r"\{'right': ([\d.]+), 'epoch': 3, 'step': 92\}", printed)
     assert last is not None, printed[-5_000:]
     assert float(last[1]) > 0.8
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(" " in sys.executable, reason="Ray's workers need a path of Python without a space")
+def test_learners_find_a_syncer_that_ray_has_started_again(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    printed = run([sys.executable, str(ROOT / "examples/ray_decoupled.py"), "kill"], tmp_path, RAY)
+    [(before, after)] = re.findall(r"the syncer was at (\S+:\d+), and is at (\S+:\d+)", printed)
+    assert before != after
+    learned(printed, r"learner (\d) of 2: ([\d.]+) right, pushes (.*)")
+
+
+def learned(printed: str, line: str) -> None:
+    """Two learners, whose pushes were merged."""
+    found = re.findall(line, printed)
+    assert {number for number, *_ in found} == {"0", "1"}, printed[-5_000:]
+    assert all(float(right) > 0.8 for _, right, *_ in found)
+    assert all(re.search(r"'taken over': [1-9]", pushes) for *_, pushes in found)
 
 
 # submitit and Spark
@@ -124,6 +148,81 @@ def test_the_batch_script_trains_all_tasks_of_all_nodes(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "outputs/slurm-77/summary.json").read_text())
     assert (summary["status"], summary["processes"]) == ("finished", 2)
     assert summary["bytes_sent"] > 0
+
+
+@pytest.mark.slow
+def test_each_node_of_the_batch_script_is_a_learner_and_put_back_it_goes_on(tmp_path: Path) -> None:
+    asked = dict(
+        re.findall(r"^#SBATCH --([\w-]+)=(\S+)$", (ROOT / "examples/slurm_decoupled.sbatch").read_text(), re.M)
+    )
+    assert (asked["nodes"], asked["ntasks-per-node"]) == ("2", "1")
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    environment = {
+        "PATH": os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "SLURM_JOB_ID": "78",
+        "SLURM_JOB_NAME": asked["job-name"],
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_NODELIST": "localhost",
+        "EPOCHS": "6",
+    }
+    command = ["bash", str(ROOT / "examples/slurm_decoupled.sbatch"), str(ROOT / "examples/decoupled_digits.py")]
+    folder, found = tmp_path / "outputs/decoupled-78", []
+    for _ in range(2):
+        printed = run(command, tmp_path, environment)
+        learned(printed, r"learner (\d): ([\d.]+) right, Stats.*, pushes (.*)")
+        assert len(bytes_sent(printed)) == 2
+        assert all(sent > 0 for sent in bytes_sent(printed)), "each learner is a ring of two processes"
+        found.append(((folder / "secret").read_text(), (folder / "address").read_text(), len(events(folder / "theta"))))
+    assert (folder / "secret").stat().st_mode & 0o777 == 0o600
+    (secret, address, merges), (same_secret, other_address, more) = found
+    assert secret == same_secret
+    assert address != other_address
+    assert more > merges > 0
+
+
+# Kubernetes: the fields that must agree
+
+
+def test_the_manifests_agree_with_each_other_and_with_the_commands() -> None:
+    folder = ROOT / "examples/kubernetes"
+    found = {each["kind"]: each for each in yaml.safe_load_all((folder / "decoupled.yaml").read_text())}
+    secret, service, syncer, job = (found[kind] for kind in ("Secret", "Service", "StatefulSet", "Job"))
+    with pytest.raises(ValueError, match="at least 16 bytes"):
+        check_secret(secret["stringData"]["secret"].encode())  # so nobody trains with it
+    for owner in (syncer, job):
+        pod = owner["spec"]["template"]["spec"]
+        [container], [volume] = pod["containers"], pod["volumes"]
+        assert volume["secret"] == {"secretName": secret["metadata"]["name"], "defaultMode": 0o440}
+        assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"] == 1000
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        file = f"{mounts[volume['name']]}/{next(iter(secret['stringData']))}"
+        if owner is syncer:
+            program, *arguments = container["command"]
+            asked = parse(arguments)
+            assert (program, asked.secret_file) == ("ringstrategy-syncer", file)
+            assert asked.checkpoint.is_relative_to(mounts[owner["spec"]["volumeClaimTemplates"][0]["metadata"]["name"]])
+            ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+            bound = {"learners": address_of(asked.bind), "status": address_of(asked.status)}
+            assert {name: ("0.0.0.0", port) for name, port in ports.items()} == bound
+            assert container["livenessProbe"]["httpGet"] == {"path": "/text", "port": "status"}
+            labels = owner["spec"]["template"]["metadata"]["labels"]
+            assert owner["spec"]["replicas"] == 1
+            assert labels == owner["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
+            [port] = service["spec"]["ports"]
+            assert ports[port["targetPort"]] == port["port"]
+        else:
+            told = {each["name"]: each["value"] for each in container["env"]}
+            assert told == {SECRET_FILE: file, SYNCER: f"{service['metadata']['name']}:{port['port']}"}
+            assert (pod["restartPolicy"], owner["spec"]["completionMode"]) == ("Never", "Indexed")
+            assert owner["spec"]["completions"] == owner["spec"]["parallelism"]
+            assert (ROOT / container["command"][-1].lstrip("/")).is_file()
+        assert container["image"].partition(":")[0] in (folder / "Dockerfile").read_text()
+    assert "COPY examples /examples\n" in (folder / "Dockerfile").read_text()
 
 
 # torchrun on two hosts

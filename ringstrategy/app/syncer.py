@@ -15,7 +15,7 @@ from pathlib import Path
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.app.syncer_page import Page
 from ringstrategy.requests import Server
-from ringstrategy.server.background import address_of, secret_of
+from ringstrategy.server.background import address_of, secret_of, text_of
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.syncer import Syncer
 
@@ -31,6 +31,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "way: no merge is lost.",
     )
     parser.add_argument("--bind", default="127.0.0.1:29600", help="host:port for learners; default %(default)s")
+    parser.add_argument("--address-file", type=Path, help="write the address here, for learners, once it is bound")
     parser.add_argument("--secret-file", required=True, help="holds what learners must know: openssl rand -hex 32")
     parser.add_argument("--checkpoint", type=Path, required=True, help="folder of the parameters and the log of merges")
     parser.add_argument("--quorum", type=int, help="merge as soon as so many have pushed; default: what learners say")
@@ -105,12 +106,21 @@ def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[
         server = Server(address, secret, syncer.answer, gone=syncer.gone, silent=asked.silent, tls=tls)
         stack.callback(server.close)
         print("ringstrategy-syncer listens at {}:{}".format(*server.address), flush=True)
+        if asked.address_file is not None:
+            _tell(asked.address_file, text_of(server.address))
         if asked.status:
             page = Page(address_of(asked.status if ":" in asked.status else f"127.0.0.1:{asked.status}"), syncer.report)
             stack.callback(page.close)
             print("its page is http://{}:{}".format(*page.address), flush=True)
         wait()
     return f"ringstrategy-syncer: {failed[0]}" if failed else None
+
+
+def _tell(file: Path, address: str) -> None:
+    """Whoever reads it finds the whole address, or the one before."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(address + "\n")
+    new.replace(file)
 
 
 if __name__ == "__main__":

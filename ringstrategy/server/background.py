@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import socket
 import ssl
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from ringstrategy.requests import Answer, Client
 from ringstrategy.requests.messages import Buffer
 from ringstrategy.server.learner import Learner, values_of
 
+_IN_FILE = "file:"  # before the path of a file that has an address
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds between two tries while the syncer is away
+
+Find = Callable[[], tuple[str, int]]
 
 
 class Background:
@@ -25,17 +29,18 @@ class Background:
 
     Args:
         learner: see `Learner`.
-        address: of the syncer.
+        find: returns the syncer's address; see `finder`. Asked at the beginning, and at each try while it is away.
         secret: the syncer's.
         tls: see `Client`.
     """
 
-    def __init__(
-        self, learner: Learner, address: tuple[str, int], secret: bytes, tls: ssl.SSLContext | None = None
-    ) -> None:
-        self._learner = learner
+    def __init__(self, learner: Learner, find: Find, secret: bytes, tls: ssl.SSLContext | None = None) -> None:
+        self._learner, self._find, self._secret, self._tls = learner, find, secret, tls
         # a life has a name of its own, by which the syncer tells it from the one before
-        self._client = Client(address, secret, name=f"{learner.name[:150]}/{uuid.uuid4().hex}", tls=tls)
+        self._name = f"{learner.name[:150]}/{uuid.uuid4().hex}"
+        self._client: Client | None = None
+        self._lock = threading.Lock()  # over the client, and what both threads know of it
+        self._finding = self._ended = False
         self._wake, self._closing = threading.Event(), threading.Event()
         self._tried, self._done = threading.Event(), threading.Event()
         self._failure: Exception | None = None
@@ -67,8 +72,12 @@ class Background:
         self._closing.set()
         self._wake.set()
         self._thread.join(seconds)
-        self._client.close()
-        self._thread.join()
+        with self._lock:
+            self._ended, finding, client = True, self._finding, self._client
+        if client is not None:
+            client.close()
+        if not finding:  # else nobody knows when that returns, and nothing comes after it
+            self._thread.join()
 
     def _exchange(self) -> None:
         pause = _FIRST_PAUSE
@@ -95,7 +104,25 @@ class Background:
                 return
 
     def _ask(self, operation: str, meta: Mapping[str, Any], buffers: Sequence[Buffer]) -> Answer:
-        return self._client.ask(operation, meta, buffers, bulk=operation in ("push", "pull", "join")).result()
+        return self._reach().ask(operation, meta, buffers, bulk=operation in ("push", "pull", "join")).result()
+
+    def _reach(self) -> Client:
+        """The client of the address where the syncer is now."""
+        client = self._client
+        if client is not None and self.away is None:
+            return client
+        with self._lock:
+            self._finding = not self._ended
+        address = self._find() if self._finding else None
+        if client is not None and address not in (None, client.address):
+            client.close()  # first: the syncer knows both by the same name
+        with self._lock:
+            self._finding = False
+            if self._ended or address is None:
+                raise ConnectionError("this learner has parted with the syncer")
+            if self._client is None or self._client.address != address:
+                self._client = Client(address, self._secret, name=self._name, tls=self._tls)
+            return self._client
 
 
 def newest(
@@ -127,12 +154,43 @@ def newest(
     return found
 
 
+def finder(syncer: str | Path | Callable[[], str]) -> Find:
+    """What returns the address that a syncer has now. ConnectionError if nobody knows it, ValueError if it is none.
+
+    Args:
+        syncer: "host:port"; or a path, or "file:" and a path, of a file that has it; or a function that returns it.
+            Whatever error this function raises says that the syncer is away.
+    """
+    if isinstance(syncer, str) and not syncer.startswith(_IN_FILE):
+        address = address_of(syncer)
+        return lambda: address
+    where = Path(syncer.removeprefix(_IN_FILE)) if isinstance(syncer, str) else syncer
+
+    def find() -> tuple[str, int]:
+        try:
+            text = where.read_text().strip() if isinstance(where, Path) else where()
+        except Exception as error:
+            raise ConnectionError(f"{where} does not tell where the syncer is: {error!r}") from error
+        if not text:
+            raise ConnectionError(f"{where} is empty, and should tell where the syncer is")
+        return address_of(text)
+
+    return find
+
+
 def address_of(text: str) -> tuple[str, int]:
     """From "host:port" or "[::1]:port". ValueError if it is none."""
     host, colon, port = text.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65_535 or (":" in host and not host.startswith("[")):
         raise ValueError(f"an address is host:port, or [host]:port for IPv6, got {text!r}")
     return host.strip("[]"), int(port)
+
+
+def text_of(address: tuple[str, int]) -> str:
+    """By which others find a server that listens there: on all addresses, it has the name of this host."""
+    host, port = address
+    host = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def secret_of(file: str | Path) -> bytes:

@@ -22,7 +22,7 @@ from ringstrategy.algorithms.parameters.schedule import cut_fragments
 from ringstrategy.codecs import BlockInt, Cast, Codec
 from ringstrategy.integrations.lightning.strategy import RingStrategyMixin
 from ringstrategy.requests.opening import check_secret
-from ringstrategy.server.background import Background, address_of, newest, secret_of
+from ringstrategy.server.background import Background, Find, finder, newest, secret_of
 from ringstrategy.server.learner import Learner, blend_, meets
 from ringstrategy.server.merges import Merge, radial_directional
 from ringstrategy.server.plan import PARTS, built, described, digest_of, planned
@@ -62,7 +62,10 @@ class DecoupledMixin(Callback):
         merge: `ringstrategy.server.merges.radial_directional` or `mean`, which takes a larger `lr`.
         codec: of progress. What it loses is added to the next progress.
         broadcast: the codec of Theta on its way to learners.
-        syncer: its host:port; default: the environment variable RINGSTRATEGY_SYNCER.
+        syncer: its host:port; or a file that has it, as "file:PATH" or a Path; or a function that returns it, called in
+            this learner's first process. A file is read again, and a function called again, at each try while the
+            syncer is away; what the function raises counts as away. Default: the environment variable
+            RINGSTRATEGY_SYNCER.
         secret_file: holds the syncer's secret; default: the environment variable RINGSTRATEGY_SECRET_FILE.
         name: of this learner. None: a random one, which its checkpoints keep.
         certificate: encrypt, and verify the syncer by this file of certificates.
@@ -87,7 +90,7 @@ class DecoupledMixin(Callback):
         codec: Codec = BlockInt(8),  # noqa: B008
         broadcast: Codec = Cast("bfloat16"),  # noqa: B008
         *,
-        syncer: str | None = None,
+        syncer: str | Path | Callable[[], str] | None = None,
         secret_file: str | Path | None = None,
         name: str | None = None,
         certificate: str | Path | None = None,
@@ -235,8 +238,8 @@ class DecoupledMixin(Callback):
         """
         if not self._cut:
             raise RuntimeError("theta is known after a fit has begun: the model's parameters have no names before")
-        address, secret, tls = self._where()
-        return newest(self._cut, digest_of(self._plan), self.broadcast, address, secret, tls)
+        find, secret, tls = self._where()
+        return newest(self._cut, digest_of(self._plan), self.broadcast, find(), secret, tls)
 
     # Within
 
@@ -275,6 +278,7 @@ class DecoupledMixin(Callback):
         """Start a syncer, which ends by itself at once if there is one."""
         folder.mkdir(parents=True, exist_ok=True)
         syncer, file = self._given()
+        assert isinstance(syncer, str)
         command = [sys.executable, "-m", "ringstrategy.app.syncer", "--bind", syncer, "--secret-file", file]
         command += ["--checkpoint", str(folder), "--idle", str(_IDLE)]
         with (folder / "printed").open("a") as printed:
@@ -287,13 +291,15 @@ class DecoupledMixin(Callback):
         if background is not None:
             background.close()
 
-    def _where(self) -> tuple[tuple[str, int], bytes, ssl.SSLContext | None]:
-        """Address, secret, encryption. ValueError with the cure if one is missing or wrong."""
+    def _where(self) -> tuple[Find, bytes, ssl.SSLContext | None]:
+        """What finds the address, secret, encryption. ValueError with the cure if one is missing or wrong."""
         syncer, file = self._given()
+        if self.hosts is not None and (not isinstance(syncer, str) or syncer.startswith("file:")):
+            raise ValueError(f"hosts= starts a syncer at an address: give syncer='host:port', not {syncer!r}")
         tls = ssl.create_default_context(cafile=str(self.certificate)) if self.certificate else None
-        return address_of(syncer), check_secret(secret_of(file)), tls
+        return finder(syncer), check_secret(secret_of(file)), tls
 
-    def _given(self) -> tuple[str, str]:
+    def _given(self) -> tuple[str | Path | Callable[[], str], str]:
         syncer, file = self.syncer or os.environ.get(SYNCER), self.secret_file or os.environ.get(SECRET_FILE)
         if not syncer or not file:
             missing = f"syncer= or {SYNCER}" if not syncer else f"secret_file= or {SECRET_FILE}"
