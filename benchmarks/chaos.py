@@ -85,11 +85,14 @@ class _Outcome:
             "of the possible": len(self.times) / possible,
             "away": 1 - run.living / run.options.seconds / run.options.learners,
             "kills": run.kills,
-            "to the first step": sorted(first)[len(first) // 2],
+            "to the first step": sorted(first)[len(first) // 2] if first else run.options.seconds,
             "hangs": sum(gap >= _HANGS for gap in gaps),
             "longest gap": max(gaps),
         }
-        if not run.ddp:
+        if run.ddp:
+            there = sum(end - begin for rank, begin, end in run.lives if rank == 0)
+            self.told["all there"] = there / run.options.seconds
+        else:
             self._of_syncer({(f, *use) for each in notes.values() for *_, uses in each for f, use in enumerate(uses)})
         self.told["loss"] = self.loss_after(len(self.times))
 
@@ -112,7 +115,7 @@ class _Outcome:
 
     def loss_after(self, steps: int) -> float:
         """Of Theta, or of the newest checkpoint of DDP, when all together had made so many steps."""
-        moment, model = self.times[min(steps, len(self.times)) - 1], Paced(self.run.seed)
+        moment, model = (self.times or [0.0])[min(steps, len(self.times)) - 1], Paced(self.run.seed)
         if not self.run.ddp:
             newest = [each[0] for each in self._versions]
             for event in self._events:
