@@ -115,7 +115,7 @@ class _Outcome:
 
     def loss_after(self, steps: int) -> float:
         """Of Theta, or of the newest checkpoint of DDP, when all together had made so many steps."""
-        moment, model = (self.times or [0.0])[min(steps, len(self.times)) - 1], Paced(self.run.seed)
+        moment, model = [0.0, *self.times][min(steps, len(self.times))], Paced(self.run.seed)
         if not self.run.ddp:
             newest = [each[0] for each in self._versions]
             for event in self._events:

@@ -87,6 +87,7 @@ class Machines:
                 self._until(time.time() + 1.0)
             begin = time.time()
             for rank in range(options.learners):
+                (folder / f"notes{rank}").touch()  # a rank may be killed before it begins
                 self._come(rank)
             for after, rank, comes in changes:
                 self._until(begin + after)
