@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import cast
 
 from benchmarks.paced import learn
 from benchmarks.ranks import reserve_port
@@ -119,7 +118,7 @@ class Machines:
     def _start(self, rank: int) -> None:
         if self.ddp and not self.processes:
             self.port = _free_port()
-        process = cast(ForkProcess, multiprocessing.get_context("fork").Process(target=self._be, args=[rank]))
+        process = multiprocessing.get_context("fork").Process(target=self._be, args=[rank])
         self.began[rank], self.processes[rank] = time.time(), process
         process.start()
         self.counts[rank] += 1

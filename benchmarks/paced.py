@@ -96,7 +96,9 @@ def learn(
         callbacks=[*([decoupled] if decoupled else []), _Notes(folder / f"notes{rank}", own, decoupled)],
         use_distributed_sampler=False,
         logger=False,
-        **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
     )
     draws = torch.Generator().manual_seed(1_000_000 * seed + 1000 * rank + life)
     starts = torch.randint(len(_text()) - _CONTEXT, (_BATCH * _MOST,), generator=draws)
