@@ -85,8 +85,10 @@ def learn(
         os.environ.update({name: str(value) for name, value in environment.items()}, TORCHELASTIC_RUN_ID="chaos")
         strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment())
     elif port:
-        how = {"syncer": f"127.0.0.1:{port}", "secret_file": folder / "secret", "name": f"learner{rank}"}
-        decoupled = Decoupled(FRAGMENTS, options.quorum, _GRACE, _INTERVAL, **how)
+        syncer, secret, name = f"127.0.0.1:{port}", folder / "secret", f"learner{rank}"
+        decoupled = Decoupled(
+            FRAGMENTS, options.quorum, _GRACE, _INTERVAL, syncer=syncer, secret_file=secret, name=name
+        )
     trainer = Trainer(
         accelerator="cpu",
         strategy=strategy,
