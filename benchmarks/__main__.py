@@ -10,7 +10,7 @@ from pathlib import Path
 
 _NAMES = (
     *("training", "collectives", "codecs", "overhead", "time_to_accuracy", "long_race"),
-    *("faults", "fuzz", "soak", "requests"),
+    *("faults", "fuzz", "soak", "requests", "chaos"),
     *("gpu", "kernels", "bucket", "shared_gpu"),
     *("simulation", "topologies"),
     *("campaign", "report", "demo", "lab", "walk"),

@@ -89,7 +89,7 @@ def run(step: Step, folder: Path) -> None:
         "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         "seconds": round(time.monotonic() - begin),
-        "processor": _processor(),
+        "processor": processor(),
     }
     known = records(folder) | {step.key: made}
     fresh = folder / f"{CAMPAIGN}.part"
@@ -97,7 +97,7 @@ def run(step: Step, folder: Path) -> None:
     fresh.replace(folder / CAMPAIGN)
 
 
-def _processor() -> str:
+def processor() -> str:
     """Its model, where the system tells."""
     listed = Path("/proc/cpuinfo")
     models = re.findall(r"^model name\s*: (.*)$", listed.read_text(), re.M) if listed.exists() else []

@@ -77,6 +77,8 @@ class Row:
     refused: int | None = None  # and how many of them no codec may read: of a wrong length, or at an odd address
     restart_seconds: dict[str, float] = field(default_factory=dict)  # of a restart, its parts in their order; medians
 
+    chaos: dict[str, float] = field(default_factory=dict)  # of learners that are killed: see `benchmarks.chaos`
+
     codec: str = ""
     operation: str = ""
     gigabytes_per_second: float = float("nan")  # of float32 values, median

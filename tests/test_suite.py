@@ -275,7 +275,10 @@ def test_each_benchmark_runs_and_its_rows_say_what_they_must(key: str, tmp_path:
     name, *arguments = shlex.split(SHORT[key])
     for row in lines_of(name, tmp_path / "rows.jsonl", *arguments):
         case, family = row["case"] or "", key.split("/")[0]
-        if family not in ("codecs", "prediction"):
+        if family == "chaos":
+            assert row["hung"] == 0 < row["chaos"]["steps"], row
+            assert case.startswith("ddp") or row["chaos"]["went back"] == 0 < row["chaos"]["merges"], row
+        elif family not in ("codecs", "prediction"):
             assert row["ranks_identical"] is (not case.startswith(rows.ALONE)), row
         if family in ("collectives", "layouts", "scaling"):
             assert row["error"] < (1e-5 if "fp32" in case or "identity" in case else 2), row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import heapq
 import html
 import json
@@ -25,12 +24,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from syncing import Here, learner_of, model_of, take_all
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.functional import cross_entropy
 
+from benchmarks.oracle import recomputed
 from ringstrategy import BlockInt, Cast, Gaussian, Identity, Nesterov, Rotated, TopK
 from ringstrategy.app.syncer_page import Page, as_html, as_text
-from ringstrategy.codecs import derive_seed
 from ringstrategy.requests import RefusedError
 from ringstrategy.server import plan
 from ringstrategy.server import syncer as syncer_module
@@ -91,34 +89,6 @@ def theta_of(here: Here) -> list[Tensor]:
     assert here.syncer is not None
     pulled = [here.syncer._store.pull(fragment) for fragment in range(len(here.report()["versions"]))]
     return [each[1] for each in pulled if each is not None]
-
-
-def recomputed(
-    path: Path,
-    initial: list[Tensor],
-    codec: Any,
-    merge: Callable[..., Tensor],
-    outer: Callable[..., torch.optim.Optimizer],
-) -> list[list[Tensor]]:
-    """Every version of every fragment, from what was pushed and the log alone."""
-    parameters = [Parameter(each.clone()) for each in initial]
-    optimizers = [outer([each]) for each in parameters]
-    versions = [[each] for each in initial]
-    for event in events(path):
-        fragment, pushes = event["fragment"], event["pushes"]
-        decoded = []
-        for push in pushes:
-            wire = torch.frombuffer(bytearray((path / "wires" / push["digest"]).read_bytes()), dtype=torch.uint8)
-            values = torch.empty_like(initial[fragment])
-            codec.deliver(wire, values, seed=derive_seed(push["sequence"], fragment))
-            assert hashlib.sha256(values.numpy().tobytes()).hexdigest() == push["digest"]
-            assert push["base"] == event["version"] - 1 == len(versions[fragment]) - 1
-            decoded.append(values)
-        parameters[fragment].grad = -merge(decoded, [push["weight"] for push in pushes])
-        optimizers[fragment].step()
-        versions[fragment].append(parameters[fragment].detach().clone())
-        assert hashlib.sha256(versions[fragment][-1].numpy().tobytes()).hexdigest() == event["after"]
-    return versions
 
 
 # What enters Theta
