@@ -103,6 +103,7 @@ SELDOM: dict[str, Callable[[], Algorithm]] = {
     "diloco_sign every 64": partial(_seldom, "diloco_sign", interval=64, overlap=3, outer=Nesterov(0.6, 0.6)),
     "diloco_int4 every 64 after 128": partial(_seldom, "diloco_int4", interval=64, overlap=8, warmup_steps=128),
 }
+_OF_ONE_HOST = "central_storage"
 FED = "ring_int8 with feedback"  # what ring_auto may choose, where ring_int8 itself feeds nothing back
 BESIDE: dict[str, Callable[[], Algorithm]] = {  # worth knowing, though not names
     FED: lambda: AllReduce(BlockInt(8), error_feedback=True),
@@ -138,7 +139,7 @@ def contenders(initial: nn.Module, batches: Batches, **how: Any) -> dict[str, Ca
         **{name: of(PowerSGDHook, rank) for rank, name in POWERSGD_HOOKS.items()},
         **{name: of(PostLocalSGD, period) for period, name in POST_LOCAL.items()},
         **{name: of(TorchftTraining, given) for name, given in TORCHFT.items()},
-        **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items()},
+        **{name: of(ours, make()) for name, make in {**STRATEGIES, **BESIDE}.items() if name != _OF_ONE_HOST},
     }
 
 
