@@ -24,8 +24,19 @@ from fakes import FakePeers, Network
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from on_ranks import on_ranks
 from pool import Pool
-from test_parameter_server import OPTIMIZERS, Make, Net, begun, everyone, in_one_process, loss_of, opened, train
-from test_session import CPU, MINUTE, process_group
+from test_parameter_server import (
+    OPTIMIZERS,
+    Make,
+    Net,
+    begun,
+    everyone,
+    in_one_process,
+    loss_of,
+    opened,
+    train,
+    trained_by_two,
+)
+from test_session import MINUTE, process_group
 from test_strategy import Net as Fitted
 from test_strategy import fit
 from torch import Tensor, nn
@@ -231,25 +242,7 @@ def test_checkpoints_are_those_of_all_reduce(tmp_path: Path) -> None:
 @on_ranks(2)
 def test_several_optimizers_in_16_and_64_bits_step_each_its_own() -> None:
     with process_group():
-        ends = []
-        for algorithm in (CentralStorage(), AllReduce()):
-            torch.manual_seed(0)
-            parts = nn.ModuleList([nn.Linear(4, 4).double(), nn.Linear(4, 1).bfloat16()])
-            both = [torch.optim.Adam(part.parameters(), 0.01) for part in parts]
-            session = Session(parts, algorithm, timeout=MINUTE)
-            session.open(CPU)
-            session.synchronize()
-            session.bind(both)
-            for step in range(6):
-                rows = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-                session.begin_batch(f"in batch {step}", both, first=step == 0, later_epoch=False)
-                for optimizer in both:
-                    parts.zero_grad()
-                    session.backward(parts[1](parts[0](rows.double()).relu().bfloat16()).square().mean())
-                    optimizer.step()
-                session.end_batch(2)
-            ends.append([value.detach().clone() for value in parts.parameters()])
-            session.close()
+        ends = [trained_by_two(each, torch.float64, torch.bfloat16) for each in (CentralStorage(), AllReduce())]
         assert all(map(torch.equal, *ends))
 
 

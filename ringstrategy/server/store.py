@@ -206,8 +206,7 @@ class Store:
         return [inbox[learner][0] for learner in sorted(inbox)]
 
     def _digest(self, values: Tensor) -> str | None:
-        """SHA-256 of its bytes."""
-        return hashlib.sha256(view_of(values)).hexdigest() if self._tells else None
+        return digest(values) if self._tells else None
 
     # State
 
@@ -232,3 +231,8 @@ class Store:
         self._digests[fragment] = self._digest(here.values)
         self._last[fragment], self._lives[fragment] = dict(state["last"]), dict(state["lives"])
         self._inbox[fragment] = {}
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256 of its bytes."""
+    return hashlib.sha256(view_of(values)).hexdigest()

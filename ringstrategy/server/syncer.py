@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import threading
@@ -19,12 +18,11 @@ from torch.nn import Parameter
 
 from ringstrategy.codecs import Codec, derive_seed
 from ringstrategy.requests import Answer, RefusedError, Request
-from ringstrategy.requests.messages import view_of
 from ringstrategy.server.folder import Folder
 from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.plan import PARTS, Parts, built, difference, digest_of, sizes
 from ringstrategy.server.rules import Quorum
-from ringstrategy.server.store import Push, Store, Taken
+from ringstrategy.server.store import Push, Store, Taken, digest
 
 _MOST_PLAN = 1 << 26  # bytes
 _EVERYBODY = 1 << 30
@@ -372,8 +370,3 @@ class Syncer:
                     for name, told in sorted(self._told.items())
                 },
             }
-
-
-def digest(values: Tensor) -> str:
-    """SHA-256 of its bytes, as events have it."""
-    return hashlib.sha256(view_of(values)).hexdigest()

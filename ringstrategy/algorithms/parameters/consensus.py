@@ -35,6 +35,14 @@ class Consensus:
         """Whether the tensors show the mean now."""
         return self._shown is not None
 
+    def check_left(self) -> None:
+        """After a step of an optimizer: RuntimeError while the tensors show the mean."""
+        if self.entered:
+            raise RuntimeError(
+                "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
+                "parameters: leave `with consensus(...)` before you train on"
+            )
+
     def enter(
         self, seen: Iterable[tuple[Flat, Tensor]], tensors: Iterable[Tensor], copied: Sequence[Tensor] = ()
     ) -> None:

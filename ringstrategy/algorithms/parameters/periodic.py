@@ -136,11 +136,8 @@ class Periodic(Algorithm):  # noqa: PLR0904
 
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
         """See `Algorithm.after_step`. RuntimeError while parameters show what all ranks see."""
-        if self.entered:
-            raise RuntimeError(
-                "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
-                "parameters: leave `with consensus(...)` before you train on"
-            )
+        if self._runtime is not None:
+            self._runtime.view.check_left()
         groups = self._groups_of(parameters)
         for group in groups:
             group.steps += 1

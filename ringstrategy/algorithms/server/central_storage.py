@@ -18,10 +18,7 @@ from typing_extensions import override
 from ringstrategy.algorithms.server.served import Served
 from ringstrategy.algorithms.server.shards import options_of, shown
 from ringstrategy.algorithms.server.sliced import Sliced
-from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import plan_buckets
-from ringstrategy.codecs.identity import Identity
 from ringstrategy.transport.agree import agree, all_gather_floats
 from ringstrategy.transport.base import Peers, Word
 
@@ -81,16 +78,13 @@ class CentralStorage(Served[Sliced]):
         return self._peers.size
 
     @override
-    def _plan(self, named: Mapping[str, Parameter]) -> list[Bucket]:
+    def _check(self, named: Mapping[str, Parameter]) -> None:
         dtypes = sorted({str(parameter.dtype) for parameter in named.values()})
         if len(dtypes) > 1 or not next(iter(named.values())).is_floating_point():
             raise ValueError(
                 f"CentralStorage needs all parameters of an optimizer in one dtype of floating point, got "
                 f"{' and '.join(dtypes)}: convert the module, as module.float() does, or use a strategy such as 'ring'"
             )
-        first_index = sum(len(stepped.buckets) for stepped in self._stepped)
-        capacity = max(1, int(self.bucket_mb * 2**20))
-        return plan_buckets(named, frozenset(), lambda *_: Identity(), lambda _: False, capacity, first_index)
 
     @override
     def _take_over(self, optimizer: Optimizer, buckets: list[DenseBucket]) -> Sliced:
@@ -145,8 +139,7 @@ class CentralStorage(Served[Sliced]):
         self._meet("\n".join(self._described(stepped, options)))
         square, scale = stepped.add(), 1.0
         if self.clip_norm is not None:
-            norm = math.sqrt(math.fsum(square for [square] in all_gather_floats(peers, [square])))
-            scale = min(1.0, self.clip_norm / (norm + 1e-6))
+            scale = self._clips(math.sqrt(math.fsum(square for [square] in all_gather_floats(peers, [square]))))
         stepped.step(options, scale)
         self._meet(f"the end of step {self._step}")
         peers.stats.communication_seconds += time.perf_counter() - begin

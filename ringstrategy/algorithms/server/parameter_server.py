@@ -26,9 +26,7 @@ from ringstrategy.algorithms.server.servers import Servers
 from ringstrategy.algorithms.server.service import Service
 from ringstrategy.algorithms.server.shards import options_of
 from ringstrategy.algorithms.server.stepped import Stepped
-from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
-from ringstrategy.buckets.plan import plan_buckets
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.codecs.identity import Identity
 from ringstrategy.collectives.direct import Direct
@@ -138,15 +136,12 @@ class ParameterServer(Served[Stepped]):
         return self._servers.count
 
     @override
-    def _plan(self, named: Mapping[str, Parameter]) -> list[Bucket]:
-        return plan_buckets(
-            named,
-            frozenset(),
-            lambda name, parameter: codec_of(self.codec, Direct(), name, parameter),
-            lambda codec: self.error_feedback and not codec.lossless,
-            max(1, int(self.bucket_mb * 2**20)),
-            sum(len(stepped.buckets) for stepped in self._stepped),
-        )
+    def _codec_of(self, name: str, parameter: Parameter) -> Codec:
+        return codec_of(self.codec, Direct(), name, parameter)
+
+    @override
+    def _feeds_back(self, codec: Codec) -> bool:
+        return self.error_feedback and not codec.lossless
 
     @override
     def _take_over(self, optimizer: Optimizer, buckets: list[DenseBucket]) -> Stepped:
@@ -173,7 +168,7 @@ class ParameterServer(Served[Stepped]):
     def _serve(self, service: Service, server: int, generation: int) -> None:
         shards = [stepped.shards[server] for stepped in self._stepped]
         made = [
-            shard.fragment(stepped.buckets, stepped.optimizer)
+            shard.fragment(stepped.dtype, stepped.optimizer)
             for shard, stepped in zip(shards, self._stepped, strict=True)
         ]
         service.begin(generation, made, shards, [stepped.buckets for stepped in self._stepped])
@@ -204,26 +199,17 @@ class ParameterServer(Served[Stepped]):
     # A step
 
     @override
-    def before_backward(
-        self,
-        loss: Tensor | None = None,
-        *,
-        sync: bool = True,
-        scale: Tensor | None = None,
-        same: str = "",
-        divisor: float | None = None,
-    ) -> None:
-        if self._peers is None:
-            return
+    def _divided_by(self, divisor: float | None) -> float:
+        assert self._peers is not None
         ranks = self._peers.size
-        if self.decentralized and divisor not in (None, ranks):
-            raise ValueError(f"each rank's gradient is a step of its own here, and none is {ranks / divisor} of a mean")
         self._wait_for_pushes()  # of a backward that failed half-way
-        super().before_backward(loss, sync=sync, scale=scale, same=same, divisor=divisor)
-        if self.decentralized:
-            self._divisor = 1.0
         for residuals in self._undecided():
             residuals.before_backward()
+        if not self.decentralized:
+            return super()._divided_by(divisor)
+        if divisor not in (None, ranks):
+            raise ValueError(f"each rank's gradient is a step of its own here, and none is {ranks / divisor} of a mean")
+        return 1.0
 
     @override
     def _push(self, stepped: Stepped, place: int) -> None:
@@ -282,7 +268,7 @@ class ParameterServer(Served[Stepped]):
         if self.clip_norm is not None and not self.decentralized:
             norms = [(s, servers.ask(s, "norm", meta, [steps[s]], bulk=False)) for s, meta in enumerate(metas)]
             squares = [answer.meta["square"] for answer in servers.wait(norms, self._where)]
-            clip = min(1.0, self.clip_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+            clip = self._clips(math.sqrt(math.fsum(squares)))
             metas = [{**meta, "clip": clip} for meta in metas]
         stepped.asked = [
             (s, servers.ask(s, "pull", meta, [steps[s]], into=stepped.wires[s])) for s, meta in enumerate(metas)
@@ -292,16 +278,12 @@ class ParameterServer(Served[Stepped]):
         """What clips this rank's gradient, where it is stepped by itself."""
         if self.clip_norm is None or not self.decentralized:
             return 1.0
-        norm = float(torch.nn.utils.get_total_norm(stepped.gradients()))
-        return min(1.0, self.clip_norm / (norm + 1e-6))
+        return self._clips(float(torch.nn.utils.get_total_norm(stepped.gradients())))
 
     @override
     def after_step(self, parameters: Collection[Parameter] = (), stepped: Tensor | bool = True) -> None:
-        if self._view is not None and self._view.entered:
-            raise RuntimeError(
-                "an optimizer has stepped while the model shows what all ranks share, instead of this rank's own "
-                "parameters: leave `with consensus(...)` before you train on"
-            )
+        if self._view is not None:
+            self._view.check_left()
         for each in self._stepped:
             if each.is_of(parameters):
                 for bucket in each.buckets if stepped is False else ():

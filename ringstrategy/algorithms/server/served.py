@@ -21,8 +21,10 @@ from ringstrategy.algorithms.base import Algorithm
 from ringstrategy.algorithms.policy import split
 from ringstrategy.algorithms.server.gathered import Gathered
 from ringstrategy.algorithms.server.shards import check_optimizer
-from ringstrategy.buckets.base import Bucket
 from ringstrategy.buckets.dense import DenseBucket
+from ringstrategy.buckets.plan import plan_buckets
+from ringstrategy.codecs.base import Codec
+from ringstrategy.codecs.identity import Identity
 from ringstrategy.transport.agree import INDENT, compare_changes, compare_plans
 from ringstrategy.transport.base import Peers
 from ringstrategy.transport.trace import span
@@ -68,9 +70,21 @@ class Served(Algorithm, Generic[Of]):
     def _shares(self) -> int:
         """Into how many parts parameters are cut, each with an optimizer."""
 
-    @abstractmethod
-    def _plan(self, named: Mapping[str, Parameter]) -> list[Bucket]:
-        """Cut the parameters of one more optimizer into buckets."""
+    def _codec_of(self, name: str, parameter: Parameter) -> Codec:
+        """By which a parameter's gradient is handed over."""
+        return Identity()
+
+    def _feeds_back(self, codec: Codec) -> bool:
+        """Whether what it loses is kept."""
+        return False
+
+    def _check(self, named: Mapping[str, Parameter]) -> None:
+        """ValueError with the cure if the parameters of one more optimizer cannot be taken."""
+
+    def _divided_by(self, divisor: float | None) -> float:
+        """A backward begins: by what its gradients are divided, which are added up; see `Algorithm.before_backward`."""
+        assert self._peers is not None
+        return self._peers.size if divisor is None else divisor
 
     @abstractmethod
     def _take_over(self, optimizer: Optimizer, buckets: list[DenseBucket]) -> Of:
@@ -169,7 +183,16 @@ class Served(Algorithm, Generic[Of]):
                     f"parameter {name} of shape {tuple(parameter.shape)} has gaps in memory, with strides "
                     f"{parameter.stride()}, as a part of a larger tensor has: make it nn.Parameter(part.contiguous())"
                 )
-        buckets = [bucket for bucket in self._plan(named) if isinstance(bucket, DenseBucket)]
+        self._check(named)
+        planned = plan_buckets(
+            named,
+            frozenset(),
+            self._codec_of,
+            self._feeds_back,
+            max(1, int(self.bucket_mb * 2**20)),
+            sum(len(stepped.buckets) for stepped in self._stepped),
+        )
+        buckets = [bucket for bucket in planned if isinstance(bucket, DenseBucket)]
         compare_plans(self._peers, "\n".join(bucket.describe() for bucket in buckets))
         stepped = self._take_over(optimizer, buckets)
         self._stepped.append(stepped)
@@ -207,8 +230,7 @@ class Served(Algorithm, Generic[Of]):
     ) -> None:
         if self._peers is None:
             return
-        self._divisor = self._peers.size if divisor is None else divisor
-        self._passes = sync
+        self._divisor, self._passes = self._divided_by(divisor), sync
         if sync:
             for stepped in self._stepped:
                 stepped.begin_backward()
@@ -289,6 +311,10 @@ class Served(Algorithm, Generic[Of]):
         self.before_step({parameter for group in stepped.optimizer.param_groups for parameter in group["params"]})
         stepped.check(type(self).__name__)
         self._make_step(stepped)
+
+    def _clips(self, norm: float) -> float:
+        """The factor of a gradient of this norm, as torch's `clip_grad_norm_` has it."""
+        return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
 
     # State
 

@@ -11,7 +11,7 @@ from concurrent.futures import TimeoutError as StillRunningError
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from ringstrategy.algorithms.server.service import LEFT, Service, of_rank, rank_of
+from ringstrategy.algorithms.server.service import LEFT, Service, of_rank
 from ringstrategy.errors import PlanMismatchError
 from ringstrategy.failure.board import GRACE_SECONDS
 from ringstrategy.failure.reach import address_towards
@@ -131,7 +131,7 @@ class Servers:
             except RefusedError as error:
                 if detector is None or not str(error).startswith(LEFT):
                     raise PlanMismatchError(str(error)) from error
-                raise detector.explain(error, rank_of(str(error).removeprefix(LEFT)), where) from error
+                raise detector.explain(error, int(str(error).removeprefix(LEFT)), where) from error
             except ConnectionError as error:
                 if detector is None:
                     raise

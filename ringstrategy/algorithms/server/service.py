@@ -61,7 +61,11 @@ class Service:
         self._states: dict[int, io.BytesIO] = {}  # of the version of now
 
     def begin(
-        self, generation: int, fragments: Sequence[Fragment], shards: Sequence[Shard], buckets: Sequence[Any]
+        self,
+        generation: int,
+        fragments: Sequence[Fragment],
+        shards: Sequence[Shard],
+        buckets: Sequence[Sequence[DenseBucket]],
     ) -> None:
         """Serve these from now on. Requests of a later generation have waited for it."""
         with self._changed:
@@ -282,8 +286,3 @@ def _step_of(request: Request) -> dict[str, Any] | None:
 def of_rank(rank: int) -> str:
     """Its name, which sorts as the rank does."""
     return f"{rank:06d}"
-
-
-def rank_of(name: str) -> int:
-    """See `of_rank`."""
-    return int(name)

@@ -46,6 +46,10 @@ class Piece(NamedTuple):
         """What lies there in a tensor like the parameter, flat."""
         return whole.as_strided((whole.numel(),), (1,), whole.storage_offset())[self.begin : self.end]
 
+    def lying_in(self, fragment: Tensor) -> Tensor:
+        """The same of a whole fragment's values, flat."""
+        return fragment[self.place.offset : self.place.offset + self.end - self.begin]
+
 
 @dataclass
 class Shard:
@@ -78,15 +82,11 @@ class Shard:
         place = Place(self.numel + low - begin, tuple(shape), tuple(map(int, stride)))
         self.pieces.append(Piece(slot.parameter, low - first, high - first, place))
 
-    def fragment(self, buckets: Sequence[DenseBucket], optimizer: Optimizer) -> Fragment:
+    def fragment(self, dtype: torch.dtype, optimizer: Optimizer) -> Fragment:
         """Of the parameters' values now, with an optimizer like this one, and what it has of state for them."""
-        dtype = buckets[0].buffer.dtype
-        for bucket in buckets[1:]:
-            dtype = torch.promote_types(dtype, bucket.buffer.dtype)
         values = torch.zeros(self.numel, dtype=dtype)
         for piece in self.pieces:
-            target = values[piece.place.offset : piece.place.offset + piece.end - piece.begin]
-            target.copy_(piece.of(piece.parameter.detach()))
+            piece.lying_in(values).copy_(piece.of(piece.parameter.detach()))
         return self.over(values, optimizer)
 
     def over(self, values: Tensor, optimizer: Optimizer, *, in_place: bool = False) -> Fragment:

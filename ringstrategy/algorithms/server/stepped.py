@@ -106,10 +106,7 @@ class Stepped(Gathered):
                 self._codec.deliver(self.wires[server], values, seed=self.bases[server])
             pieces = self.shards[server].pieces
             targets = [piece.of(piece.parameter.detach()) for piece in pieces]
-            lengths = [piece.end - piece.begin for piece in pieces]
-            begins = [piece.place.offset for piece in pieces]
-            sources = [values[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
-            torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, [piece.lying_in(values) for piece in pieces])
         self.remember_values()
 
     def remember_values(self) -> None:
