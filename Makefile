@@ -14,6 +14,10 @@ installed := $(VENV)/.installed
 documents := $(VENV)/.documents
 kernels := $(VENV)/.kernels
 
+# Modules are compiled when they are first imported, once: most of what pip installs never is.
+unexport PYTHONDONTWRITEBYTECODE
+pip := -m pip install --disable-pip-version-check --no-compile
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help train demo test test-all nightly mutants lint format types docs bench gpu clean launchers
@@ -81,7 +85,7 @@ $(installed): contains := $(trains)
 $(documents): extra := docs
 $(trains) $(installed) $(documents): $(py) pyproject.toml constraints.txt
 	@sed -e '' $(if $(TORCH),-e 's/^torch==.*/torch==$(TORCH)/' -e '/^triton/d') constraints.txt > "$(VENV)/constraints.txt"
-	"$(py)" -m pip install --disable-pip-version-check -c "$(VENV)/constraints.txt" -e ".[$(extra)]"
+	"$(py)" $(pip) -c "$(VENV)/constraints.txt" -e ".[$(extra)]"
 	@for stamp in $(if $(contains),"$(contains)") "$@"; do printf '%s\n' "$(CURDIR)" > "$$stamp"; done
 
 # Training and tests would compile them too, but while somebody waits.
@@ -92,7 +96,7 @@ $(kernels): $(wildcard ringstrategy/kernels/*.py)
 # Ray, Spark and Slurm's are large, and not everywhere: without one, its tests are skipped.
 launchers: $(installed)
 	@for extra in ray spark slurm; do \
-	    "$(py)" -m pip install --disable-pip-version-check --quiet -c "$(VENV)/constraints.txt" -e ".[$$extra]" || \
+	    "$(py)" $(pip) --quiet -c "$(VENV)/constraints.txt" -e ".[$$extra]" || \
 	        echo "the extra \"$$extra\" cannot be installed here: its tests are skipped" >&2; \
 	done
 
