@@ -23,12 +23,14 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from syncing import Here, learner_of, model_of, take_all
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.oracle import recomputed
 from ringstrategy import BlockInt, Cast, Gaussian, Identity, Nesterov, Rotated, TopK
 from ringstrategy.app.syncer_page import Page, as_html, as_text
+from ringstrategy.app.syncer_scalars import Scalars
 from ringstrategy.requests import RefusedError
 from ringstrategy.server import plan
 from ringstrategy.server import syncer as syncer_module
@@ -835,3 +837,24 @@ def test_the_page_says_the_same_as_the_text_and_runs_nothing(tmp_path: Path) -> 
             assert re.sub(r"\d+ s\b", "", got) == re.sub(r"\d+ s\b", "", wanted)
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen("http://{}:{}/etc/passwd".format(*served.address), timeout=60)
+
+
+def test_tensorboard_has_the_numbers_of_the_page_over_merges(tmp_path: Path) -> None:
+    here = Here(tmp_path / "theta")
+    for name in ("one", "two"):  # a second life goes on in the same folder
+        with contextlib.closing(Scalars(tmp_path / "scalars", here.report, every=1000.0)):
+            [learner] = joined(here, name)
+            learner.go(8)
+            here.merge()
+            learner.go(8)
+            here.syncer.gone(learner.peer) if here.syncer and name == "one" else None
+    report, events = here.report(), EventAccumulator(str(tmp_path / "scalars"))
+    events.Reload()
+    found = {tag: events.Scalars(tag)[-1] for tag in events.Tags()["scalars"]}
+    assert {each.step for each in found.values()} == {sum(report["versions"])} != {0}
+    assert found["syncer/learners"].value == 1
+    assert found["syncer/taken"].value == sum(told["taken"] for told in report["learners"].values()) > 2
+    assert found["syncer/MB in"].value == pytest.approx(1e-6 * sum(t["bytes in"] for t in report["learners"].values()))
+    assert [found[f"goodput/{name}"].value for name in ("one", "two")] == [1.0, 1.0]
+    assert [event.value for event in events.Scalars("syncer/learners")] == [0, 1], "one is gone"
+    assert len(events.Scalars("staleness/one")) == 2

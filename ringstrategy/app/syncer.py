@@ -14,6 +14,8 @@ from pathlib import Path
 
 from ringstrategy.algorithms.parameters.outer import Nesterov
 from ringstrategy.app.syncer_page import Page
+from ringstrategy.app.syncer_scalars import Scalars
+from ringstrategy.extras import require
 from ringstrategy.requests import Server
 from ringstrategy.server.background import address_of, secret_of, text_of
 from ringstrategy.server.folder import Folder
@@ -37,6 +39,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quorum", type=int, help="merge as soon as so many have pushed; default: what learners say")
     parser.add_argument("--grace", type=float, help="seconds to wait for others then; default: what learners say")
     parser.add_argument("--status", help="port, or host:port, of a page for browsers; alone a port is of 127.0.0.1")
+    parser.add_argument("--tensorboard", type=Path, help="folder for the numbers of that page, over merges")
     parser.add_argument("--keep-wires", action="store_true", help="keep each push, from which merges can be recomputed")
     parser.add_argument("--idle", type=float, help="end when no learner has been there for so many seconds")
     parser.add_argument("--silent", type=float, default=10.0, help="seconds after which a silent learner is gone")
@@ -76,6 +79,8 @@ def _ends() -> Generator[tuple[Callable[[], object], Callable[[], object]], None
 
 def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[[], object]) -> str | None:
     """Until a signal, or `--idle`, or an error: its words."""
+    if asked.tensorboard is not None:
+        require("ringstrategy-syncer --tensorboard", "tensorboard")
     tls, failed = None, list[BaseException]()
     if asked.certificate:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -112,6 +117,8 @@ def _serve(asked: argparse.Namespace, wait: Callable[[], object], end: Callable[
             page = Page(address_of(asked.status if ":" in asked.status else f"127.0.0.1:{asked.status}"), syncer.report)
             stack.callback(page.close)
             print("its page is http://{}:{}".format(*page.address), flush=True)
+        if asked.tensorboard is not None:
+            stack.callback(Scalars(asked.tensorboard, syncer.report).close)
         wait()
     return f"ringstrategy-syncer: {failed[0]}" if failed else None
 
