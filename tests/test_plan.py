@@ -58,7 +58,7 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
         assert asked.rate == 1e8
     found = {row.strategy: row.prediction for row in plan(asked)[0]}
     assert {f'"{name}"' for name in [*STRATEGIES, "ddp"]} - set(found) == {
-        *('"ring_powersgd"', '"central_storage"', '"parameter_server"', '"parameter_server_async"'),
+        *('"ring_powersgd"', '"central_storage"'),
         *(f'"{name}"' for name in ("gossip", "gossip_exponential", "gossip_int8", "push_sum")),
     }
     apart, ring = found['"local_sgd"'], found['"ring"']
@@ -74,6 +74,34 @@ def test_all_names_and_hierarchies_are_predicted() -> None:
     assert hierarchical == pytest.approx(wire * (2 * 3 / 4) / (2 * 7 / 8), rel=0.05)
     int8 = found["RingStrategy(AllReduce(BlockInt(8), Hierarchical()))"].seconds
     assert found['"ring_auto"'].seconds <= 1.001 * min(found['"ring"'].seconds, found['"ring_int8"'].seconds, int8)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("servers", [1, 2, 3, 4])
+def test_the_busiest_link_of_servers_bounds_a_step(
+    servers: int, devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each server gets its share of all gradients, and sends its share of the parameters to all ranks."""
+    given = [*GIVEN, "--rate", "1gbit", "--devices-per-host", str(devices), "--codec-gb-per-s", "1000"]
+    given += ["--servers", str(servers), "--cores", "4"]
+    found = {row.strategy: row.prediction for row in plan(parse(given))[0]}
+    ranks, share = 4 * devices, min(servers, devices) / servers  # of the first host, which has most
+    arrives, leaves = (ranks - devices) * share * 4e7, devices * (1 - share) * 4e7  # gradients
+    one = found[f"RingStrategy(ParameterServer({servers}))"]
+    assert one.bytes_across == pytest.approx(arrives + leaves, rel=0.01)
+    without = 4e7 * devices if servers < ranks else 0.0  # of gradients, the last host
+    seconds = max(arrives, leaves, without) * 8 / (0.95 * 1e9)
+    assert one.communication == pytest.approx(2 * seconds, rel=0.05)
+    assert max(2 * seconds, 0.05) < one.seconds < 2 * seconds + 0.06
+    every = found['"parameter_server"']
+    assert every == found['"parameter_server_async"']
+    assert every.bytes_across == pytest.approx(2 * (1 - 1 / 4) * devices * 4e7, rel=0.01)
+    assert every.bytes_sent == pytest.approx(2 * (1 - 1 / ranks) * 4e7, rel=0.01)
+    main(given)
+    assert f"RingStrategy(ParameterServer({servers})) " in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        parse([*given[:-4], "--servers", str(ranks + 1)])
+    assert f"at most the number of ranks, {ranks}" in capsys.readouterr().err
 
 
 def test_what_is_shown_can_be_pasted_and_its_figures_are_known() -> None:

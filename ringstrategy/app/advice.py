@@ -28,6 +28,7 @@ class Row:
             if ranks train alone most of the time, which is another training.
         loss: the same in words.
         codec_gb_per_s: GB of float32 gradients that its codec encodes in a second; None: nothing is encoded.
+        asked: somebody asked for this row, so it is shown.
     """
 
     strategy: str
@@ -35,6 +36,7 @@ class Row:
     worst: float
     loss: str
     codec_gb_per_s: float | None
+    asked: bool = False
 
     @property
     def seconds(self) -> float:
@@ -85,7 +87,7 @@ def screen(rows: Sequence[Row], setting: str, codecs: str) -> str:
     shown = sorted(rows, key=lambda row: row.seconds)
     losers = beaten(rows)
     dispensable = sorted(shown, key=lambda row: (row.worst == APART, row in losers))
-    dispensable = [row for row in dispensable if row not in (base, chosen, apart(rows, chosen))]
+    dispensable = [row for row in dispensable if not row.asked and row not in (base, chosen, apart(rows, chosen))]
     while True:
         lines = _lines(rows, shown, base, chosen, setting, codecs)
         if len(lines) <= HEIGHT or not dispensable:

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from ringstrategy.algorithms.auto import Auto, eligible
 from ringstrategy.algorithms.gradients.allreduce import AllReduce
 from ringstrategy.algorithms.parameters.local_sgd import LocalSGD
+from ringstrategy.algorithms.server.parameter_server import ParameterServer
 from ringstrategy.app import accuracy, reference
 from ringstrategy.app.advice import APART, Row, screen
 from ringstrategy.app.text import as_code
@@ -20,7 +21,7 @@ from ringstrategy.codecs import BlockInt, Codec
 from ringstrategy.collectives import Direct, Hierarchical, Native
 from ringstrategy.cost.model import CodecCost, Link, Machines, Work
 from ringstrategy.cost.probe import codec_cost, pack_seconds
-from ringstrategy.cost.step import Apart, Profile, predict, predict_apart
+from ringstrategy.cost.step import Apart, Profile, Served, predict, predict_apart, predict_served
 from ringstrategy.names import STRATEGIES
 
 PAYLOAD = 0.95  # of a link's nominal rate: the rest is headers of Ethernet, IP and TCP
@@ -155,6 +156,7 @@ class Arguments:
     backward_part: float
     latency_us: float
     cores: float
+    servers: int | None
     codec_gb_per_s: float | None
     measure_codecs: bool
 
@@ -234,6 +236,9 @@ def parse(arguments: list[str] | None) -> Arguments:
         default=2.0,
         help="that each device's process has for itself: with less than 2, codecs slow the computing down; default 2",
     )
+    parser.add_argument(
+        "--servers", type=_whole, help="show a parameter server of so many ranks, the first ones; default: all serve"
+    )
     speed = parser.add_mutually_exclusive_group()
     speed.add_argument(
         "--codec-gb-per-s",
@@ -246,7 +251,10 @@ def parse(arguments: list[str] | None) -> Arguments:
         action="store_true",
         help="measure the codecs on this machine instead: on a GPU if there is one, else on one core",
     )
-    return Arguments(**vars(parser.parse_args(arguments)))
+    asked = Arguments(**vars(parser.parse_args(arguments)))
+    if asked.servers is not None and asked.servers > asked.hosts * asked.devices_per_host:
+        parser.error(f"--servers is at most the number of ranks, {asked.hosts * asked.devices_per_host}")
+    return asked
 
 
 def plan(arguments: Arguments) -> tuple[list[Row], str]:
@@ -290,7 +298,21 @@ def plan(arguments: Arguments) -> tuple[list[Row], str]:
         prediction = predict_apart(how, each * _TENSORS, there, profile)
         return Row(f'"{name}"', prediction, APART, "apart", _gb_per_second(codec, speeds.codecs[key]))
 
+    def served(name: str, algorithm: ParameterServer) -> Row:
+        assert isinstance(algorithm.codec, Codec)
+        count = len(hosts) if algorithm.servers == "all" else int(algorithm.servers)
+        bucket = int(algorithm.bucket_mb * 2**20) // 4
+        how = Served(count, algorithm.codec, algorithm.error_feedback, algorithm.pull, bucket)
+        prediction, apart = predict_served(how, each * _TENSORS, there, profile), algorithm.mode != "sync"
+        return Row(name, prediction, APART if apart else 0.0, "apart" if apart else "exact", None, "(" in name)
+
     rows = [row(name, algorithm) for name, algorithm in named.items()]
+    rows += [
+        served(f'"{name}"', made) for name, make in STRATEGIES.items() if isinstance(made := make(), ParameterServer)
+    ]
+    if asked_for := arguments.servers:
+        made = ParameterServer(asked_for)
+        rows.append(served(f"RingStrategy(ParameterServer({asked_for}))", made))
     rows += [seldom(name, made) for name, make in STRATEGIES.items() if isinstance(made := make(), LocalSGD)]
     chosen = min((row("ring_auto", made) for made in may_choose), key=lambda row: row.seconds)
     return [*rows, chosen], speeds.source

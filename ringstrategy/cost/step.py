@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -161,6 +162,65 @@ def predict_apart(apart: Apart, numel: int, machines: Machines, profile: Profile
         communication=share * cost.seconds,
         bytes_sent=round(share * cost.bytes_sent),
         bytes_across=round(share * cost.bytes_across),
+    )
+
+
+@dataclass(frozen=True)
+class Served:
+    """Servers that step what ranks push: see `ParameterServer`.
+
+    Attributes:
+        servers: how many; the first ranks.
+        codec: of gradients.
+        pull: of parameters.
+        bucket: values that are pushed together.
+    """
+
+    servers: int
+    codec: Codec
+    feedback: bool
+    pull: Codec
+    bucket: int
+
+
+def predict_served(served: Served, numel: int, machines: Machines, profile: Profile) -> Prediction:
+    """A step in which ranks push gradients of `numel` values of float32 while they compute, and then pull parameters.
+
+    The busiest link counts: that of a host with many servers, or with many ranks. The servers' optimizers take as long
+    as the ranks' would. Ranks that do not wait for each other take as long too, since they share the same links.
+    """
+    size, across = len(machines.hosts), len(set(machines.hosts)) > 1
+    places = machines.hosts if across else tuple(map(str, range(size)))
+    link = machines.across if across else machines.inside
+    ranks, serving = Counter(places), Counter(places[: served.servers])
+
+    def leaving(up: float, down: float) -> list[float]:
+        """Bytes that leave each place, if each rank sends `up` to the servers, and gets `down` from them."""
+        kept = {place: serving[place] / served.servers for place in ranks}
+        return [each * (1 - kept[place]) * up + (size - each) * kept[place] * down for place, each in ranks.items()]
+
+    def phase(up: float, down: float, work: float) -> tuple[float, float]:
+        """Seconds, and those in which a rank is busy."""
+        most = max(*leaving(up, down), *leaving(down, up))  # what arrives mirrors what leaves
+        busy = work + machines.post * served.servers + machines.transport * most
+        return (link.alpha + max(most * link.beta, busy), busy) if size > 1 else (0.0, 0.0)
+
+    push, pull = machines.codecs[served.codec, served.feedback], machines.codecs[served.pull, False]
+    up, down = (codec.nbytes(numel, torch.float32) for codec in (served.codec, served.pull))
+    count = -(-numel // served.bucket)
+    each, share = numel // count, 1 / served.servers
+    adding = size * push.add.seconds(round(each * share))
+    bucket, busy = phase(up / count, 0.0, push.encode.seconds(each) + adding)
+    back, _ = phase(0.0, down, pull.encode.seconds(round(numel * share)) + pull.decode.seconds(numel))
+    backward = profile.backward + machines.pack.seconds(numel) + machines.crowding * busy * count
+    end = 0.0
+    for place in range(count):
+        end = max(end, profile.passed((place + 1) / count) * backward) + bucket
+    return Prediction(
+        seconds=profile.rest + max(backward, end) + back,
+        communication=bucket * count + back,
+        bytes_sent=round(up * (1 - share) + down * share * (size - 1)),
+        bytes_across=round(max(leaving(up, down))) if across else 0,
     )
 
 
