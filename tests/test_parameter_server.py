@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.server.service import Service
+from ringstrategy.requests import Client
 from ringstrategy.session import Session
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -161,6 +163,35 @@ def test_in_step_it_is_one_process_with_all_ranks_data(how: str, servers: Any, m
                 for key, value in twins.state[theirs].items():
                     torch.testing.assert_close(optimizer.state[mine][key], value, rtol=0, atol=apart)
             assert session.stats.bytes_sent
+
+
+@pytest.mark.parametrize("servers", ["all", 2])
+@on_ranks(3)
+def test_where_all_serve_a_link_carries_one_message_at_a_time(servers: Any) -> None:
+    asks, note, answered = Client.ask, Service._note, list[str]()
+
+    def ask(client: Client, operation: str, *given: Any, sent: Any = None, **how: Any) -> Any:
+        if operation == "push":
+            told.append(("begins", client.address))
+            how["sent"] = lambda: [told.append(("ends", client.address)), sent()]
+        return asks(client, operation, *given, **how)
+
+    def left(service: Service, ranks: set[str], rank: str) -> None:
+        answered.append(rank)
+        note(service, ranks, rank)
+
+    told = list[tuple[str, Any]]()
+    with process_group(), mock.patch.object(Client, "ask", ask), mock.patch.object(Service, "_note", left):
+        me = dist.get_rank()
+        with opened(ParameterServer(servers), OPTIMIZERS["adam"]) as (session, optimizer):
+            train(session, optimizer, range(4))
+            addresses = [getattr(client, "address", None) for client in session.algorithm._servers._clients]
+        begun = [address for what, address in told if what == "begins"]
+        assert begun == [addresses[(me + k) % 3] for k in (1, 2) if (me + k) % 3 < len(addresses)] * 4
+        if servers == "all":
+            assert [what for what, _ in told] == ["begins", "ends"] * 8
+            others = [f"{(me - k) % 3:06d}" for k in (1, 2)]
+            assert answered == others * 4
 
 
 # Out of step

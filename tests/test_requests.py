@@ -78,7 +78,7 @@ def moved_by(asks: Client | Within) -> int:
         future = asks.ask("echo", {"number": number}, parts, into=into, bulk=number % 5 > 0)
         asked.append((number, torch.cat(parts), into, future))
     for number, sent, into, future in asked:
-        meta, [got] = future.result(END)
+        meta, [got], _ = future.result(END)
         assert meta == {"number": number, "peer": "me"}
         assert bytes(got) == bytes(sent.view(torch.uint8).numpy())
         assert into is None or torch.equal(into, sent)
@@ -538,6 +538,28 @@ def test_what_is_under_way_fails_if_the_server_dies_or_freezes(
                 future.result(END)
         if how == signal.SIGSTOP:
             assert isinstance(asks.lost, ConnectionError)
+
+
+def test_both_sides_are_told_when_all_is_sent_or_will_never_be() -> None:
+    holds, came, go = holding()
+    answered, asked, failed = threading.Event(), threading.Event(), threading.Event()
+
+    def handler(request: Request) -> Answer:
+        return holds(request)._replace(buffers=[torch.ones(1 << 20)], sent=answered.set)
+
+    with pair(handler) as (serves, asks):
+        future = asks.ask("hold", {}, [torch.ones(8)], sent=asked.set)
+        assert came.wait(END)
+        assert asked.wait(END)
+        assert not future.done()
+        assert not answered.is_set()
+        go.set()
+        future.result(END)
+        assert answered.wait(END)
+        serves.close()
+        with pytest.raises(ConnectionError):
+            asks.ask("echo", sent=failed.set).result(END)
+        assert failed.wait(END)
 
 
 def test_the_server_notices_who_leaves_and_who_is_silent() -> None:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from http import HTTPStatus
 from queue import SimpleQueue
@@ -18,7 +18,18 @@ from typing import Any, NamedTuple
 
 from typing_extensions import override
 
-from ringstrategy.requests.messages import BOOT, META, PEER, SILENT, Answer, Buffer, RefusedError, view_of, written
+from ringstrategy.requests.messages import (
+    BOOT,
+    META,
+    PEER,
+    SILENT,
+    Answer,
+    Buffer,
+    RefusedError,
+    nothing,
+    view_of,
+    written,
+)
 from ringstrategy.requests.opening import check_secret, open_connection
 from ringstrategy.requests.sockets import break_off, notice_dead_paths, reader
 
@@ -31,6 +42,7 @@ class _Asked(NamedTuple):
     meta: str
     views: Sequence[memoryview]
     out: memoryview | None
+    sent: Callable[[], None]
 
 
 _Queue = SimpleQueue[_Asked | None]  # None: no more
@@ -106,6 +118,7 @@ class Client:
         *,
         into: Buffer | None = None,
         bulk: bool = True,
+        sent: Callable[[], None] = nothing,
     ) -> Future[Answer]:
         """Send a request, in another thread.
 
@@ -116,6 +129,7 @@ class Client:
             into: where the bulk data of the answer goes, all of it; None: to new memory. After an error it may hold a
                 part of an answer.
             bulk: False: over a connection that no bulk data holds up.
+            sent: called, perhaps twice, once all of it was handed to the operating system, or when it has failed.
 
         Returns:
             The answer. RefusedError if the server refuses, RuntimeError if its handler failed, ConnectionError if the
@@ -126,7 +140,7 @@ class Client:
         if not (operation.isidentifier() and operation.isascii()):
             raise ValueError(f"an operation is a word, got {operation!r}")
         views, out = [view_of(buffer) for buffer in buffers], None if into is None else view_of(into)
-        asked = _Asked(Future(), operation, written(dict(meta or {})), views, out)
+        asked = _Asked(Future(), operation, written(dict(meta or {})), views, out, sent)
         with self._lock:
             if self._closing.is_set():
                 raise RuntimeError("this client is closed")
@@ -152,38 +166,37 @@ class Client:
         while (asked := queue.get()) is not None:
             if asked.future.set_running_or_notify_cancel():
                 try:
-                    answer = self._answer(connection, asked.operation, asked.meta, asked.views, asked.out)
+                    answer = self._answer(connection, asked)
                 except BaseException as error:
                     asked.future.set_exception(error)
                 else:
                     asked.future.set_result(answer)
         connection.close()
 
-    def _answer(
-        self, connection: _Connection, operation: str, meta: str, views: Sequence[memoryview], out: memoryview | None
-    ) -> Answer:
+    def _answer(self, connection: _Connection, asked: _Asked) -> Answer:
         try:
             if self._closing.is_set():
                 raise ConnectionError("this client is closed")
             if connection.broken or connection.boot != self.boot:
                 connection.close()  # it led to an earlier life of the server
-            response = connection.ask(operation, meta, views)
-            answer = _read(response, out)
+            response = connection.ask(asked)
+            answer = _read(response, asked.out)
         except BaseException as error:
+            asked.sent()
             connection.close()  # nobody knows what is still to be read of it
             if not isinstance(error, OSError | http.client.HTTPException):
                 raise
             where = "{}:{}".format(*self.address)
-            raise ConnectionError(f"{operation!r} got no answer from {where}: {error!r}") from error
+            raise ConnectionError(f"{asked.operation!r} got no answer from {where}: {error!r}") from error
         with self._lock:
-            self.bytes_sent += sum(view.nbytes for view in views)
+            self.bytes_sent += sum(view.nbytes for view in asked.views)
             self.bytes_received += sum(view.nbytes for view in map(view_of, answer.buffers))
         self.boot = connection.boot = response.headers[BOOT]
         self._of_server = float(response.headers[SILENT])
         if response.status == HTTPStatus.CONFLICT:
             raise RefusedError(answer.meta["error"])
         if response.status != HTTPStatus.OK:
-            raise RuntimeError(f"the server failed at {operation!r}: {answer.meta['error']}")
+            raise RuntimeError(f"the server failed at {asked.operation!r}: {answer.meta['error']}")
         return answer
 
     def _beat(self) -> None:
@@ -191,7 +204,7 @@ class Client:
         while True:
             began = time.monotonic()
             try:
-                self.news = self._answer(connection, BEAT, "{}", (), None).meta
+                self.news = self._answer(connection, _Asked(Future(), BEAT, "{}", (), None, nothing)).meta
                 self.lost = None
             except ConnectionError as error:
                 self.lost = error
@@ -263,15 +276,16 @@ class _Connection(http.client.HTTPConnection):
         if client._closing.is_set():  # only now: `close` breaks off what it finds
             self.break_off()
 
-    def ask(self, operation: str, meta: str, views: Sequence[memoryview]) -> http.client.HTTPResponse:
+    def ask(self, asked: _Asked) -> http.client.HTTPResponse:
         """Send it, and read the head of the answer."""
-        self.putrequest("POST", f"/{operation}", skip_host=True, skip_accept_encoding=True)
+        self.putrequest("POST", f"/{asked.operation}", skip_host=True, skip_accept_encoding=True)
         self.putheader(PEER, self._client.name)
-        self.putheader(META, meta)
-        self.putheader("Content-Length", str(sum(view.nbytes for view in views)))
+        self.putheader(META, asked.meta)
+        self.putheader("Content-Length", str(sum(view.nbytes for view in asked.views)))
         self.endheaders()
-        for view in views:
+        for view in asked.views:
             self.send(view)
+        asked.sent()
         return self.getresponse()
 
     def break_off(self) -> None:

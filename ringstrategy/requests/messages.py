@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BufferedIOBase
 from typing import Any, NamedTuple
 
@@ -21,16 +21,22 @@ class RefusedError(ValueError):
     """The server understood a request and refuses it. The connection stays open."""
 
 
+def nothing() -> None:
+    """What to call where nobody wants to know."""
+
+
 class Answer(NamedTuple):
     """What a request is answered with.
 
     Attributes:
         meta: anything that `json` can write, at most 60,000 characters.
         buffers: bulk data. From `Client.ask` it is one buffer: `into`, or a `memoryview` of new memory.
+        sent: called once the server has handed it to the operating system, or has failed to.
     """
 
     meta: dict[str, Any]
     buffers: Sequence[Buffer] = ()
+    sent: Callable[[], None] = nothing
 
 
 class Body:

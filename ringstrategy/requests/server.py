@@ -27,6 +27,7 @@ from ringstrategy.requests.messages import (
     Body,
     RefusedError,
     Request,
+    nothing,
     view_of,
     written,
 )
@@ -246,9 +247,10 @@ class _Connection(BaseHTTPRequestHandler):
         self._peer = self.headers[PEER]
         owner.heard(self._peer, self.connection)
         body = Body(self.rfile, int(self.headers["Content-Length"]))
-        status, views = HTTPStatus.OK, list[memoryview]()
+        status, views, sent = HTTPStatus.OK, list[memoryview](), nothing
         try:
             answer = owner.handler(Request(self._peer, self.path[1:], json.loads(self.headers[META]), body))
+            sent = answer.sent
             head, views = written(answer.meta), [view_of(buffer) for buffer in answer.buffers]
         except RefusedError as error:
             status, head = HTTPStatus.CONFLICT, written({"error": str(error)[:_MOST_WORDS]})
@@ -257,15 +259,18 @@ class _Connection(BaseHTTPRequestHandler):
                 raise
             _log.exception("the request %s of %s failed", self.path[1:], self._peer)
             status, head = HTTPStatus.INTERNAL_SERVER_ERROR, written({"error": last_words(error)})
-        body.skip()
-        self.send_response_only(status)
-        self.send_header(BOOT, owner.boot)
-        self.send_header(SILENT, str(owner.silent))
-        self.send_header(META, head)
-        self.send_header("Content-Length", str(sum(view.nbytes for view in views)))
-        self.end_headers()
-        for view in views:
-            self.wfile.write(view)
+        try:
+            body.skip()
+            self.send_response_only(status)
+            self.send_header(BOOT, owner.boot)
+            self.send_header(SILENT, str(owner.silent))
+            self.send_header(META, head)
+            self.send_header("Content-Length", str(sum(view.nbytes for view in views)))
+            self.end_headers()
+            for view in views:
+                self.wfile.write(view)
+        finally:
+            sent()
 
     @override
     def log_message(self, format: str, *given: Any) -> None:

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 _LARGE = 1 << 16  # bytes; heads are shorter
 _HEADS = 1 << 13  # bytes; Python's own buffer may be larger than that
+_UNSENT = 1 << 18  # bytes that wait in the system: so who has written a message knows that it is nearly gone
 _AT_ONCE = 1 << 30  # bytes; ssl counts them in a C int
 
 
@@ -41,6 +42,7 @@ def notice_dead_paths(connection: socket.socket, silent: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     often = max(1, int(silent / 4))
     options = {"TCP_KEEPIDLE": often, "TCP_KEEPINTVL": often, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": int(1000 * silent)}
+    options |= {"TCP_NOTSENT_LOWAT": _UNSENT}
     for name, value in options.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

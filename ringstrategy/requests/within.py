@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from typing_extensions import override
 
-from ringstrategy.requests.messages import Answer, Body, Buffer, Request, view_of
+from ringstrategy.requests.messages import Answer, Body, Buffer, Request, nothing, view_of
 from ringstrategy.requests.server import Handler
 
 _AT_ONCE = 32
@@ -62,9 +62,11 @@ class Within:
         *,
         into: Buffer | None = None,
         bulk: bool = True,
+        sent: Callable[[], None] = nothing,
     ) -> Future[Answer]:
         """As `Client.ask`."""
         del bulk
+        sent()
         return self._threads.submit(self._answer, operation, dict(meta or {}), buffers, into)
 
     def _answer(self, operation: str, meta: dict[str, Any], buffers: Sequence[Buffer], into: Buffer | None) -> Answer:

@@ -146,7 +146,8 @@ def newest(
     found: dict[str, Tensor] = {}
     with Client(address, secret, name=f"reader/{uuid.uuid4().hex}", tls=tls) as client:
         for number, fragment in enumerate(fragments):
-            said, [came] = client.ask("pull", {"plan": plan, "fragment": number, "have": -1}).result()
+            answer = client.ask("pull", {"plan": plan, "fragment": number, "have": -1}).result()
+            said, [came] = answer.meta, answer.buffers
             parts = values_of(came, broadcast, sum(each.numel() for each in fragment.values()), said["version"], number)
             runs = parts.split([each.numel() for each in fragment.values()])
             for (name, each), run in zip(fragment.items(), runs, strict=True):

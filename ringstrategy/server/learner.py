@@ -314,7 +314,8 @@ class Learner:
         fragment = self._fragments[number]
         have = -1 if fragment.wants else fragment.version
         meta = {"plan": self.digest, "fragment": number, "have": have, "base": fragment.version, "late": fragment.late}
-        said, [came] = ask("pull", meta, ())
+        answer = ask("pull", meta, ())
+        said, [came] = answer.meta, answer.buffers
         self._hear(said)
         if "version" not in said:
             return

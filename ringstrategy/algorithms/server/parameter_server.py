@@ -5,10 +5,9 @@ from __future__ import annotations
 import io
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any, Literal
 
@@ -126,8 +125,8 @@ class ParameterServer(Served[Stepped]):
         self._residuals, self._parts = {}, {}
         self._view = Consensus(peers, Exchange())
         self._encoder = ThreadPoolExecutor(1, "ringstrategy-encode")
-        rule = self._rule
-        self._servers = Servers(peers, count, lambda me, ranks: Service(me, ranks, rule, self.pull))
+        rule, in_turn = self._rule, count == peers.size and not self.decentralized
+        self._servers = Servers(peers, count, lambda me, ranks: Service(me, ranks, rule, self.pull, in_turn))
 
     @property
     @override
@@ -217,13 +216,11 @@ class ParameterServer(Served[Stepped]):
         assert self._peers is not None
         assert self._servers is not None
         seed = derive_seed(0, self._step, stepped.buckets[place].index)
-        push = partial(stepped.push, place, self._servers.ask, seed, self._peers.rank)
-        if stepped.buckets[place].buffer.device.type == "cpu":
-            self._pushes.append(self._encoder.submit(push))
-            return
-        done: Future[list[tuple[int, Future[Answer]]]] = Future()  # on the device and the stream of the backward
-        done.set_result(push())
-        self._pushes.append(done)
+        parts: Iterable[tuple[int, Tensor]] = stepped.encoded(place, seed, self._peers.rank)
+        if stepped.buckets[place].buffer.device.type != "cpu":
+            parts = [*parts]  # on the device and the stream of the backward
+        meta = {"fragment": stepped.number, "bucket": place, "seed": seed}
+        self._pushes.append(self._encoder.submit(self._servers.send_each, "push", meta, parts))
 
     @override
     def _wait_for_pushes(self) -> None:
@@ -231,7 +228,7 @@ class ParameterServer(Served[Stepped]):
             return
         begin = time.perf_counter()
         pushes, self._pushes = self._pushes, []
-        asked = [each for push in pushes for each in push.result()]
+        asked = [each for push in pushes for each in self._servers.wait_until_sent(push, self._where)]
         if not asked:
             return
         self._servers.wait(asked, self._where)
@@ -270,9 +267,8 @@ class ParameterServer(Served[Stepped]):
             squares = [answer.meta["square"] for answer in servers.wait(norms, self._where)]
             clip = self._clips(math.sqrt(math.fsum(squares)))
             metas = [{**meta, "clip": clip} for meta in metas]
-        stepped.asked = [
-            (s, servers.ask(s, "pull", meta, [steps[s]], into=stepped.wires[s])) for s, meta in enumerate(metas)
-        ]
+        stepped.asked = [(s, servers.ask(s, "step", meta, [steps[s]], bulk=False)) for s, meta in enumerate(metas)]
+        stepped.asked += [(s, servers.ask(s, "pull", meta, into=stepped.wires[s])) for s, meta in enumerate(metas)]
 
     def _own_scale(self, stepped: Stepped) -> float:
         """What clips this rank's gradient, where it is stepped by itself."""
@@ -295,7 +291,7 @@ class ParameterServer(Served[Stepped]):
         if stepped.asked and self._servers is not None and self._peers is not None:
             asked, stepped.asked = stepped.asked, []
             begin = time.perf_counter()
-            stepped.write(self._servers.wait(asked, self._where))
+            stepped.write(self._servers.wait(asked, self._where)[self._servers.count :])
             self._peers.stats.communication_seconds += time.perf_counter() - begin
 
     @override

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import secrets
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as StillRunningError
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from ringstrategy.algorithms.server.service import LEFT, Service, of_rank
 from ringstrategy.errors import PlanMismatchError
@@ -25,6 +26,7 @@ _SILENT = 300.0  # seconds, in which a process may stand still; a connection tha
 _LOOK_SECONDS = 0.5  # between two looks for what other ranks have to say
 _CONNECTIONS = 2  # for bulk data, to each server
 _SETTING_UP = "while setting up"
+_T = TypeVar("_T")
 
 
 class Servers:
@@ -94,13 +96,26 @@ class Servers:
         operation: str,
         meta: Mapping[str, Any],
         buffers: Sequence[Buffer] = (),
-        *,
-        into: Buffer | None = None,
-        bulk: bool = True,
+        **how: Any,
     ) -> Future[Answer]:
         """See `Client.ask`."""
         meta = {"generation": self._generation, **meta}
-        return self._clients[server].ask(operation, meta, buffers, into=into, bulk=bulk)
+        return self._clients[server].ask(operation, meta, buffers, **how)
+
+    def send_each(
+        self, operation: str, meta: Mapping[str, Any], parts: Iterable[tuple[int, Buffer]]
+    ) -> list[tuple[int, Future[Answer]]]:
+        """Ask servers, each with its part. If all ranks serve, a part waits until the one before was sent.
+
+        So a link carries one message at a time, and parts that are encoded meanwhile cost nothing.
+        """
+        asked, sent = list[tuple[int, Future[Answer]]](), threading.Event()
+        for server, part in parts:
+            if asked and self._in_turn:
+                sent.wait()
+            sent = threading.Event()
+            asked.append((server, self.ask(server, operation, meta, [part], sent=sent.set)))
+        return asked
 
     def wait(self, asked: Sequence[tuple[int, Future[Answer]]], where: str) -> list[Answer]:
         """The answers of servers, once all are there.
@@ -112,12 +127,21 @@ class Servers:
             where: this rank is, for messages.
         """
         begin = time.perf_counter()
-        answers = [self._answer(server, future, where) for server, future in asked]
+        answers = [self._until_done(future, where, server) for server, future in asked]
         self._peers.stats.wait(time.perf_counter() - begin)
         self._count()
         return answers
 
-    def _answer(self, server: int, future: Future[Answer], where: str) -> Answer:
+    def wait_until_sent(
+        self, sending: Future[list[tuple[int, Future[Answer]]]], where: str
+    ) -> list[tuple[int, Future[Answer]]]:
+        """What was asked of whom, in another thread. PeerLostError if a rank is lost meanwhile."""
+        begin = time.perf_counter()
+        asked = self._until_done(sending, where)
+        self._peers.stats.wait(time.perf_counter() - begin)
+        return asked
+
+    def _until_done(self, future: Future[_T], where: str, server: int = 0) -> _T:
         detector = self._peers.detector
         while True:
             try:
@@ -136,6 +160,11 @@ class Servers:
                 if detector is None:
                     raise
                 raise detector.explain(error, server, where) from error
+
+    @property
+    def _in_turn(self) -> bool:
+        """Whether links carry alike. Else a server's may carry several ranks' at once, or a rank's several servers'."""
+        return self.count == self._peers.size
 
     def _count(self) -> None:
         """Add to the stats what has travelled since the last call."""

@@ -6,6 +6,7 @@ import io
 import json
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,23 +29,27 @@ LEFT = "has left: "  # before the name of a rank that was lost, or for which all
 class Service:
     """Answers the requests of all ranks, each in a thread of its own.
 
-    A step of a rank is: `push` of each bucket's part, then `pull`, which counts what was pushed as one gradient, and is
-    answered with the values that came of it once the rule lets the rank go on. Between both comes `norm`, where the
-    mean of all ranks is to be clipped.
+    A step of a rank is: `push` of each bucket's part, then `step`, which counts what was pushed as one gradient, and
+    `pull`, which is answered with the values that came of it once the rule lets the rank go on. Before `step` comes
+    `norm`, where the mean of all ranks is to be clipped.
 
     Args:
         me: the name of the rank that serves; what it asks is not counted.
         ranks: the names of all.
         rule: when gradients are stepped.
         codec: by which values are pulled.
+        in_turn: where all ranks serve: answer a `pull` when the one before was sent, that of the rank before `me`
+            first. So each link carries one answer at a time each way; of many at once some would end late.
 
     Attributes:
         bytes_sent: of values, to other ranks.
         bytes_received: of gradients, from other ranks.
     """
 
-    def __init__(self, me: str, ranks: Sequence[str], rule: Rule, codec: Codec) -> None:
+    def __init__(self, me: str, ranks: Sequence[str], rule: Rule, codec: Codec, in_turn: bool = False) -> None:
         self.bytes_sent = self.bytes_received = 0
+        place = ranks.index(me)
+        self._turns = [*reversed(ranks[:place]), *reversed(ranks[place + 1 :])] if in_turn else []
         self._me, self._ranks, self._rule, self._codec = me, ranks, rule, codec
         self._changed = threading.Condition()  # and the lock of all that follows
         self._generation = 0
@@ -58,6 +63,7 @@ class Service:
         self._free: list[list[Tensor]] = []
         self._squares: dict[int, tuple[int, float]] = {}  # of a version's merged gradient
         self._wires: dict[int, tuple[int, Tensor]] = {}  # of a version's values
+        self._sent: dict[int, tuple[int, set[str]]] = {}  # of a version, to which ranks
         self._states: dict[int, io.BytesIO] = {}  # of the version of now
 
     def begin(
@@ -75,7 +81,7 @@ class Service:
                 self._store.join(rank)
             self._filling, self._counted = [{} for _ in fragments], [{} for _ in fragments]
             self._free = [[] for _ in fragments]
-            self._squares, self._wires, self._states = {}, {}, {}
+            self._squares, self._wires, self._sent, self._states = {}, {}, {}, {}
             self._changed.notify_all()
 
     def handle(self, request: Request) -> Answer:
@@ -91,6 +97,7 @@ class Service:
         operations = {
             "push": self._push,
             "norm": self._norm,
+            "step": self._step,
             "pull": self._pull,
             "state": self._state,
         }
@@ -172,10 +179,10 @@ class Service:
         free = self._free[fragment]
         return free.pop() if free else torch.empty_like(self._store.fragments[fragment].values)
 
-    def _count(self, request: Request, step: dict[str, Any] | None) -> None:
+    def _count(self, request: Request, step: dict[str, Any]) -> None:
         """What the rank has pushed is one gradient; once. Under the lock."""
         fragment, rank = request.meta["fragment"], request.peer
-        if step is None or self._counted[fragment].get(rank, -1) >= step["number"]:
+        if self._counted[fragment].get(rank, -1) >= step["number"]:
             return
         self._counted[fragment][rank] = step["number"]
         whole = self._filling[fragment].pop(rank, None)
@@ -229,20 +236,36 @@ class Service:
             self._wait_for_all(lambda: self._squares.get(fragment, (-1,))[0] == base)
             return Answer({"square": self._squares[fragment][1]})
 
-    # Values
-
-    def _pull(self, request: Request) -> Answer:
-        meta, fragment, rank = request.meta, request.meta["fragment"], request.peer
-        step = _step_of(request)
+    def _step(self, request: Request) -> Answer:
+        """What the rank has pushed counts; if it is the last that was missing, there is a new version."""
+        meta, fragment, step = request.meta, request.meta["fragment"], _step_of(request)
         with self._changed:
             self._count(request, step)
             clip = meta.get("clip")
             if fragment in self._store.due(0.0) and (clip is None or self._store.versions[fragment] == meta["base"]):
                 self._merge(fragment, 1.0 if clip is None else clip)
+        return Answer({})
+
+    # Values
+
+    def _pull(self, request: Request) -> Answer:
+        meta, fragment, rank = request.meta, request.meta["fragment"], request.peer
+        with self._changed:
             self._wait_for_all(lambda: meta["base"] < 0 or self._may_have(fragment, meta["base"], rank))
             version, wire = self._wire(fragment)
+            if self._sent.get(fragment, (-1,))[0] != version:
+                self._sent[fragment] = version, set()
+            sent = self._sent[fragment][1]
+            if rank in self._turns:
+                before = self._turns[: self._turns.index(rank)]
+                self._wait_for_all(lambda: sent.issuperset(before))
             self.bytes_sent += 0 if rank == self._me else wire.numel()
-        return Answer({"version": version}, [wire])
+        return Answer({"version": version}, [wire], partial(self._note, sent, rank))
+
+    def _note(self, sent: set[str], rank: str) -> None:
+        with self._changed:
+            sent.add(rank)
+            self._changed.notify_all()
 
     def _may_have(self, fragment: int, base: int, rank: str) -> bool:
         return self._store.versions[fragment] > base and self._store.may_go_on(rank)
@@ -273,10 +296,8 @@ class Service:
         return Answer({}, [state])
 
 
-def _step_of(request: Request) -> dict[str, Any] | None:
-    """What counts a step, of a request that has it."""
-    if not request.body.nbytes:
-        return None
+def _step_of(request: Request) -> dict[str, Any]:
+    """What counts a step."""
     content = bytearray(request.body.nbytes)
     request.body.read_into(content)
     step: dict[str, Any] = json.loads(content)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ringstrategy.algorithms.server.gathered import Gathered
@@ -16,8 +17,6 @@ from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec, derive_seed
 from ringstrategy.kernels.sample import same, sample
 from ringstrategy.requests import Answer
-
-Ask = Callable[..., Future[Answer]]
 
 
 class Stepped(Gathered):
@@ -61,13 +60,13 @@ class Stepped(Gathered):
 
     # Gradients
 
-    def push(self, place: int, ask: Ask, seed: int, rank: int) -> list[tuple[int, Future[Answer]]]:
-        """Encode what a bucket has gathered, with error feedback, and push its parts."""
+    def encoded(self, place: int, seed: int, rank: int) -> Iterator[tuple[int, Tensor]]:
+        """What a bucket has gathered, with error feedback: each server's part, the next rank's first."""
         bucket = self.buckets[place]
         codec, given, lost = bucket.codec, bucket.residuals.given, bucket.residuals.lost
-        asked = []
-        for server, shard in enumerate(self.shards):
-            begin, end, _ = shard.parts[place]
+        servers = range(len(self.shards))
+        for server in (*servers[rank + 1 :], *servers[: rank + 1]):
+            begin, end, _ = self.shards[server].parts[place]
             if begin == end:
                 continue
             values = bucket.buffer[begin:end]
@@ -84,9 +83,7 @@ class Stepped(Gathered):
                     own_seed=derive_seed(seed, rank),
                     offset=begin,
                 )
-            meta = {"fragment": self.number, "bucket": place, "seed": seed}
-            asked.append((server, ask(server, "push", meta, [wire.cpu()])))
-        return asked
+            yield server, wire.cpu()
 
     def used(self, server: int) -> list[int] | None:
         """Which pieces on a server have a gradient of this rank; None: all."""
