@@ -16,6 +16,7 @@ from ringstrategy.algorithms.server.shards import Shard, shown
 from ringstrategy.buckets.dense import DenseBucket
 from ringstrategy.codecs.base import Codec
 from ringstrategy.requests import Answer, RefusedError, Request
+from ringstrategy.requests.messages import nothing
 from ringstrategy.server.fragment import Fragment
 from ringstrategy.server.merges import total_
 from ringstrategy.server.rules import Rule, Sync
@@ -63,7 +64,7 @@ class Service:
         self._free: list[list[Tensor]] = []
         self._squares: dict[int, tuple[int, float]] = {}  # of a version's merged gradient
         self._wires: dict[int, tuple[int, Tensor]] = {}  # of a version's values
-        self._sent: dict[int, tuple[int, set[str]]] = {}  # of a version, to which ranks
+        self._sent: list[set[str]] = []  # which ranks have what was merged last
         self._states: dict[int, io.BytesIO] = {}  # of the version of now
 
     def begin(
@@ -81,7 +82,8 @@ class Service:
                 self._store.join(rank)
             self._filling, self._counted = [{} for _ in fragments], [{} for _ in fragments]
             self._free = [[] for _ in fragments]
-            self._squares, self._wires, self._sent, self._states = {}, {}, {}, {}
+            self._squares, self._wires, self._states = {}, {}, {}
+            self._sent = [set() for _ in fragments]
             self._changed.notify_all()
 
     def handle(self, request: Request) -> Answer:
@@ -221,6 +223,7 @@ class Service:
         self._store.merge(fragment, 0.0, scale=scale)
         self._free[fragment] += [push.values for push in pushes]
         self._states.pop(fragment, None)
+        self._sent[fragment] = set()
         self._changed.notify_all()
 
     def _norm(self, request: Request) -> Answer:
@@ -253,14 +256,14 @@ class Service:
         with self._changed:
             self._wait_for_all(lambda: meta["base"] < 0 or self._may_have(fragment, meta["base"], rank))
             version, wire = self._wire(fragment)
-            if self._sent.get(fragment, (-1,))[0] != version:
-                self._sent[fragment] = version, set()
-            sent = self._sent[fragment][1]
+            note, sent = nothing, self._sent[fragment]
             if rank in self._turns:
                 before = self._turns[: self._turns.index(rank)]
-                self._wait_for_all(lambda: sent.issuperset(before))
+                # who has left has its answer, or wants none; what was merged is there for all others
+                self._wait(lambda: self._sent[fragment] is not sent or sent >= self._there.intersection(before))
+                note = partial(self._note, sent, rank)
             self.bytes_sent += 0 if rank == self._me else wire.numel()
-        return Answer({"version": version}, [wire], partial(self._note, sent, rank))
+        return Answer({"version": version}, [wire], note)
 
     def _note(self, sent: set[str], rank: str) -> None:
         with self._changed:
