@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ringstrategy as ring
 from ringstrategy import AllReduce, BlockInt, Cast, ParameterServer, Staleness
 from ringstrategy.algorithms.base import Algorithm
+from ringstrategy.algorithms.server.servers import Servers
 from ringstrategy.algorithms.server.service import Service
 from ringstrategy.requests import Client
 from ringstrategy.session import Session
@@ -600,7 +601,19 @@ def _goes(mode: Any, how: str) -> tuple[str, Any]:
 
 @on_ranks(3)
 def test_in_step_nobody_waits_for_a_rank_that_has_left() -> None:
-    said, whose = _goes("sync", "leaves")
+    """It has said why before the servers know that it leaves: here it goes no further until the others have stopped."""
+
+    def end(servers: Servers) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            store.wait(["stopped/0", "stopped/2"], MINUTE)
+        else:
+            store.set(f"stopped/{dist.get_rank()}", "")
+        original(servers)
+
+    original = Servers._end
+    with mock.patch.object(Servers, "_end", end):
+        said, whose = _goes("sync", "leaves")
     if os.environ["RANK"] != "1":
         assert whose == 1
         assert "the end of its training after 3 batches" in said

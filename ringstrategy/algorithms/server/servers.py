@@ -175,6 +175,8 @@ class Servers:
 
     def close(self) -> None:
         """Leave. A rank that serves waits a little for the others to leave too. No collective."""
+        if self._peers.detector is not None:
+            self._peers.detector.leave()  # servers tell the others, who look for the reason
         leaving = [client.ask("leave", {"generation": 0}, bulk=False) for client in self._clients]
         for future in leaving:
             with suppress(Exception):  # who has gone does not answer
